@@ -1,0 +1,41 @@
+"""Writes the losses of a run to losses.csv in its directory: step, training loss, held-out loss where there is one.
+
+A callback is any class with some of the methods start(run), step(run, event), evaluation(run, event),
+checkpoint(run, event), fault(run, event) and end(run, event). `run` has path, rank, model and step; an event is the
+dict that also stands in events.jsonl. Every worker calls its own; this one acts on the first only.
+"""
+
+import csv
+from typing import Any
+
+HEADER = ("step", "loss", "held_out_loss")
+
+
+class LossCsv:
+    def start(self, run: Any) -> None:
+        if run.rank != 0:
+            return
+        path = run.path / "losses.csv"
+        kept = []
+        if path.exists():  # a run that goes on from a checkpoint does the steps after it again
+            with open(path, newline="") as old:
+                kept = [row for row in list(csv.reader(old))[1:] if len(row) == len(HEADER) and int(row[0]) <= run.step]
+        self.file = open(path, "w", newline="")  # noqa: SIM115  closed in end()
+        self.writer = csv.writer(self.file)
+        self.writer.writerows([HEADER, *kept])
+        self.file.flush()
+
+    def step(self, run: Any, event: dict[str, Any]) -> None:
+        self._write(run, (event["step"], event["loss"], ""))
+
+    def evaluation(self, run: Any, event: dict[str, Any]) -> None:
+        self._write(run, (event["step"], "", event["loss"]))
+
+    def end(self, run: Any, event: dict[str, Any]) -> None:
+        if run.rank == 0:
+            self.file.close()
+
+    def _write(self, run: Any, row: tuple[Any, ...]) -> None:
+        if run.rank == 0:
+            self.writer.writerow(row)
+            self.file.flush()

@@ -1,0 +1,296 @@
+"""What the verbs do, as functions: the rooms put together. `phalanx.train` is here.
+
+The order of a start: everything that can be wrong is checked before anything is written; then data are prepared, every
+`auto` is resolved by short trials, the run directory is written, and the agent takes over.
+"""
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster import Machine, environment, peak, this_machine
+from phalanx.data import Progress, cached
+from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
+from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
+from phalanx.plan import choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.recipe import Difference, Recipe, check, dump_recipe, load_recipe, refused
+from phalanx.recipe.load import Loaded
+from phalanx.recipe.schema import Source
+from phalanx.run import Event, Run, read_events
+from phalanx.run.directory import write_json, write_whole
+from phalanx.train.schedule import factor
+
+Call = Callable[[str, Any], Any]
+"""Runs `module:function(payload)` in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that can start: what it trains, and what to tell at the start."""
+
+    run: Run
+    recipe: Recipe
+    folder: Path
+    plan: dict[str, Any]
+    cluster: dict[str, Any]
+    notes: list[str]
+    first_attempt: int
+
+
+def train(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    overrides: Sequence[str] = (),
+    *,
+    run: "str | os.PathLike[str] | None" = None,
+    nproc: int | None = None,
+    force: bool = False,
+    show: Callable[[Event], None] | None = None,
+) -> dict[str, Any]:
+    """Train a recipe (a file's path or a value) as `phalanx train` does, and return the content of `result.json`.
+
+    Goes on where the run in `run` (default `runs/<name>`) stopped. Raises PhalanxError for whatever the user can mend;
+    a run that was asked to stop returns with `status: stopped`.
+    """
+    if isinstance(recipe, Recipe):
+        loaded = Loaded(Recipe.model_validate(recipe.model_dump(by_alias=True)), None, Path.cwd(), {})
+        if overrides:
+            raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
+    else:
+        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    with NurseryProcess() as nursery:
+        where = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
+        with starting(loaded, where, nproc, nursery.call, force, lambda progress: None) as ready:
+            outcome = supervise(ready, nursery, show or (lambda event: None), force)
+    if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
+        error = GaveUpError(outcome.message or "the run failed")
+        error.code = outcome.code
+        raise error
+    return ready.run.read_json(ready.run.result) or {}
+
+
+@contextlib.contextmanager
+def starting(
+    loaded: Loaded,
+    run: Run,
+    nproc: int | None,
+    call: Call,
+    force: bool,
+    progress: Callable[[Progress], None],
+    write: bool = True,
+) -> Iterator[Ready]:
+    """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
+    recipe cannot run. Without `write` nothing is written but the data cache."""
+    machine = this_machine()
+    world = nproc or (machine.count if machine.device == "cuda" else 1)
+    check(loaded.recipe, loaded.folder, world, loaded.at)
+    importable = {"build": loaded.recipe.model.build, "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
+    if not write:
+        yield make_ready(loaded, run, machine, world, call, force, progress)
+        return
+    with contextlib.ExitStack() as stack:
+        if new := not run.path.is_dir():
+            ready = make_ready(loaded, run, machine, world, call, force, progress)
+            run.create()
+        stack.enter_context(locked(run))
+        if not new:
+            ready = make_ready(loaded, run, machine, world, call, force, progress)
+            run.create()
+        write_run(ready, loaded)
+        yield ready
+
+
+def make_ready(
+    loaded: Loaded,
+    run: Run,
+    machine: Machine,
+    world: int,
+    call: Call,
+    force: bool,
+    progress: Callable[[Progress], None],
+) -> Ready:
+    """Prepare data and resolve the recipe; writes nothing but the data cache."""
+    given, folder = loaded.recipe, loaded.folder
+    old = previous(run)
+    notes: list[str] = []
+    if old is not None:
+        differing = refused(*old, given)
+        if differing and not force:
+            raise RecipeError(changed(run, differing))
+        notes += [f"forced: {difference}" for difference in differing]
+        old = None if differing else old
+    prepared = [prepare(source, loaded, progress) for source in sources_of(given)]
+    held_out = prepare(given.evaluate.source, loaded, progress) if given.evaluate.source else None
+    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] == "start"]
+    first_attempt = max(attempts, default=-1) + 1
+    if old is not None:
+        recipe = go_on(old[1], given, prepared, held_out, world)
+        check(recipe, folder, world, loaded.at)
+        notes += continuing(old[1], recipe)
+        plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
+        return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
+    recipe, plan, cluster = first_resolution(given, folder, prepared, held_out, machine, world, call)
+    check(recipe, folder, world, loaded.at)
+    return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def first_resolution(
+    given: Recipe,
+    folder: Path,
+    prepared: list[dict[str, Any]],
+    held_out: dict[str, Any] | None,
+    machine: Machine,
+    world: int,
+    call: Call,
+) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
+    """Trials, choices, and the recipe, plan and cluster facts that follow."""
+    threads = choose_threads(given, machine.cores, world)
+    trial = given.model_dump(mode="json", by_alias=True)
+    trial["data"]["source"], trial["evaluate"]["source"] = prepared, held_out
+    payload = {"recipe": trial, "folder": str(folder), "threads": threads.value}
+    profile = call("phalanx.train.trial:profile", payload)
+    memory = machine.device_memory_bytes // (world if machine.device == "cpu" else 1)
+    micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
+    candidates = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
+    seconds = call("phalanx.train.trial:race", {**payload, "micro": micro.value, "precisions": candidates})
+    choices = [threads, micro, choose_precision(given, seconds)]
+    recipe = resolve(given, prepared, held_out, choices, world)
+    rates = call("phalanx.train.trial:matmul", {"threads": threads.value})
+    sheet = peak(machine)
+    cluster = {
+        "host": machine.host,
+        "device": machine.device,
+        "name": machine.name,
+        "count": machine.count,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "threads": threads.value,
+        "matmul_tflops": rates,
+        "data_sheet_tflops": None if sheet is None else sheet.tflops,
+        "data_sheet_source": None if sheet is None else sheet.source,
+    }
+    return recipe, plan_of(profile, choices, seconds, recipe), cluster
+
+
+def sources_of(recipe: Recipe) -> list[Source]:
+    """The training sources, always as a list."""
+    return recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+
+
+def prepare(source: Source, loaded: Loaded, progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """The source as a prepared one, found in the cache or put there."""
+    path = cached(source, loaded.recipe.data, loaded.folder, progress=progress)
+    return {"prepared": str(path.absolute()), "weight": source.weight}
+
+
+def previous(run: Run) -> tuple[Recipe, Recipe] | None:
+    """The recipes of a run that exists, as given and as resolved."""
+    if not run.resolved.is_file():
+        return None
+    return load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+
+
+def changed(run: Run, differing: Sequence[Difference]) -> str:
+    """Why a run cannot go on under another recipe."""
+    listed = "\n".join(f"  {difference}" for difference in differing)
+    return (
+        f"{run.path}: this run was started with another recipe, and going on would mix the two:\n{listed}\n"
+        "Give the old values, another --run directory, or --force to go on all the same"
+    )
+
+
+def continuing(old: Recipe, new: Recipe) -> list[str]:
+    """What the user should know about a run that goes on."""
+    notes = []
+    if old.steps != new.steps:
+        step = min(old.steps, new.steps)
+        before, after = (recipe.optim.lr * factor(recipe.optim.schedule, step, recipe.steps) for recipe in (old, new))
+        notes.append(
+            f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
+            f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
+        )
+    if old.layout != new.layout and new.exchange.exact != "replicas":
+        notes.append("the number of workers changed under exchange.exact = world: the digest will differ by rounding")
+    return notes
+
+
+def finished(run: Run, recipe: Recipe) -> str | None:
+    """A sentence when this recipe has nothing left to do in this run."""
+    old, result = previous(run), run.read_json(run.result)
+    if old is None or result is None or result["status"] != "done" or result["steps"] < recipe.steps:
+        return None
+    if refused(*old, recipe):
+        return None
+    return f"{run.path}: done at step {result['steps']}; steps={2 * result['steps']} would go on from there"
+
+
+def write_run(ready: Ready, loaded: Loaded) -> None:
+    """Write the run directory's files, so that workers can start."""
+    run = ready.run
+    write_whole(run.recipe, dump_recipe(loaded.recipe))
+    write_whole(run.resolved, dump_recipe(ready.recipe))
+    write_json(run.plan, ready.plan)
+    write_json(run.cluster, ready.cluster)
+    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder)})
+
+
+@contextlib.contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Only one process may train a run. The lock is on the directory itself and goes with its holder."""
+    fd = os.open(run.path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(f"{run.path}: another process is training this run; wait, or choose another --run") from None
+    finally:
+        os.close(fd)
+
+
+def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], None], force: bool) -> Outcome:
+    """Train a run that is ready, and write its result."""
+    run, recipe = ready.run, ready.recipe
+    world = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+    command = {
+        "function": "phalanx.train.worker:work",
+        "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
+    }
+    with Agent(run, nursery, show, recipe.recovery.attempts) as agent:
+        for note in ready.notes:
+            agent.emit("warning", text=note)
+        outcome = agent.supervise(world, command, {}, ready.first_attempt)
+        if outcome.result is None:
+            status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
+            agent.emit("end", status=status, step=last_step(run))
+    write_json(run.result, result_of(run, outcome))
+    return outcome
+
+
+def last_step(run: Run) -> int:
+    """The step of the newest event that has one."""
+    return max((event["step"] for event in read_events(run.events) if event["kind"] == "step"), default=0)
+
+
+def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """result.json: what the worker reported, or what the events tell when it did not come to that; `seconds` is the
+    time of all attempts together."""
+    seconds, restarts, begun, last = 0.0, -1, 0.0, None
+    steps, loss, tokens = 0, None, 0
+    for event in read_events(run.events):
+        if event["kind"] == "start":
+            restarts, begun = restarts + 1, event["t"]
+        elif event["kind"] == "step":
+            steps, loss, tokens = event["step"], event["loss"], tokens + event["tokens"]
+        if begun:
+            seconds += event["t"] - max(begun, last or begun) if event["kind"] != "start" else 0.0
+        last = event["t"]
+    if outcome.result is not None:
+        return {**outcome.result, "seconds": seconds}
+    status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
+    facts = {"format": 1, "status": status, "steps": steps, "final_loss": loss, "tokens": tokens, "seconds": seconds}
+    return {**facts, "restarts": max(0, restarts), "digest": None, "message": outcome.message}

@@ -1,0 +1,142 @@
+"""The command line: verbs that parse, call and print. This file is their frame; each verb is a module of its own.
+
+A verb's module is imported when the verb is called, so that `phalanx --help` needs neither torch nor pydantic. Errors
+become exit codes here and nowhere else.
+"""
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from phalanx.errors import ExitCode, PhalanxError
+
+__all__ = ["main"]
+
+_VERBS = {
+    "train": ("phalanx.cli.train:train", "Train a recipe, or go on with a run that stopped."),
+    "report": ("phalanx.cli.report:report", "What a run did, and where the time went."),
+    "compare": ("phalanx.cli.report:compare", "Runs side by side."),
+    "generate": ("phalanx.cli.generate:generate", "Text from a run's checkpoint."),
+    "evaluate": ("phalanx.cli.evaluate:evaluate", "Score a run's checkpoint on held-out data."),
+    "profile": ("phalanx.cli.profile:profile", "Trace a few steps and print where the time goes."),
+    "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
+    "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
+    "recipe": ("phalanx.cli.recipe:app", "Check a recipe; its JSON Schema for editors."),
+}
+"""Every verb, where it lives, and its line in `phalanx --help`."""
+
+# what the parser raises for wrong usage; typer exports it under another name in each version
+_ParserError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class _Verbs(TyperGroup):
+    """A group that lists its verbs without importing them."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _imported(cmd_name) if cmd_name in _VERBS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _VERBS.items()])
+
+
+def _imported(name: str) -> Any:
+    """The verb's command, or its group of commands, from its module."""
+    module, _, attribute = _VERBS[name][0].partition(":")
+    verb = getattr(import_module(module), attribute)
+    if isinstance(verb, typer.Typer):
+        verb.info.name = name
+        verb.rich_markup_mode = None
+        return typer.main.get_group(verb)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(verb)
+    return typer.main.get_command(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import phalanx
+
+        print(f"phalanx {phalanx.__version__}")
+        raise typer.Exit
+
+
+def _frame() -> TyperGroup:
+    app = typer.Typer(
+        cls=_Verbs,
+        add_completion=False,
+        rich_markup_mode=None,  # rich takes longer to import than everything else here
+        help="Phalanx trains deep-learning models on one machine or many.",
+        epilog="`phalanx VERB --help` tells more. Exit codes: 0 done, 64 wrong usage, 65 bad data, 75 not finished: "
+        "start again, 77 this node is unfit, 78 bad recipe, 93 gave up.",
+    )
+
+    @app.callback()
+    def frame(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        ] = False,
+    ) -> None:
+        pass
+
+    group = typer.main.get_group(app)
+    for name, (_, line) in _VERBS.items():
+        # only for suggestions: `trian` -> `train`
+        group.add_command(TyperCommand(name=name, help=line))
+    return group
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Bugs leave as exceptions, with their traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments or ["--help"])
+        sys.stdout.flush()
+        return code
+    except PhalanxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("error: interrupted", file=sys.stderr)
+        return int(ExitCode.UNFINISHED)
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        # what is still buffered must not fail again when Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.UNFINISHED)
+
+
+def _run(arguments: list[str]) -> int:
+    """Parse and call. typer's own `main` would turn broken pipes and interrupts into codes that are not ours."""
+    group = _frame()
+    try:
+        with group.make_context("phalanx", arguments) as context:
+            result = group.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except _ParserError as error:
+        message: str = error.format_message()
+        # `phalanx data` alone: its message is its help
+        print(message if message.startswith("Usage:") else f"error: {message}{_hint(error)}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    return result if isinstance(result, int) else int(ExitCode.DONE)
+
+
+def _hint(error: Exception) -> str:
+    """Where the right usage stands."""
+    context = getattr(error, "ctx", None)
+    return f"\n`{context.command_path} --help` tells how it is used" if context is not None else ""
+
+
+def _reader_gone() -> bool:
+    """Whether it is standard output that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,137 @@
+"""`phalanx checkpoint`: look at the checkpoints of a run, verify them, take their digest, export their weights."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from phalanx.errors import ExitCode, UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
+
+Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or one of its checkpoints.")]
+Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of the run; default: the newest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("ls")
+def list_(path: Where, as_json: AsJson = False) -> None:
+    """List checkpoints, newest first: size, when it was written, and whether it is the best. Data are not read."""
+    found = _checkpoints(path)
+    best = _best_step(found[0].parent)
+    rows = [_facts(checkpoint, best) for checkpoint in found]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'step':>9}  {'written':19}  {'size':>10}  {'samples':>12}  {'tensors':>7}")
+    for row in rows:
+        if row["damaged"]:
+            print(f"{row['step']:>9}  {row['written']:19}  damaged: {row['damaged']}")
+        else:
+            mark = "  best" if row["best"] else ""
+            size, samples = f"{row['bytes'] / 1e6:,.1f} MB", "" if row["samples"] is None else f"{row['samples']:,}"
+            print(f"{row['step']:>9}  {row['written']:19}  {size:>10}  {samples:>12}  {row['tensors']:>7}{mark}")
+
+
+@app.command()
+def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint and compare it with its checksums. Exit code 65, with the file's name, if one
+    differs."""
+    from phalanx.train.checkpoint import CorruptError
+    from phalanx.train.checkpoint import verify as read_all
+
+    checkpoint = _chosen(path, step)
+    began = time.perf_counter()
+    try:
+        manifest = read_all(checkpoint)
+    except CorruptError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
+        raise typer.Exit(ExitCode.DATA) from None
+    seconds = time.perf_counter() - began
+    if as_json:
+        print(json.dumps({"path": str(checkpoint), "ok": True, "bytes": manifest.nbytes, "seconds": seconds}))
+    else:
+        print(f"ok  {checkpoint}: {manifest.nbytes / 1e6:,.1f} MB in {len(manifest.files)} files, {seconds:.2f} s")
+
+
+@app.command()
+def digest(path: Where, step: Step = None, as_json: AsJson = False) -> None:
+    """Print the digest of a checkpoint's state. Two runs are the same run if their digests are equal."""
+    from phalanx.train.checkpoint import digest_checkpoint
+
+    checkpoint = _chosen(path, step)
+    value = digest_checkpoint(checkpoint)
+    print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
+
+
+@app.command()
+def export(
+    path: Where,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new directory to write.")],
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model's weights as a Hugging Face style directory, which the safetensors library reads."""
+    from phalanx.train.checkpoint import export_huggingface
+
+    checkpoint = _chosen(path, step)
+    files = sorted(file.name for file in export_huggingface(checkpoint, out).iterdir())
+    if as_json:
+        print(json.dumps({"path": str(checkpoint), "out": str(out), "files": files}))
+    else:
+        print(f"{out}: {', '.join(files)} from {checkpoint.name}")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: of a run, of a directory of checkpoints, or the one itself."""
+    from phalanx.train.checkpoint import list_checkpoints
+
+    if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
+        return [path]
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not found:
+        raise UsageError(f"{path}: no checkpoint here; name a run directory or a checkpoint such as step-000000060")
+    return found
+
+
+def _chosen(path: Path, step: int | None) -> Path:
+    from phalanx.train.checkpoint import step_of
+
+    found = _checkpoints(path)
+    if step is None:
+        return found[0]
+    steps = {step_of(checkpoint.absolute()): checkpoint for checkpoint in found}
+    if step not in steps:
+        raise UsageError(f"{path}: no checkpoint of step {step}; there are {', '.join(map(str, sorted(steps)))}")
+    return steps[step]
+
+
+def _best_step(directory: Path) -> int | None:
+    from phalanx.run import Run
+
+    best = Run(directory.parent).read_json(directory / "best.json")
+    return best.get("step") if best else None
+
+
+def _facts(checkpoint: Path, best: int | None) -> dict[str, Any]:
+    from phalanx.train.checkpoint import CorruptError, read_manifest, step_of
+
+    step = step_of(checkpoint.absolute())
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
+    facts = {"step": step, "path": str(checkpoint), "written": written, "best": step == best, "damaged": None}
+    try:
+        manifest = read_manifest(checkpoint)
+    except CorruptError as error:
+        return {**facts, "damaged": f"{error.file.name}: {error.reason}"}
+    return {
+        **facts,
+        "bytes": manifest.nbytes,
+        "samples": manifest.meta.get("samples"),
+        "tensors": len(manifest.tensors),
+        "files": len(manifest.files),
+    }

@@ -1,0 +1,204 @@
+"""`phalanx data`: prepare a dataset directory, verify every byte of it, and show what is in it."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from phalanx.data import Progress
+    from phalanx.recipe.schema import Data, Source
+
+app = typer.Typer(add_completion=False, help="Prepare, verify and inspect training data.")
+
+_LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The dataset directory to make.")],
+    globs: Annotated[
+        list[str] | None, typer.Argument(metavar="['GLOB']...", help="Text files; ** is any folder; .gz and .xz too.")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="bytes|FILE|bpe:SIZE", help="A tokenizer.json, or a BPE trained on the data itself.")
+    ] = "bytes",
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="The files are JSON lines; --field holds the text.")] = False,
+    parquet: Annotated[bool, typer.Option("--parquet", help="The files are Parquet; --field is the column.")] = False,
+    field: Annotated[str, typer.Option(help="Name of the text in JSON lines and Parquet.")] = "text",
+    idx: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="A pair of IDX files, plain or .gz.")
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A folder with one sub-folder of images for each class.")
+    ] = None,
+    size: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="H W", help="Height and width that --images are resized to.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Files to leave out; may repeat.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default one a core. The result is the same.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What was made, as JSON.")] = False,
+) -> None:
+    """Turn text or images into verified shards. Interrupted, the same command goes on where it stopped."""
+    from phalanx.data import inspect, prepare_source
+
+    source, data = _source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _data(tokenizer)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: is there already; choose another --out, or remove it first")
+    try:
+        with preparing() as progress:
+            prepare_source(source, data, Path.cwd(), out, workers=workers, progress=progress)
+    except KeyboardInterrupt:
+        print(f"interrupted: finished shards are kept in {out}.partial; the same command goes on", file=sys.stderr)
+        raise SystemExit(ExitCode.UNFINISHED) from None
+    _print(inspect(out), as_json)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="What was verified, as JSON.")] = False,
+) -> None:
+    """Compare every byte with its checksum. Exit code 65 names the file and the block that are not what was written."""
+    from phalanx.data import verify as verify_dataset
+
+    with preparing("verifying") as progress:
+        facts = verify_dataset(folder, progress)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        rate = facts["bytes"] / max(facts["seconds"], 1e-9)
+        print(f"ok  {folder}: {facts['shards']} shards, {_bytes(facts['bytes'])}, {_bytes(rate)}/s")
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset directory.")],
+    tokens: Annotated[int, typer.Option(min=0, help="How many of the first tokens to show as text.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Show what a dataset holds: counts, vocabulary or classes, and its beginning."""
+    from phalanx.data import inspect as inspect_dataset
+
+    _print(inspect_dataset(folder, tokens), as_json)
+
+
+def _source(
+    globs: list[str] | None,
+    jsonl: bool,
+    parquet: bool,
+    field: str,
+    idx: tuple[str, str] | None,
+    images: str | None,
+    size: tuple[int, int] | None,
+    exclude: list[str],
+) -> "Source":
+    """The source that the command line names; UsageError unless it is exactly one."""
+    from phalanx.recipe.schema import Idx, Source
+
+    if sum((bool(globs), idx is not None, images is not None)) != 1:
+        raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
+    if ((jsonl or parquet) and not globs) or (jsonl and parquet):
+        raise UsageError("--jsonl or --parquet says what kind of files the globs name; give one of them, and globs")
+    if idx is not None:
+        return Source(idx=Idx(images=idx[0], labels=idx[1]))
+    if images is not None:
+        if size is None or min(size) < 1:
+            raise UsageError("--images needs the common size of the images, for instance --size 224 224")
+        return Source(images=images, size=size)
+    kind = "jsonl" if jsonl else "parquet" if parquet else "text"
+    return Source.model_validate({kind: globs, "field": field, "exclude": exclude})
+
+
+def _data(tokenizer: str) -> "Data":
+    from phalanx.recipe.schema import Bpe, Data
+
+    if not tokenizer.startswith("bpe:"):
+        return Data(tokenizer=tokenizer)
+    size = tokenizer.removeprefix("bpe:")
+    if not size.isdecimal() or int(size) < 257:
+        raise UsageError(f"--tokenizer {tokenizer}: a BPE has at least 257 tokens, for instance bpe:8192")
+    return Data(tokenizer=Bpe(bpe=int(size)))
+
+
+@contextmanager
+def preparing(verb: str = "preparing") -> "Iterator[Callable[[Progress], None]]":
+    """A progress callback on stderr: a bar on a terminal, a line every few seconds anywhere else."""
+    if not sys.stderr.isatty():
+        yield _Lines(verb)
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    told = "{task.description}", "{task.fields[told]}"
+    columns = (rich.TextColumn(told[0]), rich.BarColumn(), rich.TextColumn(told[1]), rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(verb, total=None, told="")
+
+        def show(now: "Progress") -> None:
+            bar.update(
+                task, total=now.total, completed=now.done, told=_numbers(now), description=_escaped(now.note) or verb
+            )
+
+        yield show
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+class _Lines:
+    """Progress as plain lines, at most one every few seconds of the work's own clock."""
+
+    def __init__(self, verb: str):
+        self._verb = verb
+        self._told = 0.0
+
+    def __call__(self, now: "Progress") -> None:
+        if now.note:
+            print(now.note, file=sys.stderr, flush=True)
+        elif now.seconds - self._told >= _LINE_EVERY:
+            self._told = now.seconds
+            print(f"{self._verb}  {_numbers(now)}", file=sys.stderr, flush=True)
+
+
+def _numbers(now: "Progress") -> str:
+    rate = now.done / now.seconds if now.seconds else 0.0
+    return f"{_bytes(now.done)} of {_bytes(now.total)}  {now.count:,} done  {_bytes(rate)}/s"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    """Facts in two columns; the dataset's beginning, if it is text, below them."""
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    beginning = facts.pop("begins", None)
+    for name, value in facts.items():
+        if value is not None:
+            told = _bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
+            print(f"{name.replace('_', ' '):<13} {told}")
+    if beginning:
+        print(f"\n{_printable(beginning)}")
+
+
+def _printable(text: str) -> str:
+    """Text that cannot move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

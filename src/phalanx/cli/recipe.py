@@ -1,0 +1,61 @@
+"""`phalanx recipe`: check a recipe without running it, and print what a recipe may say."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, help="Check a recipe; its JSON Schema for editors.")
+
+
+@app.command()
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The reference page instead of JSON Schema.")] = False,
+) -> None:
+    """Print the JSON Schema of a recipe, from which editors complete and check."""
+    from phalanx import recipe
+
+    print(recipe.markdown() if markdown else json.dumps(recipe.json_schema(), indent=2), end="" if markdown else "\n")
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optim.lr=3e-4.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of workers to check for.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole recipe as JSON.")] = False,
+) -> None:
+    """Check a recipe without running it: its keys, its numbers against the workers, and its import paths."""
+    from phalanx import recipe as room
+
+    loaded = room.load_recipe(path, overrides or [])
+    room.check(loaded.recipe, loaded.folder, nproc, loaded.at)
+    for key, value in _import_paths(loaded.recipe):
+        room.import_object(value, loaded.folder, loaded.at(key))
+    whole = loaded.recipe.model_dump(mode="json", by_alias=True)
+    automatic = [key for key in _automatic(whole) if room.can_be_auto(key)]
+    if as_json:
+        print(json.dumps({"recipe": whole, "auto": automatic}, indent=2))
+    else:
+        print(f"ok  {path}: {loaded.recipe.name}, {loaded.recipe.steps} steps of {loaded.recipe.batch.global_} samples")
+        if automatic:
+            print(f"auto, chosen when it starts: {', '.join(automatic)}")
+
+
+def _import_paths(recipe: Any) -> list[tuple[str, str]]:
+    """The keys that hold `module:name`."""
+    task = [("task", recipe.task)] if ":" in recipe.task else []
+    callbacks = [(f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks)]
+    return [("model.build", recipe.model.build), *task, *callbacks]
+
+
+def _automatic(value: Any, key: str = "") -> Any:
+    """Names of the keys that are `auto`."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _automatic(below, f"{key}.{name}" if key else name)
+    elif value == "auto":
+        yield key

@@ -1,0 +1,67 @@
+"""`phalanx report` and `phalanx compare`: parse, call `phalanx.observe`, print. Knows nothing of what is in a run."""
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.errors import UsageError
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page with plots instead.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+) -> None:
+    """Say what a run did: loss, speed, where the time went, restarts, and what to try next."""
+    from phalanx.observe.advice import advise
+    from phalanx.observe.history import read_history
+    from phalanx.observe.html import html_page
+    from phalanx.observe.report import text_page
+    from phalanx.observe.summary import summary_of
+    from phalanx.run import Run
+
+    found = Run.existing(run)
+    history = read_history(found.events)
+    summary = summary_of(found, history)
+    advices = advise(summary, history)
+    if html is not None:
+        _write(html, html_page(summary, history, advices))
+    if json:
+        typer.echo(json_.dumps({**summary.to_json(), "advice": [advice.to_json() for advice in advices]}, indent=2))
+    elif html is not None:
+        typer.echo(f"wrote {html}")
+    else:
+        typer.echo(text_page(summary, advices), nl=False)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Two run directories or more.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with the losses over each other instead.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+) -> None:
+    """Put runs side by side: where their recipes differ, and what came of it."""
+    from phalanx.observe.compare import compare_html, compare_runs, compare_text
+    from phalanx.run import Run
+
+    comparison = compare_runs([Run(path) for path in runs])
+    if html is not None:
+        _write(html, compare_html(comparison))
+    if json:
+        typer.echo(json_.dumps(comparison.to_json(), indent=2))
+    elif html is not None:
+        typer.echo(f"wrote {html}")
+    else:
+        typer.echo(compare_text(comparison), nl=False)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write the page there ({error.strerror})") from None

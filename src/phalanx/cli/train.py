@@ -1,0 +1,39 @@
+"""`phalanx train`: parse, start the run, show it, leave with its exit code."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="Overrides, such as steps=50 optim.lr=3e-4.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's directory.", show_default="runs/<name>")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Worker processes.", show_default="one a GPU, else 1")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on with a run although the recipe or the data changed; it is recorded.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, prepare the data and print the resolved recipe; train nothing.")
+    ] = False,
+) -> int:
+    """Train a recipe; a run that stopped goes on from its last good checkpoint, a finished one if steps were raised.
+
+    Ctrl-C saves and exits 75; a second one stops at once. Started by torchrun or srun (RANK and WORLD_SIZE are set),
+    this process is one worker.
+    """
+    from phalanx.cli.training import train_here, train_outside
+
+    given = overrides or []
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return train_outside(recipe, given, run, force)
+    return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr)

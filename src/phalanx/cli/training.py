@@ -1,0 +1,100 @@
+"""What `phalanx train` prints around a run, on this machine or as one worker of an outside launcher."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from phalanx.api import Ready, finished, starting, supervise
+from phalanx.cli.data import preparing
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.jobs.agent import NurseryProcess, TrialError
+from phalanx.observe.live import display_for, facts_of
+from phalanx.recipe import dump_recipe, load_recipe
+from phalanx.run import Run
+
+
+def train_here(
+    path: Path, overrides: Sequence[str], run_path: Path | None, nproc: int | None, force: bool, dry: bool, out: TextIO
+) -> int:
+    """Start a run under our own agent and follow it; returns its exit code."""
+    loaded = load_recipe(path, overrides)
+    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    if not dry and (done := finished(run, loaded.recipe)):
+        print(done, file=out)
+        return int(ExitCode.DONE)
+    try:
+        with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
+            with preparing() as progress:
+                ready = stack.enter_context(starting(loaded, run, nproc, nursery.call, force, progress, write=not dry))
+            print(introduction(ready), file=out)
+            if dry:
+                print(dump_recipe(ready.recipe), end="")
+                return int(ExitCode.DONE)
+            display = display_for(out, ready.recipe.steps, facts_of(run))
+            stack.callback(display.close)
+            outcome = supervise(ready, nursery, display.show, force)
+    except TrialError as error:
+        print(f"{error.trace or ''}error: {error}", file=sys.stderr)
+        return 1
+    if outcome.message:
+        print(f"error: {outcome.message}", file=out)
+    print(conclusion(run, outcome.code, path, overrides), file=out)
+    return int(outcome.code)
+
+
+def introduction(ready: Ready) -> str:
+    """What will be trained and what was chosen for it, in a few lines."""
+    plan, cluster, recipe = ready.plan, ready.cluster, ready.recipe
+    rates = cluster.get("matmul_tflops") or {}
+    measured = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+    workers = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+    lines = [
+        f"run      {ready.run.path}",
+        f"model    {recipe.model.build}, {plan.get('parameters', 0) / 1e6:.2f} M parameters",
+        f"machine  {cluster.get('name')}, {cluster.get('cores')} cores; matmul TFLOP/s measured: {measured}",
+        f"workers  {workers}, each {recipe.threads} {'thread' if recipe.threads == 1 else 'threads'}",
+    ]
+    for choice in plan.get("chosen", []):
+        if choice["why"] != "given" and choice["key"] != "threads":
+            lines.append(f"chosen   {choice['key']} = {choice['value']}: {choice['why']}")
+    if predicted := plan.get("predicted_step_seconds"):
+        lines.append(f"predicted {predicted:.3g} s a step for forward and backward, {recipe.steps} steps")
+    return "\n".join(lines)
+
+
+def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str]) -> str:
+    """How it ended, and what to type next."""
+    result = run.read_json(run.result) or {}
+    again = " ".join(["phalanx train", str(path), *overrides, "--run", str(run.path)])
+    if code is ExitCode.DONE:
+        return f"digest   {result.get('digest')}\nreport   phalanx report {run.path}"
+    if code is ExitCode.UNFINISHED:
+        return f"saved at step {result.get('steps')}; go on with: {again}"
+    return f"details  {run.logs}"
+
+
+def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool) -> int:
+    """Be one worker of a world that torchrun, srun or mpirun started. The leading one makes the run ready; the others
+    wait for its word."""
+    from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.place import from_environment
+    from phalanx.train.worker import work
+
+    place = from_environment()
+    if not place.leads:
+        work(await_announcement(place))
+    try:
+        loaded = load_recipe(path, overrides)
+        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+        with contextlib.ExitStack() as stack:
+            with NurseryProcess() as nursery, preparing() as progress:
+                ready = stack.enter_context(starting(loaded, run, place.world, nursery.call, force, progress))
+            payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
+            announce(place, payload)
+            work(payload)
+    except PhalanxError as error:
+        announce(place, {"error": str(error), "code": int(error.code)})
+        raise
+    return int(ExitCode.DONE)

@@ -1,0 +1,213 @@
+"""What this machine is: cores and memory that this process may really use, its CPU, its accelerators.
+
+Linux only, read from /proc and /sys below a given root, so that tests and containers can show another machine. No
+measuring (matmul.py) and no peak rates (datasheet.py).
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import UnfitNodeError
+
+FLAGS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
+"""CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor, from /proc/cpuinfo: `ghz` is its highest known clock, None when nothing tells it."""
+
+    name: str
+    vendor: str = ""
+    family: int = 0
+    model: int = 0
+    ghz: float | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One GPU that torch can use, with its own memory."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine as this process may use it: `cores` physical and `threads` logical ones, `memory_bytes` of RAM.
+
+    `device`, `name` and `count` tell what trains: "cuda", the GPU's name and the number of GPUs, or else "cpu", the
+    CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    """
+
+    host: str
+    device: str
+    name: str
+    count: int
+    cores: int
+    threads: int
+    memory_bytes: int
+    device_memory_bytes: int
+    cpu: Cpu
+
+
+def this_machine(
+    root: Path = Path("/"),
+    affinity: Sequence[int] | None = None,
+    find_accelerators: Callable[[], list[Accelerator]] | None = None,
+) -> Machine:
+    """Look at the machine below `root`. `affinity` (the CPUs allowed) and the accelerators are asked of the system
+    unless given. Different GPUs side by side are an UnfitNodeError: the slowest would set the pace unseen."""
+    cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
+    quota = cgroup_cores(root)
+    threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
+    memory = memory_bytes((root / "proc/meminfo").read_text())
+    limit = cgroup_memory(root)
+    memory = memory if limit is None else min(memory, limit)
+    cpu = parse_cpuinfo((root / "proc/cpuinfo").read_text(), max_ghz(root, cpus))
+    gpus = accelerators(root) if find_accelerators is None else find_accelerators()
+    if len({gpu.name for gpu in gpus}) > 1:
+        kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
+        raise UnfitNodeError(
+            f"{platform.node()} has different GPUs ({kinds}): choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
+    return Machine(
+        host=platform.node(),
+        device="cuda" if gpus else "cpu",
+        name=gpus[0].name if gpus else cpu.name,
+        count=len(gpus) or 1,
+        cores=min(threads, physical_cores(root, cpus)),
+        threads=threads,
+        memory_bytes=memory,
+        device_memory_bytes=min(gpu.memory_bytes for gpu in gpus) if gpus else memory,
+        cpu=cpu,
+    )
+
+
+def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
+    """The first processor of a /proc/cpuinfo, of x86 or ARM. `ghz` counts before the clock that the text tells: the
+    nominal one in the name ("@ 2.60GHz"), else the current one."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or fields.get("Model") or _arm_name(fields) or "unknown CPU"
+    if ghz is None and (nominal := re.search(r"@\s*([\d.]+)\s*GHz", name)):
+        ghz = float(nominal[1])
+    if ghz is None and float(fields.get("cpu MHz") or 0) > 0:
+        ghz = float(fields["cpu MHz"]) / 1000
+    found = set((fields.get("flags") or fields.get("Features") or "").split())
+    return Cpu(
+        name=name,
+        vendor=fields.get("vendor_id", ""),
+        family=int(fields.get("cpu family") or 0),
+        model=int(fields.get("model") or 0),
+        ghz=ghz,
+        flags=tuple(flag for flag in FLAGS if flag in found),
+    )
+
+
+def _arm_name(fields: Mapping[str, str]) -> str | None:
+    if "CPU part" not in fields:
+        return None
+    return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
+
+
+def max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
+    """The highest clock that the kernel's frequency driver knows; virtual machines seldom have one."""
+    for cpu in cpus:
+        text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
+        if text and int(text) > 0:
+            return int(text) / 1e6
+    return None
+
+
+def physical_cores(root: Path, cpus: Sequence[int]) -> int:
+    """How many cores these logical CPUs sit on: hyper-threads of one core share its list of siblings."""
+    topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
+    return len({_read(path) or str(path) for path in topology})
+
+
+def memory_bytes(meminfo: str) -> int:
+    """MemTotal of a /proc/meminfo, which counts in KiB."""
+    match = re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if match is None:
+        raise UnfitNodeError("/proc/meminfo names no MemTotal: this does not look like Linux")
+    return int(match[1]) * 1024
+
+
+def cgroup_cores(root: Path) -> float | None:
+    """CPU time that the control group grants, in cores; None where there is no limit. Reads versions 1 and 2."""
+    limits = []
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = (_read(folder / "cpu.max") or "").partition(" ")
+        quota = quota or _read(folder / "cpu.cfs_quota_us") or "max"
+        period = period or _read(folder / "cpu.cfs_period_us") or "100000"
+        if quota not in ("max", "-1"):
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def cgroup_memory(root: Path) -> int | None:
+    """Bytes that the control group grants; None where there is no limit. Reads versions 1 and 2."""
+    limits = []
+    for folder in _cgroup_folders(root, "memory"):
+        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes") or "max"
+        if text != "max":
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """This process's group and all above it, each of which may set a limit. In a container the path that the kernel
+    tells may lie outside of what is mounted; then only the part that exists counts."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controllers and controller)
+        inner = Path(path.lstrip("/"))
+        yield from (mount / part for part in (inner, *inner.parents) if (mount / part).is_dir())
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent on this kernel or hidden in this container: the caller has another way
+        return None
+
+
+_LIST = """
+import json, torch
+found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([[each.name, each.total_memory] for each in found]))
+"""
+DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+"""One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
+
+
+def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[Accelerator]:
+    """GPUs that torch can use here, as CUDA_VISIBLE_DEVICES lets it.
+
+    Asked in a process of its own: a process that has touched CUDA can no longer fork workers. Without a driver's
+    device file the answer is none, and torch is not even imported. UnfitNodeError when torch fails at it.
+    """
+    if not any((root / name).exists() for name in DEVICE_FILES):
+        return []
+    try:
+        done = subprocess.run([python, "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UnfitNodeError(f"a GPU does not answer: torch did not list the GPUs within {timeout:.0f} s") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last}")
+    return [Accelerator(name, memory) for name, memory in json.loads(done.stdout.splitlines()[-1])]

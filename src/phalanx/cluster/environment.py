@@ -1,0 +1,58 @@
+"""environment.json: the software and the settings that a run had, so that it can be understood and repeated later."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
+NAMES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD", "MALLOC_ARENA_MAX")
+
+
+def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What environment.json holds, for a run started by `argv` with a recipe in `folder`."""
+    return {
+        "argv": list(argv),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "numpy", "phalanx")},
+        "git": git_state(folder),
+        "variables": relevant(environ),
+    }
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that change speed, rounding or communication, sorted; others may hold secrets."""
+    return {name: environ[name] for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)}
+
+
+def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
+    """Commit of the repository around `folder`; `dirty`: a tracked file in `folder` differs from it; `untracked`: how
+    many files there it does not know. None without a repository, a commit or git."""
+    commit = _git(git, folder, "rev-parse", "--verify", "HEAD")
+    status = _git(git, folder, "status", "--porcelain", "--", ".")
+    if commit is None or status is None:
+        return None
+    lines = status.splitlines()
+    untracked = sum(line.startswith("??") for line in lines)
+    return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked": untracked}
+
+
+def _git(git: str, folder: Path, *arguments: str) -> str | None:
+    command = [git, "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git here, or a network disk that hangs: the run matters more
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return None

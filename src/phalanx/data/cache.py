@@ -1,0 +1,66 @@
+"""Where `phalanx train` keeps what it prepared by itself, so that it does so once for each source."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from phalanx.data.manifest import is_dataset
+from phalanx.data.pieces import make_plan
+from phalanx.data.prepare import Progress, prepare_source, silent
+from phalanx.data.tokenizers import TOKENIZER
+from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
+
+
+def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
+    if given := environ.get("PHALANX_CACHE"):
+        return Path(given)
+    if shared := environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "phalanx"
+    return Path.home() / ".cache" / "phalanx"
+
+
+def cached(
+    source: Source,
+    data: Data,
+    folder: Path,
+    root: Path | None = None,
+    progress: Callable[[Progress], None] = silent,
+) -> Path:
+    """The dataset directory of `source` (paths relative to `folder`): prepared into the cache, or found there.
+
+    It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
+    number of processes may ask at once: one prepares, the others wait. A `prepared` source is returned as it is.
+    """
+    if source.prepared is not None:
+        return folder / source.prepared
+    out = (root or cache_root()) / "data" / make_plan(source, data, folder).key
+    if is_dataset(out):
+        return out
+    return prepare_source(source, data, folder, out, progress=progress)
+
+
+def prepare_all(
+    data: Data,
+    evaluate: Evaluate,
+    folder: Path,
+    root: Path | None = None,
+    progress: Callable[[Progress], None] = silent,
+) -> tuple[Data, Evaluate]:
+    """The same `data` and `evaluate` with every source `prepared`, as `open_data` wants them; paths are absolute.
+
+    They share one tokenizer: a BPE is trained on the first source and used for all.
+    """
+    first, *others = data.source if isinstance(data.source, list) else [data.source]
+
+    def prepared(source: Source, data: Data) -> Source:
+        place = cached(source, data, folder, root, progress).absolute()
+        return Source(prepared=str(place), weight=source.weight)
+
+    sources = [prepared(first, data)]
+    trained = Path(sources[0].prepared or "") / TOKENIZER
+    if isinstance(data.tokenizer, Bpe) and trained.is_file():
+        data = data.model_copy(update={"tokenizer": str(trained)})
+    sources += [prepared(source, data) for source in others]
+    scored = None if evaluate.source is None else prepared(evaluate.source, data)
+    return data.model_copy(update={"source": sources}), evaluate.model_copy(update={"source": scored})

@@ -1,0 +1,92 @@
+"""Feed: a background thread that has the next steps' batches ready before they are asked for.
+
+It divides the work and nothing else: which samples a step has is `Data`'s to say, so the same steps come out for any
+number of ranks, only in other hands.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from threading import Condition, Thread
+from typing import Protocol, Self
+
+from phalanx.data.reader import Batch
+
+
+class Samples(Protocol):
+    """What a feed needs of `Data`."""
+
+    def train(self, consumed: int, count: int) -> Batch: ...
+
+
+class Feed(Iterator[list[Batch]]):
+    """An endless iterator over steps; each is the list of this rank's micro-batches.
+
+    Sample i of a step belongs to micro-batch i // micro; rank r of `world` owns micro-batches r * M / world up to
+    (r + 1) * M / world of the step's M. Up to `depth` steps are read ahead. An error in the thread is raised here, when
+    its step is asked for. `close` ends the thread; so does leaving a `with`.
+    """
+
+    def __init__(
+        self, data: Samples, *, global_batch: int, micro: int, rank: int, world: int, consumed: int, depth: int = 2
+    ):
+        if global_batch % (micro * world):
+            raise ValueError(f"a global batch of {global_batch} is not micro-batch {micro} x ranks {world} x a number")
+        self._data = data
+        self._global, self._micro, self._mine = global_batch, micro, global_batch // world
+        self._next = consumed + rank * self._mine
+        self._depth = depth
+        self._ready: deque[list[Batch]] = deque()
+        self._changed = Condition()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = Thread(target=self._work, name="feed", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> list[Batch]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+            if self._closed:
+                raise StopIteration
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            step = self._ready.popleft()
+            self._changed.notify_all()
+            return step
+
+    def _work(self) -> None:
+        try:
+            while True:
+                step = self._read()
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
+                    if self._closed:
+                        return
+                    self._ready.append(step)
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that trains
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _read(self) -> list[Batch]:
+        """This rank's share of the next step: read at once, then cut into micro-batches (views, not copies)."""
+        batch = self._data.train(self._next, self._mine)
+        self._next += self._global
+        return [
+            {name: values[start : start + self._micro] for name, values in batch.items()}
+            for start in range(0, self._mine, self._micro)
+        ]
+
+    def close(self) -> None:
+        """Stop reading ahead and wait until the thread has ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""Images as fixed-size records: IDX files (MNIST, Fashion-MNIST and their kin) and folders of image files.
+
+A record is the label (uint32, little-endian) followed by the pixels (uint8, height x width x channels).
+"""
+
+import gzip
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from phalanx.data.manifest import LABEL_BYTES
+from phalanx.data.shard import Values
+from phalanx.data.sources import CHUNK, File, Part, reading, stat_file
+from phalanx.errors import DataError, RecipeError, UsageError
+
+_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+_UNSIGNED_BYTE = 8
+
+
+class Images(NamedTuple):
+    """An image source as it was found: what to read, shape (height, width, channels), classes and their names."""
+
+    files: list[File]
+    parts: list[Part]
+    shape: tuple[int, int, int]
+    classes: int
+    labels: tuple[str, ...] | None
+
+
+def find_idx(images: str, labels: str, folder: Path) -> Images:
+    """The pair of IDX files of one image set; DataError unless they belong together."""
+    files = [stat_file(folder / name) for name in (images, labels)]
+    with _open(files[0].path) as stream:
+        count, *shape = _dimensions(stream, files[0].path, (3, 4))
+    with _open(files[1].path) as stream:
+        (label_count,) = _dimensions(stream, files[1].path, (1,))
+        numbers = np.frombuffer(_exactly(stream, label_count, files[1].path), np.uint8)
+    if label_count != count:
+        raise DataError(f"{files[1].path}: {label_count} labels for the {count} images of {files[0].path}")
+    height, width, channels = (*shape, 1)[:3]
+    parts = [Part(file.path, 0, count, file.size) for file in files]
+    return Images(files, parts, (height, width, channels), int(numbers.max(initial=0)) + 1, None)
+
+
+def read_idx(images: Part, labels: Part, shape: tuple[int, int, int]) -> Iterator[tuple[Values, int]]:
+    """Records (uint8 [n, record]) of an IDX pair, and the bytes on disk read for them."""
+    pixels = int(np.prod(shape))
+    with _open(images.path) as image_stream, _open(labels.path) as label_stream:
+        _dimensions(image_stream, images.path, (3, 4))
+        _dimensions(label_stream, labels.path, (1,))
+        step = max(CHUNK // pixels, 1)
+        for start in range(0, images.stop, step):
+            count = min(step, images.stop - start)
+            records = np.empty((count, LABEL_BYTES + pixels), np.uint8)
+            numbers = np.frombuffer(_exactly(label_stream, count, labels.path), np.uint8)
+            records[:, :LABEL_BYTES] = numbers.astype("<u4")[:, None].view(np.uint8)
+            data = _exactly(image_stream, count * pixels, images.path)
+            records[:, LABEL_BYTES:] = np.frombuffer(data, np.uint8).reshape(count, pixels)
+            yield records, (images.weight + labels.weight) * count // images.stop
+
+
+def _open(path: str) -> Any:
+    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+
+
+def _exactly(stream: BinaryIO, size: int, path: str) -> bytes:
+    with reading(path):
+        data = stream.read(size)
+    if len(data) < size:
+        raise DataError(f"{path}: ends too early; its header promises more")
+    return data
+
+
+def _dimensions(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
+    """An IDX header: two zero bytes, type of the values, number of dimensions, then each as a big-endian int."""
+    zero, kind, count = struct.unpack(">HBB", _exactly(stream, 4, path))
+    if zero != 0 or kind != _UNSIGNED_BYTE or count not in allowed:
+        wanted = " or ".join(map(str, allowed))
+        raise DataError(f"{path}: not an IDX file of unsigned bytes with {wanted} dimensions")
+    return struct.unpack(f">{count}I", _exactly(stream, 4 * count, path))
+
+
+def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
+    """An image folder: every sub-folder is a class, numbered by name; the images lie anywhere below it."""
+    if size is None:
+        raise RecipeError(f"data.source: images of {root} need a common size, for instance `size: [224, 224]`")
+    if not root.is_dir():
+        raise RecipeError(f"data.source: {root}: no such folder of images")
+    labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    files, parts = [], []
+    for number, label in enumerate(labels):
+        for path in sorted(path for path in (root / label).rglob("*") if path.suffix.lower() in _SUFFIXES):
+            files.append(file := stat_file(path))
+            parts.append(Part(file.path, 0, 1, file.size, label=number))
+    if not files:
+        raise RecipeError(f"data.source: {root} matches no file: it needs a sub-folder of images for each class")
+    return Images(files, parts, (*size, 3), len(labels), labels)
+
+
+def read_image(part: Part, shape: tuple[int, int, int]) -> Values:
+    """One image file as a record (uint8 [1, record]): RGB, resized to height x width (bilinear, antialiased)."""
+    try:
+        import PIL.Image
+    except ImportError:
+        raise UsageError("image folders need the `pillow` package: pip install 'phalanx[images]'") from None
+    try:
+        with PIL.Image.open(part.path) as image:
+            resized = image.convert("RGB").resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise DataError(f"{part.path}: not an image that Pillow can read ({error})") from None
+    label = np.array([part.label], "<u4").view(np.uint8)
+    return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]

@@ -1,0 +1,296 @@
+"""Turn a source into a dataset directory, with all cores and little memory.
+
+Work goes on in `OUT.partial`: first the tokenizer, then shards, one for each piece of the plan, then the manifest; last
+the directory takes its name. So OUT is whole or it is not there, and what was finished before an interruption is kept
+as long as the plan (files, their sizes and times, tokenizer) is the same.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO, Any, NamedTuple
+
+import phalanx
+import phalanx.errors
+from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
+from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_done, sample_texts, weigh
+from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
+from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe.schema import Data, Source
+from phalanx.run.directory import write_whole
+
+BPE_SAMPLE = 64 << 20  # bytes of text that a BPE is trained on
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far preparing (or verifying) is. `done` and `total` are bytes; `count` is tokens or images written by now."""
+
+    done: int
+    total: int
+    count: int
+    seconds: float
+    note: str = ""
+
+
+def silent(_: Progress) -> None:
+    """A progress callback that says nothing."""
+
+
+def prepare_source(
+    source: Source,
+    data: Data,
+    folder: Path,
+    out: Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[Progress], None] = silent,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Path:
+    """Prepare `source` (paths relative to `folder`) as the dataset directory `out` and return it.
+
+    A dataset that is there already stays as it is. Another process preparing `out` is waited for. RecipeError when
+    files are missing, DataError when one cannot be read. `workers` is the number of processes, by default one a core;
+    the result does not depend on it. Interrupted, it leaves `OUT.partial` and goes on from there next time.
+    """
+    plan = make_plan(source, data, folder)
+    begun = clock()
+    tell = Teller(plan.total, progress, lambda: clock() - begun)
+    try:
+        with _claimed(out, tell) as claim:
+            if claim is not None:
+                _fill(plan, claim, workers or len(os.sched_getaffinity(0)), tell)
+                _publish(claim.folder, out)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error
+    return out
+
+
+class Teller:
+    """Adds up what workers report and passes it on."""
+
+    def __init__(self, total: int, progress: Callable[[Progress], None], seconds: Callable[[], float]):
+        self._total, self._progress, self._seconds = total, progress, seconds
+        self._done = self._count = 0
+
+    def add(self, size: int, count: int) -> None:
+        """So many bytes and tokens (or images) more are done."""
+        self._done += size
+        self._count += count
+        self.note("")
+
+    def note(self, text: str) -> None:
+        """Say something besides numbers."""
+        self._progress(Progress(self._done, self._total, self._count, self._seconds(), text))
+
+
+class _Claim(NamedTuple):
+    """A working directory that no other process touches as long as the file `lock` is open anywhere."""
+
+    folder: Path
+    lock: int
+
+
+@contextmanager
+def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
+    """The working directory of `out`, locked against other processes; None when `out` is there (by now)."""
+    partial = out.with_name(out.name + ".partial")
+    if is_dataset(out):
+        yield None
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: is there already and is not a dataset; choose another place or remove it")
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell.note(f"another process is preparing {out}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_dataset(out):
+            # Someone finished it between the two looks: what we locked is theirs, or an empty one of our own.
+            shutil.rmtree(partial, ignore_errors=True)
+            yield None
+        else:
+            yield _Claim(partial, lock.fileno())
+
+
+def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
+    """Write everything that a plan asks for and that is not there yet."""
+    folder = claim.folder
+    _keep_only(plan.key, folder)
+    _provide_tokenizer(plan, folder, tell)
+    job = Job.of(plan, folder)
+    entries = {number: read_done(folder, number) for number in range(len(plan.pieces))}
+    for number, entry in entries.items():
+        if entry is not None:
+            tell.add(weigh(plan.pieces[number]), entry.count)
+    todo = {number: plan.pieces[number] for number, entry in entries.items() if entry is None}
+    if workers == 1 or len(todo) == 1:
+        writer = PieceWriter(job)
+        for number, piece in todo.items():
+            entries[number] = writer.write(number, piece, tell.add)
+    else:
+        entries.update(_write_in_processes(job, todo, workers, tell, claim.lock))
+    shards = tuple(entry for entry in entries.values() if entry is not None and entry.count)
+    for entry in entries.values():
+        if entry is not None and not entry.count:
+            (folder / entry.file).unlink(missing_ok=True)
+            (folder / entry.sidecar).unlink(missing_ok=True)
+    if not shards:
+        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
+    _manifest(plan, shards, folder).write(folder)
+
+
+def _keep_only(key: str, folder: Path) -> None:
+    """Start anew unless what lies in `folder` was begun for the same plan."""
+    mark = folder / "plan"
+    if mark.is_file() and mark.read_text() == key:
+        return
+    for path in folder.iterdir():
+        if path.name != "lock":
+            path.unlink()
+    write_whole(mark, key)
+
+
+def _provide_tokenizer(plan: Plan, folder: Path, tell: Teller) -> None:
+    """Put the plan's tokenizer.json into `folder`: copied, or trained."""
+    stored = folder / TOKENIZER
+    if plan.tokenizer in (None, "bytes") or stored.exists():
+        return
+    made = stored.with_suffix(".tmp")
+    if plan.tokenizer.startswith("bpe:"):
+        tell.note(f"training a tokenizer ({plan.tokenizer})")
+        train_bpe(sample_texts(plan, BPE_SAMPLE), int(plan.tokenizer.removeprefix("bpe:")), made)
+    else:
+        shutil.copyfile(plan.tokenizer, made)
+    os.replace(made, stored)
+
+
+def _manifest(plan: Plan, shards: tuple[ShardEntry, ...], folder: Path) -> Manifest:
+    if plan.tokenizer is None:
+        return Manifest("images", "<u1", shards, classes=plan.classes, shape=plan.shape, labels=plan.labels)
+    if plan.tokenizer == "bytes":
+        tokenizer = load_tokenizer("bytes")
+    else:
+        name = plan.tokenizer if plan.tokenizer.startswith("bpe:") else TOKENIZER
+        tokenizer = FileTokenizer(folder / TOKENIZER, name)
+    dtype = token_dtype(tokenizer.vocab).str.replace("|", "<")
+    return Manifest("tokens", dtype, shards, vocab=tokenizer.vocab, tokenizer=describe(tokenizer, folder))
+
+
+def _publish(partial: Path, out: Path) -> None:
+    """Give the finished directory its name, in such an order that a power cut leaves it whole or unfinished."""
+    for path in partial.iterdir():
+        # also what a worker that was killed left half-written
+        if path.suffix in (".done", ".tmp") or path.name == "plan":
+            path.unlink()
+    _sync(partial)
+    if out.exists():
+        out.rmdir()  # it is empty: `_claimed` looked
+    os.rename(partial, out)
+    (out / "lock").unlink(missing_ok=True)
+    _sync(out.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_in_processes(
+    job: Job, todo: dict[int, Piece], workers: int, tell: Teller, lock: int
+) -> dict[int, ShardEntry]:
+    """Write pieces with several worker processes, each led by a thread that hands it one piece after the other."""
+    messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    pieces = iter(list(todo.items()))
+    processes = [_start_worker(lock) for _ in range(min(workers, len(todo)))]
+    leaders = [
+        Thread(target=_lead, args=(process, job, pieces, messages), name=f"data-{number}", daemon=True)
+        for number, process in enumerate(processes)
+    ]
+    entries: dict[int, ShardEntry] = {}
+    try:
+        for leader in leaders:
+            leader.start()
+        while len(entries) < len(todo):
+            message = messages.get()
+            if "entry" in message:
+                entries[message["number"]] = ShardEntry(**message["entry"])
+            elif "bytes" in message:
+                tell.add(message["bytes"], message["count"])
+            elif "error" in message:
+                raise getattr(phalanx.errors, message["error"])(message["text"])
+            else:
+                raise RuntimeError(f"a worker that prepares data ended with status {message['status']}")
+    finally:
+        for process in processes:
+            process.kill()
+        for leader in leaders:
+            leader.join()
+        for process in processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+    return entries
+
+
+def _start_worker(lock: int) -> subprocess.Popen[str]:
+    # A session of its own, so that Ctrl-C reaches only this process, which then ends its workers. And the lock goes
+    # with it: should this process be killed, nobody else begins before the last worker has noticed and ended.
+    path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
+    return subprocess.Popen(
+        [sys.executable, "-m", "phalanx.data.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        pass_fds=(lock,),
+        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+def _lead(
+    process: "subprocess.Popen[str]",
+    job: Job,
+    pieces: Iterator[tuple[int, Piece]],
+    messages: "SimpleQueue[dict[str, Any]]",
+) -> None:
+    """Hand pieces to a worker until there are none, and pass on what it says."""
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("a worker needs pipes")
+    try:
+        _send(process.stdin, asdict(job))
+        for number, piece in pieces:
+            _send(process.stdin, [number, [asdict(part) for part in piece]])
+            for line in process.stdout:
+                message = json.loads(line)
+                messages.put({**message, "number": number})
+                if "entry" in message:
+                    break
+                if "error" in message:
+                    return
+            else:  # it ended without an answer
+                messages.put({"status": process.wait()})
+                return
+    except BrokenPipeError:
+        messages.put({"status": process.wait()})
+
+
+def _send(pipe: IO[str], value: Any) -> None:
+    pipe.write(json.dumps(value) + "\n")
+    pipe.flush()

@@ -1,0 +1,40 @@
+"""A process that writes pieces: `python -m phalanx.data.worker`. JSON lines in, JSON lines out.
+
+The first line in is the job, each further one a piece. Out come `{"bytes", "count"}` as work goes on, `{"entry"}` for a
+finished piece, and `{"error", "text"}` for an error that the user can mend. It is a program of its own, not a fork: it
+never imports torch, nor the main program of whoever prepares data, and it ends when nobody listens any more.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.data.pieces import Job, PieceWriter
+from phalanx.data.sources import Part
+from phalanx.errors import PhalanxError
+
+
+def say(**message: Any) -> None:
+    """One message to the process that started this one."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Write pieces until there are no more."""
+    try:
+        writer = PieceWriter(Job(**json.loads(sys.stdin.readline())))
+        for line in sys.stdin:
+            number, parts = json.loads(line)
+            piece = tuple(Part(**part) for part in parts)
+            say(entry=asdict(writer.write(number, piece, lambda size, count: say(bytes=size, count=count))))
+    except PhalanxError as error:
+        say(error=type(error).__name__, text=str(error))
+    except BrokenPipeError:
+        # Whoever started this process is gone; what it finished is on disk. Keep Python from flushing into the pipe.
+        sys.stdout = None
+
+
+if __name__ == "__main__":
+    main()

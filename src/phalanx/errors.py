@@ -1,0 +1,55 @@
+"""Exit codes and the errors that carry them: one table for the command line, agents, engines and scripts.
+
+An error that a user can cause is a `PhalanxError`: its text says what is wrong, where, and what would be right;
+the command line prints it without a traceback and leaves with its code. Anything else is a bug in Phalanx.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command ended. Engines and agents decide by these numbers whether to start it again."""
+
+    DONE = 0
+    USAGE = 64  # wrong usage of the command line
+    DATA = 65  # bad data: a shard or checkpoint that is missing, torn or not what its manifest says
+    UNFINISHED = 75  # saved and stopped before the end: start me again
+    UNFIT_NODE = 77  # this node is unfit: start me elsewhere
+    RECIPE = 78  # bad recipe, or a source that matches no file
+    GAVE_UP = 93  # no progress in three attempts: do not restart
+
+
+class PhalanxError(Exception):
+    """Something the user can mend. The message is one or two lines, complete without a traceback."""
+
+    code = ExitCode.USAGE
+
+
+class UsageError(PhalanxError):
+    """The command line asks for something that does not exist or cannot be."""
+
+    code = ExitCode.USAGE
+
+
+class RecipeError(PhalanxError):
+    """The recipe is wrong: file, line, key, what was expected."""
+
+    code = ExitCode.RECIPE
+
+
+class DataError(PhalanxError):
+    """Stored bytes are not what their manifest says: names the file and, where there is one, the block."""
+
+    code = ExitCode.DATA
+
+
+class UnfitNodeError(PhalanxError):
+    """This machine cannot train (out of memory, broken device, no usable network)."""
+
+    code = ExitCode.UNFIT_NODE
+
+
+class GaveUpError(PhalanxError):
+    """Several attempts in a row made no progress."""
+
+    code = ExitCode.GAVE_UP

@@ -1,0 +1,273 @@
+"""The node's agent: starts the nursery, keeps one run's workers going, writes its events, decides about restarts.
+
+It holds no torch. One agent, one writer of `events.jsonl`. A run ends with an exit code of `errors.ExitCode`; workers
+never outlive the agent, however it ends.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.run import Event, EventLog, Run
+from phalanx.run.channel import Message, drain, pair, receive, send
+
+FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
+"""Codes of a worker after which starting it again would only repeat them."""
+
+
+class TrialError(Exception):
+    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one."""
+
+    def __init__(self, text: str, trace: str | None):
+        super().__init__(text)
+        self.trace = trace
+
+
+class Raised(PhalanxError):
+    """A PhalanxError of another process, with its code."""
+
+    def __init__(self, text: str, code: ExitCode):
+        super().__init__(text)
+        self.code = code
+
+
+class NurseryProcess:
+    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind."""
+
+    def __init__(self) -> None:
+        self.control, control_far = pair()
+        self.events, events_far = pair()
+        command = [sys.executable, "-m", "phalanx.jobs.nursery"]
+        arguments = [str(control_far.fileno()), str(events_far.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(
+            command + arguments,
+            pass_fds=(control_far.fileno(), events_far.fileno()),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
+            env={**os.environ, **local_network(os.environ)},
+        )
+        control_far.close()
+        events_far.close()
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()  # the nursery kills and reaps its children when it sees this
+        self.process.wait()
+        self.events.close()
+
+    def wait_ready(self) -> None:
+        """Block until torch is imported there."""
+        if not self._ready:
+            messages = receive(self.control)
+            if messages is None:
+                raise TrialError("the process that loads torch died; its message stands above", None)
+            self._ready = True
+
+    def call(self, function: str, payload: Any) -> Any:
+        """Run `module:function(payload)` in a fork of the nursery and return its value.
+
+        Raises `Raised` for the user's errors and `TrialError` for anything else.
+        """
+        self.wait_ready()
+        send(self.control, {"kind": "call", "function": function, "payload": payload})
+        messages = receive(self.control)
+        if messages is None:
+            raise TrialError("the process that runs trials died", None)
+        (reply,) = messages
+        if reply["kind"] == "returned":
+            return reply["value"]
+        if reply["code"] is not None:
+            raise Raised(reply["text"], ExitCode(reply["code"]))
+        raise TrialError(reply["text"], reply["trace"])
+
+
+def local_network(environment: Mapping[str, str]) -> dict[str, str]:
+    """gloo binds to the address of the host's name, which need not be usable; a local world talks over loopback."""
+    return {} if "GLOO_SOCKET_IFNAME" in environment else {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass
+class Attempt:
+    """What one attempt has shown so far."""
+
+    world: int
+    codes: dict[int, int] = field(default_factory=dict)
+    saved: int = 0  # highest step of a checkpoint in it
+    steps: int = 0  # steps done in it
+    error: Message | None = None
+    result: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its exit code, the worker's result if it reached one, and a message for the user."""
+
+    code: ExitCode
+    result: dict[str, Any] | None
+    message: str | None
+
+
+class Agent:
+    """Supervises one run. `show` gets every event as it is written. Entered as a context it owns the signals."""
+
+    def __init__(self, run: Run, nursery: NurseryProcess, show: Callable[[Event], None], attempts: int):
+        self.run = run
+        self.nursery = nursery
+        self.show = show
+        self.attempts = attempts
+        self.log = EventLog(run.events)
+        self.stopping = False
+        self._received: list[int] = []
+        self._wake, self._wake_far = socket.socketpair()
+
+    def __enter__(self) -> Self:
+        # A handler may interrupt anything, so it only takes notes; the loop wakes up by the far end and acts.
+        self._wake_far.setblocking(False)
+        signal.set_wakeup_fd(self._wake_far.fileno(), warn_on_full_buffer=False)
+        self._previous = {
+            number: signal.signal(number, lambda number, _: self._received.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        self._wake.close()
+        self._wake_far.close()
+        self.log.close()
+
+    def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
+        """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
+        self.nursery.wait_ready()
+        saved, barren, number = 0, 0, first_attempt
+        while True:
+            attempt = self.attempt(number, world, command, environment)
+            code, message = verdict(attempt, self.run.logs, number)
+            if code is None and self.stopping:
+                code = ExitCode.UNFINISHED
+            if code is not None:
+                return Outcome(code, attempt.result, message)
+            assert message is not None
+            self.emit("fault", **fault(attempt), detail=message)
+            if attempt.steps == 0 and number == first_attempt and first_to_fall(attempt.codes)[1] == 1:
+                # An exception before the first step is a mistake in code, which another attempt would only repeat.
+                return Outcome(ExitCode.GAVE_UP, None, message)
+            barren = 0 if attempt.saved > saved else barren + 1
+            saved = max(saved, attempt.saved)
+            if barren >= self.attempts:
+                return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
+            self.emit("warning", text=f"{message}; starting again from the last good checkpoint")
+            number += 1
+
+    def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
+        """Start all workers and follow them until the last is gone."""
+        attempt = Attempt(world)
+        start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
+        start |= {"environment": dict(environment), "logs": str(self.run.logs)}
+        send(self.nursery.control, start)
+        with selectors.DefaultSelector() as selector:
+            for sock in (self.nursery.control, self.nursery.events, self._wake):
+                selector.register(sock, selectors.EVENT_READ)
+            while len(attempt.codes) < world:
+                self.obey_signals()
+                for key, _ in selector.select():
+                    ready = key.fileobj
+                    assert isinstance(ready, socket.socket)
+                    if ready is self._wake:
+                        ready.recv(4096)
+                        continue
+                    messages = receive(ready)
+                    if messages is None:
+                        raise TrialError("the nursery died; its workers died with it", None)
+                    for message in messages:
+                        self.take(message, attempt)
+        for message in drain(self.nursery.events):
+            self.take(message, attempt)
+        return attempt
+
+    def obey_signals(self) -> None:
+        """The first SIGINT, SIGTERM or SIGUSR1 asks workers to save and leave; a second SIGINT or SIGTERM stops
+        them at once."""
+        while self._received:
+            number = self._received.pop(0)
+            if not self.stopping:
+                self.stopping = True
+                self.signal(signal.SIGTERM)
+                self.emit("warning", text="stopping: saving a checkpoint first; once more stops at once")
+            elif number != signal.SIGUSR1:
+                self.signal(signal.SIGKILL)
+
+    def take(self, message: Message, attempt: Attempt) -> None:
+        """One message of a worker or the nursery."""
+        kind = message["kind"]
+        if kind == "exited":
+            attempt.codes[message["rank"]] = message["status"]
+            if message["status"] not in (0, ExitCode.UNFINISHED) and len(attempt.codes) < attempt.world:
+                self.signal(signal.SIGKILL)  # the others wait in a collective that can never end
+        elif kind == "error":
+            attempt.error = attempt.error or message
+        elif kind == "result":
+            attempt.result = message["value"]
+        else:
+            if kind == "checkpoint":
+                attempt.saved = max(attempt.saved, message["step"])
+            attempt.steps += kind == "step"
+            self.emit(**message)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Write an event and show it."""
+        self.show(self.log.write(kind, **fields))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all workers."""
+        send(self.nursery.control, {"kind": "signal", "number": int(number)})
+
+
+def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None, str | None]:
+    """The exit code that an attempt means for the run, with a message; None as code means: start again."""
+    codes = attempt.codes
+    if all(code == 0 for code in codes.values()):
+        return ExitCode.DONE, None
+    if attempt.error is not None:
+        final = ExitCode(attempt.error["code"])
+        if final in FINAL_CODES:
+            return final, attempt.error["text"]
+    if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
+        return ExitCode.UNFINISHED, None
+    rank, code = first_to_fall(codes)
+    log = logs / f"attempt-{number}-rank-{rank}.log"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return None, f"worker {rank} {how}{last_words(log)}"
+
+
+def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
+    """Rank and status of the worker that failed first; those that the agent killed died after it."""
+    return next((rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED))
+
+
+def fault(attempt: Attempt) -> dict[str, Any]:
+    """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
+    rank, code = first_to_fall(attempt.codes)
+    return {"rank": rank, "what": signal.Signals(-code).name if code < 0 else f"exit {code}"}
+
+
+def last_words(log: Path, limit: int = 300) -> str:
+    """The last line that a worker printed, if any, and where its log lies."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        return ""
+    return f": {lines[-1][-limit:]} (log: {log})" if lines else ""

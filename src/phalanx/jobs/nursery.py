@@ -1,0 +1,242 @@
+"""The nursery: a process that has imported torch and forks workers, trials and the store; it never computes itself.
+
+Forking a process that has torch loaded takes milliseconds instead of the seconds of a fresh import. It is only safe
+while no thread runs, so this process starts none: not OpenMP's (no tensor is ever touched here) and not the store's
+(hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
+
+Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}`, `signal{number}`, `call{function,
+payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `returned{value}` or `raised{...}`. Workers write
+their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS.
+"""
+
+import contextlib
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from phalanx.compat import adopt_orphans, die_with_parent
+from phalanx.errors import PhalanxError
+from phalanx.run.channel import Message, receive, send
+
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Blocked in the nursery and in its children until they unblock them."""
+STORE = -1
+CALL = -2
+"""Ranks of the children that are not workers."""
+
+
+class Nursery:
+    """The loop of the nursery process. `children` maps pid to rank."""
+
+    def __init__(self, agent: socket.socket, events: socket.socket):
+        self.agent = agent
+        self.events = events
+        self.children: dict[int, int] = {}
+        self.port = 0
+
+    def run(self) -> None:
+        """Serve the agent until it says `exit` or is gone; then kill whatever is left."""
+        wake_read, wake_write = socket.socketpair()
+        wake_write.setblocking(False)
+        wake_read.setblocking(False)
+        # A handler is needed for the wake-up byte to be written; reaping happens in the loop.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.agent, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            send(self.agent, {"kind": "ready"})
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is wake_read:
+                        wake_read.recv(4096)
+                        self.reap()
+                        continue
+                    messages = receive(self.agent)
+                    if messages is None or not all(self.obey(message) for message in messages):
+                        self.end()
+                        return
+
+    def obey(self, message: Message) -> bool:
+        """Do what the agent asks; False to leave."""
+        kind = message["kind"]
+        if kind == "start":
+            self.start(message)
+        elif kind == "signal":
+            self.kill(message["number"])
+        elif kind == "call":
+            self.fork(CALL, lambda: self.call(message["function"], message["payload"]), {}, None)
+        elif kind == "exit":
+            return False
+        else:
+            raise ValueError(f"the nursery knows no message {kind!r}")
+        return True
+
+    def start(self, message: Message) -> None:
+        """Fork the workers of one attempt, and before the first attempt of several workers the store."""
+        world = message["world"]
+        if world > 1 and not self.port:
+            self.port = self.start_store()
+        for rank in range(world):
+            environment = {
+                **message["environment"],
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+                "PHALANX_ATTEMPT": str(message["attempt"]),
+                "PHALANX_EVENTS": str(self.events.fileno()),
+            }
+            log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
+            function, arguments = message["command"]["function"], message["command"]["payload"]
+            self.fork(rank, partial(_run, function, arguments), environment, log)
+
+    def start_store(self) -> int:
+        """Fork the process that hosts the rendezvous store; return its port."""
+        read, write = os.pipe()
+
+        def host() -> None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            os.write(write, str(store.port).encode())
+            os.close(write)
+            signal.pause()
+
+        self.fork(STORE, host, {}, None)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            port = pipe.read()
+        if not port:
+            raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
+        return int(port)
+
+    def call(self, function: str, payload: Any) -> None:
+        """Run `module:function(payload)` in this (forked) process and send what it returns or raises."""
+        try:
+            reply: Message = {"kind": "returned", "value": _target(function)(payload)}
+        except PhalanxError as error:
+            reply = {"kind": "raised", "text": str(error), "code": int(error.code), "trace": None}
+        except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
+            text = f"{type(error).__name__}: {error}"
+            reply = {"kind": "raised", "text": text, "code": None, "trace": traceback.format_exc()[-8000:]}
+        send(self.agent, reply)
+
+    def fork(self, rank: int, body: Callable[[], None], environment: dict[str, str], log: Path | None) -> None:
+        """Fork a child that runs `body` and exits with its code; it dies with us."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            self.children[pid] = rank
+            return
+        _become(body, environment, log)
+
+    def reap(self) -> None:
+        """Report children that ended. Adopted grandchildren are reaped and not reported."""
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self.children.pop(pid, None)
+            if rank is None or rank == CALL:
+                # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
+                if rank == CALL and status != 0:
+                    text = f"the trial process ended with {describe(status)}"
+                    send(self.agent, {"kind": "raised", "text": text, "code": None, "trace": None})
+                continue
+            send(self.agent, {"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+
+    def kill(self, number: int) -> None:
+        """Send a signal to every worker (to the store and trials only one that ends them for good)."""
+        for pid, rank in self.children.items():
+            if rank >= 0 or (number == signal.SIGKILL and rank == CALL):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """Kill and reap everything below this process, adopted grandchildren too."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+
+
+def describe(status: int) -> str:
+    """A wait status in words."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _target(path: str) -> Callable[[Any], Any]:
+    module, _, name = path.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _run(path: str, payload: Any) -> None:
+    """Import and call in the child: what a worker loads is none of the nursery's."""
+    _target(path)(payload)
+
+
+def _become(body: Callable[[], None], environment: dict[str, str], log: Path | None) -> NoReturn:
+    """In a fresh child: clean signal state, own log, run, leave without the parent's exit handlers."""
+    code = 1
+    try:
+        parent = os.getppid()
+        die_with_parent()
+        if os.getppid() != parent:  # it died between fork and prctl
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(environment)
+        if log is not None:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+        body()
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the last frame of a process: report and leave
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Entry of the nursery process: `python -m phalanx.jobs.nursery AGENT_FD EVENTS_FD PARENT_PID`."""
+    agent_fd, events_fd, parent = (int(argument) for argument in sys.argv[1:4])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    adopt_orphans()
+    # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
+    # comes before a worker has its handler waits for it instead of being lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    import torch.distributed  # noqa: F401 - what every worker needs, loaded once
+
+    Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Convolutional networks for images: Network-in-Network, GoogLeNet and a small ResNet, as plain PyTorch modules.
+
+The first two are those that large-batch and scaling papers count with (FireCaffe, Iandola et al. 2016). Their layers
+are the Caffe model zoo's; their weights are drawn for ReLU (He et al. 2015), not with the zoo's hand-set deviations.
+forward(images [b, channels, height, width] float) -> logits [b, classes].
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# nn.LocalResponseNorm(5) has the zoo's alpha = 1e-4 (divided by the size, as Caffe does) and beta = 0.75 by default.
+
+
+def _initialise(model: nn.Module) -> None:
+    """He et al. 2015 for everything that a ReLU follows; a plain classifier starts near zero; biases start at zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU())
+
+
+def _pool(stride: int = 2, padding: int = 0) -> nn.MaxPool2d:
+    # Caffe rounds the size of a pooled map up.
+    return nn.MaxPool2d(3, stride, padding, ceil_mode=True)
+
+
+def nin(classes: int = 1000, channels: int = 3) -> nn.Sequential:
+    """Network-in-Network for ImageNet (Lin, Chen and Yan 2014; Caffe zoo's `nin_imagenet`), images of 224 or 227.
+
+    Convolutions each followed by two of 1x1, no dense layer: the last maps, one a class, are averaged.
+    7,595,176 parameters with 1000 classes and 3 channels.
+    """
+    model = nn.Sequential(
+        *(_conv(channels, 96, 11, stride=4), _conv(96, 96, 1), _conv(96, 96, 1), _pool()),  # 54 -> 27
+        *(_conv(96, 256, 5, padding=2), _conv(256, 256, 1), _conv(256, 256, 1), _pool()),  # 27 -> 13
+        *(_conv(256, 384, 3, padding=1), _conv(384, 384, 1), _conv(384, 384, 1), _pool()),  # 13 -> 6
+        nn.Dropout(0.5),
+        *(_conv(384, 1024, 3, padding=1), _conv(1024, 1024, 1), _conv(1024, classes, 1)),
+        nn.AdaptiveAvgPool2d(1),  # 6 -> 1
+        nn.Flatten(),
+    )
+    _initialise(model)
+    return model
+
+
+class Inception(nn.Module):
+    """Four views of the same maps side by side: 1x1, 3x3 and 5x5 (each after a 1x1 reduction), and pooled 3x3."""
+
+    def __init__(self, inputs: int, one: int, reduce3: int, three: int, reduce5: int, five: int, pool: int):
+        super().__init__()
+        self.one = _conv(inputs, one, 1)
+        self.three = nn.Sequential(_conv(inputs, reduce3, 1), _conv(reduce3, three, 3, padding=1))
+        self.five = nn.Sequential(_conv(inputs, reduce5, 1), _conv(reduce5, five, 5, padding=2))
+        self.pool = nn.Sequential(_pool(stride=1, padding=1), _conv(inputs, pool, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [b, inputs, h, w] -> [b, one + three + five + pool, h, w]
+        return torch.cat((self.one(x), self.three(x), self.five(x), self.pool(x)), dim=1)
+
+
+def googlenet(classes: int = 1000, channels: int = 3) -> nn.Sequential:
+    """GoogLeNet (Szegedy et al. 2015, table 1), images of 224, without auxiliary heads, with local response
+    normalisation and no batch normalisation. 6,998,552 parameters with 1000 classes and 3 channels."""
+    model = nn.Sequential(
+        *(_conv(channels, 64, 7, stride=2, padding=3), _pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
+        *(_conv(64, 64, 1), _conv(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _pool()),  # 56 -> 28
+        Inception(192, 64, 96, 128, 16, 32, 32),  # 3a -> 256
+        Inception(256, 128, 128, 192, 32, 96, 64),  # 3b -> 480
+        _pool(),  # 28 -> 14
+        Inception(480, 192, 96, 208, 16, 48, 64),  # 4a -> 512
+        Inception(512, 160, 112, 224, 24, 64, 64),  # 4b -> 512
+        Inception(512, 128, 128, 256, 24, 64, 64),  # 4c -> 512
+        Inception(512, 112, 144, 288, 32, 64, 64),  # 4d -> 528
+        Inception(528, 256, 160, 320, 32, 128, 128),  # 4e -> 832
+        _pool(),  # 14 -> 7
+        Inception(832, 256, 160, 320, 32, 128, 128),  # 5a -> 832
+        Inception(832, 384, 192, 384, 48, 128, 128),  # 5b -> 1024
+        nn.AdaptiveAvgPool2d(1),  # 7 -> 1
+        nn.Flatten(),
+        nn.Dropout(0.4),
+        nn.Linear(1024, classes),
+    )
+    _initialise(model)
+    return model
+
+
+class Residual(nn.Module):
+    """x + conv(relu(norm(conv(relu(norm(x)))))), the pre-activation block of He et al. 2016."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, groups: int):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        same = inputs == outputs and stride == 1
+        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [b, inputs, h, w] -> [b, outputs, ceil(h / stride), ceil(w / stride)]
+        hidden = F.relu(self.norm1(x))
+        straight = x if self.shortcut is None else self.shortcut(hidden)
+        out: Tensor = straight + self.conv2(F.relu(self.norm2(self.conv1(hidden))))
+        return out
+
+
+def resnet(classes: int = 10, channels: int = 3, width: int = 32, blocks: Sequence[int] = (2, 2, 2)) -> nn.Sequential:
+    """A small ResNet for images of any size from 16 up. `blocks` counts the residual blocks of each stage; each stage
+    after the first halves the size and doubles the width.
+
+    It has group normalisation: a batch norm would tie the samples of a micro-batch together, so that results would
+    depend on how a batch is split. Raises ValueError when `width` is no multiple of 8 or a stage has no block.
+    """
+    groups = 8
+    if width < groups or width % groups:
+        raise ValueError(f"width={width} must be a multiple of {groups}, the number of groups of its normalisation")
+    if not blocks or min(blocks) < 1:
+        raise ValueError(f"blocks={tuple(blocks)} must give at least one block for each stage")
+    stages: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
+    inputs = width
+    for stage, count in enumerate(blocks):
+        outputs = width * 2**stage
+        for block in range(count):
+            stages.append(Residual(inputs, outputs, 2 if stage and not block else 1, groups))
+            inputs = outputs
+    model = nn.Sequential(
+        *stages,
+        nn.GroupNorm(groups, inputs),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(inputs, classes),
+    )
+    _initialise(model)
+    return model

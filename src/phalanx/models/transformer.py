@@ -1,0 +1,239 @@
+"""A decoder-only transformer, as plain PyTorch modules: no import of the rest of Phalanx, no loss, no generation.
+
+Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention with normalised queries and keys, and a SwiGLU
+or squared-ReLU feed-forward, without biases (Touvron et al. 2023; Ainslie et al. 2023; Dehghani et al. 2023;
+So et al. 2021). Attention is PyTorch's `scaled_dot_product_attention`, which picks the kernel.
+
+Shapes in comments: b batch, s sequence, v vocabulary, w width, h heads, g key-value heads, d = w / h, f inner width of
+the feed-forward.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EPS = 1e-6  # of RMSNorm
+
+
+def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:
+    """Angles [s, 1, d/2] in fp32 by which position and pair of features are turned (Su et al. 2021)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    positions = torch.arange(sequence, dtype=torch.float32, device=device)
+    return (positions[:, None] * base**-exponents)[:, None, :]
+
+
+def rotate(x: Tensor, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair of neighbouring features of x [b, s, h, d] (fp32). `turns` [s, 1, d/2] is complex, for one complex
+    product (a sixth of the time in eager mode on a CPU), or (cos, sin), for the same in reals, which compilers fuse."""
+    paired = x.view(*x.shape[:-1], -1, 2)
+    if isinstance(turns, tuple):
+        cos, sin = turns
+        even, odd = paired.unbind(-1)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    pairs = torch.view_as_complex(paired)  # [b, s, h, d/2]
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """documents [b, s] -> [b, 1, s, s]: True where a query (row) may see a key (column): earlier, in its document."""
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
+def _compute_dtype(x: Tensor) -> Tensor:
+    """x as autocast wants it in a matrix product: cast once here, not again in each projection that reads it."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention of `heads` queries over `kv_heads` keys and values."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, qk_norm: bool):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.dim, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.query_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
+        self.key_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
+
+    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        # x [b, s, w] -> [b, s, w]
+        batch, length, _ = x.shape
+        value = self.value(x).view(batch, length, self.kv_heads, self.dim)  # [b, s, g, d]
+        # Norm and rotation in fp32: bf16 has too few digits for the angles of far positions.
+        query = self.query(x).view(batch, length, self.heads, self.dim).float()  # [b, s, h, d]
+        key = self.key(x).view(batch, length, self.kv_heads, self.dim).float()  # [b, s, g, d]
+        if self.query_norm is not None and self.key_norm is not None:
+            query = F.rms_norm(query, (self.dim,), self.query_norm.weight.float(), EPS)
+            key = F.rms_norm(key, (self.dim,), self.key_norm.weight.float(), EPS)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, turns).to(value.dtype).transpose(1, 2),
+            rotate(key, turns).to(value.dtype).transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.kv_heads != self.heads,
+        )  # [b, h, s, d]
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), or squared ReLU: down(relu(up(x))^2)."""
+
+    def __init__(self, width: int, ffn: int, activation: str):
+        super().__init__()
+        self.gate = nn.Linear(width, ffn, bias=False) if activation == "swiglu" else None
+        self.up = nn.Linear(width, ffn, bias=False)
+        self.down = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [b, s, w] -> [b, s, f] -> [b, s, w]
+        if self.gate is not None:
+            hidden = F.silu(self.gate(x)) * self.up(x)
+        else:
+            hidden = F.relu(self.up(x)).square()
+        out: Tensor = self.down(hidden)
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, ffn: int, activation: str, qk_norm: bool, dropout: float):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=EPS)
+        self.attention = Attention(width, heads, kv_heads, qk_norm)
+        self.ffn_norm = nn.RMSNorm(width, eps=EPS)
+        self.ffn = FeedForward(width, ffn, activation)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        # x [b, s, w] -> [b, s, w]
+        x = x + self._drop(self.attention(_compute_dtype(self.attention_norm(x)), turns, mask))
+        return x + self._drop(self.ffn(_compute_dtype(self.ffn_norm(x))))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
+
+
+class Transformer(nn.Module):
+    """The decoder that `transformer` builds: tokens [b, s] -> logits [b, s, v]."""
+
+    def __init__(
+        self,
+        vocab: int,
+        sequence: int,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        activation: str,
+        tie: bool,
+        qk_norm: bool,
+        rope_base: float,
+        dropout: float,
+    ):
+        super().__init__()
+        self.sequence = sequence
+        self.head_dim = width // heads
+        self.rope_base = rope_base
+        self.dropout = dropout
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, kv_heads, ffn, activation, qk_norm, dropout) for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=EPS)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.tie = tie
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, as after `to_empty` of a model that was built on the meta device.
+
+        Matrices have deviation 0.02; those that write into the residual stream have it divided by sqrt(2 x layers), so
+        that the stream's scale does not grow with depth (Radford et al. 2019).
+        """
+        if self.tie:  # again, since `to_empty` gives each of the two places a tensor of its own
+            self.head.weight = self.embedding.weight
+        depth = math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():  # tied weights appear once
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+                nn.init.normal_(parameter, std=0.02 / depth if residual else 0.02)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Logits [b, s, v] for tokens [b, s] (int64). With documents [b, s], a number for the document of each token,
+        no token sees another document; positions run on, which rotary attention, being relative, does not notice."""
+        if tokens.shape[1] > self.sequence:
+            raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for sequence={self.sequence}")
+        x = self.embedding(tokens)  # [b, s, w]
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        mask = None if documents is None else document_mask(documents)
+        turns = self._turns(tokens)
+        for block in self.blocks:
+            x = block(x, turns, mask)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _turns(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        # Made anew each time, for microseconds: a buffer would be lost on the meta device, and rounded by .to(bf16).
+        angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+        if torch.compiler.is_compiling():
+            return angles.cos(), angles.sin()
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def transformer(
+    vocab: int,
+    sequence: int,
+    layers: int = 4,
+    width: int = 256,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    activation: Literal["swiglu", "relu2"] = "swiglu",
+    tie: bool = True,
+    qk_norm: bool = True,
+    rope_base: float = 10000.0,
+    dropout: float = 0.0,
+) -> Transformer:
+    """A decoder-only language model; forward(tokens [b, s], documents [b, s] or None) -> logits [b, s, vocab].
+
+    `sequence` is the longest input. `kv_heads` (default: heads) divides `heads`. `ffn`, the feed-forward's inner width,
+    defaults to 8/3 x width rounded to a multiple of 64 for "swiglu" and to 4 x width for "relu2", which cost alike.
+    `tie` shares the embedding with the output layer. `dropout` acts on the embedding and on what each attention and
+    feed-forward adds. Raises ValueError when the sizes do not fit together.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    if ffn is None:
+        ffn = max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
+    sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "width": width, "heads": heads}
+    for name, value in {**sizes, "kv_heads": kv_heads, "ffn": ffn}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if width % heads:
+        raise ValueError(f"width={width} must be a multiple of heads={heads}")
+    if (width // heads) % 2:
+        raise ValueError(f"width / heads = {width // heads} must be even: rotary positions turn pairs of features")
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    if activation not in ("swiglu", "relu2"):
+        raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+    return Transformer(
+        vocab, sequence, layers, width, heads, kv_heads, ffn, activation, tie, qk_norm, rope_base, dropout
+    )

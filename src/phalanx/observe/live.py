@@ -1,0 +1,391 @@
+"""A run while it goes, from its events alone: `show(event)` for each, `close()` at the end.
+
+`TerminalDisplay` redraws a few lines in place; `LogDisplay` writes a line every few seconds and one for whatever is not
+an ordinary step. Showing a step costs a few microseconds unless it is time to draw, so 1 ms steps can be shown too.
+Nothing here reads files (but `facts_of`), starts threads or asks for the time: the clock is given.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
+
+from phalanx.observe import units
+from phalanx.run import Event, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+WINDOW = 10.0
+"""Seconds of steps that the shown speed is the mean of."""
+DRAW_EVERY = 0.25
+LOG_EVERY = 5.0
+
+
+@dataclass(frozen=True)
+class LiveFacts:
+    """What a display must know that events do not say. `worker_rate` is the measured matmul rate of one worker in the
+    run's precision, in FLOP/s; without it, or without FLOPs a sample, no share of it is shown."""
+
+    name: str = "run"
+    unit: str = "tokens"
+    units_per_sample: int = 1
+    flops_per_sample: float | None = None
+    worker_rate: float | None = None
+
+
+def facts_of(run: Run) -> LiveFacts:
+    """The facts of a run whose resolved recipe, plan and cluster files are written; what is missing is not shown."""
+    from phalanx.observe.metrics import measured_rate
+    from phalanx.observe.what import read_recipe
+
+    recipe, plan, cluster = read_recipe(run), run.read_json(run.plan) or {}, run.read_json(run.cluster)
+    task = recipe.get("task")
+    return LiveFacts(
+        name=str(recipe.get("name", run.path.name)),
+        unit=str(plan.get("unit") or ("samples" if task == "classification" else "tokens")),
+        units_per_sample=int(plan.get("units_per_sample") or 1),
+        flops_per_sample=plan.get("flops_per_sample"),
+        worker_rate=measured_rate(cluster, str(recipe.get("precision")), 1),
+    )
+
+
+class Display(Protocol):
+    """Shows a run's events as they come."""
+
+    def show(self, event: Event) -> None:
+        """Take one event, in the order of events.jsonl."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found. May be called twice."""
+
+
+class Tally:
+    """What the displays show, kept up to date event by event."""
+
+    def __init__(self, total_steps: int, facts: LiveFacts):
+        self.total, self.facts = total_steps, facts
+        self.step = self.world = self.skipped = self.rollbacks = 0
+        self.last: Event = {}
+        self.eval: Event | None = None
+        self.checkpoint: Event | None = None
+        self._window: deque[tuple[float, float, float]] = deque()
+        self._units = self._seconds = 0.0
+        self._first: tuple[float, int] | None = None
+
+    def take(self, event: Event) -> None:
+        """Count an event in."""
+        kind = event["kind"]
+        if kind == "step":
+            t, amount, seconds = event["t"], event.get("tokens") or 0.0, event.get("seconds") or 0.0
+            self.last = event
+            self.step = event["step"]
+            window = self._window
+            window.append((t, amount, seconds))
+            self._units += amount
+            self._seconds += seconds
+            while window[0][0] < t - WINDOW:
+                _, old_amount, old_seconds = window.popleft()
+                self._units -= old_amount
+                self._seconds -= old_seconds
+            if self._first is None or self.step <= self._first[1]:
+                self._first = (t, self.step)
+        elif kind == "start":
+            self.world = event.get("world") or 1
+            self.total = event.get("steps") or self.total
+            self.step = event.get("from_step") or 0
+            self._first = None
+            self._window.clear()
+            self._units = self._seconds = 0.0
+        elif kind == "eval":
+            self.eval = event
+        elif kind == "checkpoint":
+            self.checkpoint = event
+        elif kind == "guard":
+            if event.get("action") == "rollback":
+                self.rollbacks += 1
+            else:
+                self.skipped += 1
+
+    @property
+    def speed(self) -> float | None:
+        """Units a second within the steps of the window."""
+        return self._units / self._seconds if self._seconds > 1e-9 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean step time in the window."""
+        return self._seconds / len(self._window) if self._window and self._seconds > 1e-9 else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the measured matmul rate of all workers: MFU."""
+        facts, speed = self.facts, self.speed
+        if not facts.flops_per_sample or not facts.worker_rate or speed is None:
+            return None
+        return facts.flops_per_sample * speed / facts.units_per_sample / (facts.worker_rate * max(1, self.world))
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to go at the pace of this attempt since its first step, with evaluations and saves. The first step
+        itself is left out: it warms up and compiles."""
+        if self._first is None:
+            return None
+        began, first = self._first
+        if self.step == first:
+            pace = self.step_seconds
+        else:
+            pace = (self.last["t"] - began) / (self.step - first)
+        return None if pace is None else max(0, self.total - self.step) * pace
+
+
+class Lasting:
+    """A stream that falls silent when nobody can be reached through it any more: the reader has gone (`| head`), the
+    connection is lost, the log's disk is full. No display is worth ending a training for."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], int | None]) -> int | None:
+        if not self._gone:
+            try:
+                return act()
+            except OSError:
+                self._gone = True
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class LogDisplay:
+    """Lines for a log: one every `every` seconds, the first and the last step, and each event that is not a step."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        facts: LiveFacts,
+        clock: Callable[[], float] = time.monotonic,
+        every: float = LOG_EVERY,
+    ):
+        self._stream, self._clock, self._every = Lasting(stream), clock, every
+        self._tally = Tally(total_steps, facts)
+        self._next = float("-inf")
+        self._told = 0
+
+    def show(self, event: Event) -> None:
+        self._tally.take(event)
+        if event["kind"] == "step":
+            now = self._clock()
+            if now >= self._next or event["step"] == self._tally.total:
+                self._next = now + self._every
+                self._tell_step(event)
+            return
+        if event["kind"] == "end" and self._tally.step != self._told and self._tally.last:
+            self._tell_step(self._tally.last)
+        if text := sentence(event, self._tally):
+            self._write(event, text)
+        if event["kind"] == "start":
+            self._next = float("-inf")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _tell_step(self, event: Event) -> None:
+        tally = self._tally
+        self._told = tally.step
+        width = len(str(tally.total))
+        parts = [f"step {tally.step:>{width}}/{tally.total}", f"loss {units.loss(event.get('loss'))}"]
+        if event.get("skipped"):
+            parts.append("skipped")
+        parts += _numbers(event)
+        parts += _pace(tally)
+        if tally.step < tally.total and tally.eta is not None:
+            parts.append(f"ETA {units.duration(tally.eta)}")
+        self._write(event, "  ".join(parts))
+
+    def _write(self, event: Event, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+        self._stream.write(f"{stamp}  {text}\n")
+        self._stream.flush()
+
+
+class TerminalDisplay:
+    """A few lines redrawn in place, at most every `every` seconds. What should stay to be read is printed above."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        facts: LiveFacts,
+        clock: Callable[[], float] = time.monotonic,
+        every: float = DRAW_EVERY,
+        console: Console | None = None,
+    ):
+        from rich.live import Live
+
+        self._clock, self._every = clock, every
+        self._tally = Tally(total_steps, facts)
+        # No refresh thread: this display draws when events come, and only then. What is printed meanwhile is led above
+        # the lines, unless it goes to a file anyway.
+        self._live = Live(
+            console=console or console_for(stream),
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._next = float("-inf")
+        self._closed = False
+
+    def show(self, event: Event) -> None:
+        if self._closed:
+            return
+        self._tally.take(event)
+        now = self._clock()
+        kind = event["kind"]
+        if kind in ("start", "fault", "warning", "guard", "checkpoint_rejected", "checkpoint_failed"):
+            self._live.start()
+            if (kind != "start" or event.get("attempt")) and (text := sentence(event, self._tally)):
+                self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
+        elif kind != "end" and now < self._next:
+            return
+        self._next = now + self._every
+        self._live.start()
+        self._live.update(self.picture(event if kind == "end" else None), refresh=True)
+        if kind == "end":
+            self.close()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._live.is_started:
+                self._live.update(self.picture(), refresh=True)
+            self._live.stop()
+
+    def picture(self, end: Event | None = None) -> RenderableType:
+        """The lines as they stand now. Always the same number of lines, so that nothing jumps."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        tally = self._tally
+        done = tally.step >= tally.total or end is not None
+        eta = "" if done else f"ETA {units.duration(tally.eta)}" if tally.eta is not None else "starting"
+        head = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        head.add_row(
+            Text(tally.facts.name, style="bold"),
+            ProgressBar(total=max(1, tally.total), completed=tally.step),
+            f"step {tally.step:>{len(str(tally.total))}}/{tally.total}",
+            f"{eta:<16}",
+        )
+        first = [f"loss {units.loss(tally.last.get('loss'))}" if tally.last else "waiting for the first step"]
+        first += _numbers(tally.last)
+        if tally.eval:
+            best = ", best so far" if tally.eval.get("best") else ""
+            first.append(f"held-out {units.loss(tally.eval.get('loss'))} (step {tally.eval.get('step')}{best})")
+        third = []
+        if tally.checkpoint:
+            saved = tally.checkpoint
+            third.append(f"checkpoint at step {saved.get('step')} ({units.size(saved.get('bytes'))})")
+        if tally.skipped or tally.rollbacks:
+            third.append(f"guards: {tally.skipped} skipped, {units.times(tally.rollbacks, 'rollback')}")
+        lines = [first, _pace(tally) or [""], third or ["no checkpoint yet"]]
+        rows = [Text("  " + "   ".join(line), no_wrap=True, overflow="ellipsis") for line in lines]
+        rows[2].stylize("dim")
+        return Group(head, *rows)
+
+
+_STYLES = {
+    "fault": "red",
+    "guard": "yellow",
+    "warning": "yellow",
+    "checkpoint_rejected": "red",
+    "checkpoint_failed": "red",
+}
+
+
+def _numbers(event: Event) -> list[str]:
+    found = []
+    if isinstance(norm := event.get("grad_norm"), int | float):
+        found.append(f"grad {units.significant(norm)}")
+    if isinstance(rate := event.get("lr"), int | float):
+        found.append(f"lr {rate:.2e}")
+    return found
+
+
+def _pace(tally: Tally) -> list[str]:
+    if tally.speed is None:
+        return []
+    found = [units.rate(tally.speed, tally.facts.unit), f"{units.duration(tally.step_seconds)} a step"]
+    if tally.share is not None:
+        found.append(f"{units.percent(tally.share)} of matmul rate")
+    return found
+
+
+def sentence(event: Event, tally: Tally) -> str:
+    """One line for an event that is not a step; empty for kinds that nobody needs to read."""
+    kind, get = event["kind"], event.get
+    if kind == "start":
+        again = f"attempt {get('attempt')}: " if get("attempt") else ""
+        begin = f"from step {get('from_step')}" if get("from_step") else "from the beginning"
+        return (
+            f"{again}{units.times(tally.world, 'worker')} on {get('device', '?')}, {begin}, {tally.total} steps in all"
+        )
+    if kind == "eval":
+        scores: dict[str, Any] = get("metrics") or {}
+        listed = "".join(f"  {name} {units.loss(value)}" for name, value in scores.items())
+        return f"evaluation at step {get('step')}: held-out loss {units.loss(get('loss'))}{listed}" + (
+            "  (best so far)" if get("best") else ""
+        )
+    if kind == "checkpoint":
+        return (
+            f"checkpoint at step {get('step')}: {units.size(get('bytes'))}, stood still {units.duration(get('stall'))}"
+        )
+    if kind == "checkpoint_rejected":
+        return f"checkpoint rejected: {get('file') or get('path')}: {get('reason', 'no reason given')}"
+    if kind == "checkpoint_failed":
+        return f"checkpoint failed at step {get('step')}: {get('reason', 'no reason given')}; training goes on"
+    if kind == "guard":
+        return f"guard at step {get('step')}: {get('what')}, {get('action')} ({get('count', 1)} in a row)"
+    if kind == "fault":
+        detail = f" ({get('detail')})" if get("detail") else ""
+        return f"fault: rank {get('rank', '?')}: {get('what')}{detail}"
+    if kind == "warning":
+        return f"warning: {get('text')}"
+    if kind == "end":
+        return f"{get('status')} at step {get('step', tally.step)} of {tally.total}"
+    return ""
+
+
+def console_for(stream: TextIO, **options: Any) -> Console:
+    """A rich console that outlives its stream; rich itself would end the program with it."""
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=cast(TextIO, Lasting(stream)), highlight=False, **options)
+
+
+def display_for(
+    stream: TextIO, total_steps: int, facts: LiveFacts, clock: Callable[[], float] = time.monotonic
+) -> Display:
+    """The display that suits a stream: in place on a terminal, lines elsewhere (a pipe, a file, a dumb terminal)."""
+    if not stream.isatty():
+        return LogDisplay(stream, total_steps, facts, clock)
+    console = console_for(stream)
+    if console.is_dumb_terminal:
+        return LogDisplay(stream, total_steps, facts, clock)
+    return TerminalDisplay(stream, total_steps, facts, clock, console=console)

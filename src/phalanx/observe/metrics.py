@@ -1,0 +1,154 @@
+"""Speed, time split, MFU and ETA: pure functions over numbers. None means "could not be measured", never zero.
+
+No files, no clocks, no words: `summary.py` collects what these say, `report.py` and `html.py` show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.observe.history import PARTS, Floats, Steps
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Units (tokens or samples) a second within steps. `median` is of the single steps' rates, `mean` is all units
+    over all seconds, so a few slow steps show in the difference of both."""
+
+    median: float
+    mean: float
+
+
+def throughput(steps: Steps, window: int | None = None) -> Throughput | None:
+    """Over all steps, or the last `window`; None without a step that took time."""
+    steps = steps.window(window)
+    timed = np.isfinite(steps.seconds) & (steps.seconds > 0) & np.isfinite(steps.tokens)
+    if not timed.any():
+        return None
+    tokens, seconds = steps.tokens[timed], steps.seconds[timed]
+    return Throughput(float(np.median(tokens / seconds)), float(tokens.sum() / seconds.sum()))
+
+
+def step_parts(steps: Steps) -> Floats:
+    """[n, 7] seconds by PARTS whose rows sum to the step. What the engine did not attribute is added to `other`; parts
+    that add up to more than the step (overlapping clocks) are scaled down to it."""
+    parts = np.clip(np.nan_to_num(steps.parts), 0.0, None)
+    seconds = np.clip(np.nan_to_num(steps.seconds), 0.0, None)
+    total = parts.sum(axis=1)
+    scale = np.where(total > seconds, seconds / np.where(total > 0, total, 1.0), 1.0)
+    parts = parts * scale[:, None]
+    parts[:, -1] += np.clip(seconds - parts.sum(axis=1), 0.0, None)
+    return parts
+
+
+def time_split(steps: Steps, window: int | None = None) -> dict[str, float] | None:
+    """Mean seconds a step by part, over all steps or the last `window`. The parts sum to the mean step time.
+    None without steps."""
+    steps = steps.window(window)
+    if not len(steps):
+        return None
+    means = step_parts(steps).mean(axis=0)
+    return {part: float(mean) for part, mean in zip(PARTS, means, strict=True)}
+
+
+def split_course(steps: Steps, buckets: int = 160) -> tuple[Floats, Floats]:
+    """How the time split went on over the run: steps [b] and mean seconds a step [b, 7] of at most `buckets` stretches
+    of equally many steps."""
+    parts = step_parts(steps)
+    n = len(parts)
+    if n <= buckets:
+        return steps.step.copy(), parts
+    edges = np.linspace(0, n, buckets + 1).astype(int)
+    means = np.add.reduceat(parts, edges[:-1], axis=0) / np.diff(edges)[:, None]
+    at = steps.step[(edges[:-1] + edges[1:] - 1) // 2].copy()
+    at[0], at[-1] = steps.step[0], steps.step[-1]  # so that the picture reaches both ends
+    return at, means
+
+
+def shares(split: Mapping[str, float] | None) -> dict[str, float] | None:
+    """A time split as shares of the step; they sum to 1. None when there is no time to share."""
+    total = sum(split.values()) if split else 0.0
+    return {part: seconds / total for part, seconds in split.items()} if split and total > 0 else None
+
+
+def measured_rate(cluster: Mapping[str, Any] | None, precision: str, world: int) -> float | None:
+    """FLOP/s in matmul of everything the run had: the measured rate of one worker, with its threads, times workers.
+    Also where workers share one machine, since each was measured with the threads that it has."""
+    value = _tflops(cluster, "matmul_tflops", precision)
+    return None if value is None else value * 1e12 * world
+
+
+def data_sheet_rate(cluster: Mapping[str, Any] | None, precision: str, world: int, nodes: int = 1) -> float | None:
+    """FLOP/s that the makers promise: one device for each worker on GPUs, whole machines on CPUs."""
+    value = _tflops(cluster, "data_sheet_tflops", precision)
+    if value is None or cluster is None:
+        return None
+    devices = world if cluster.get("device") == "cuda" else int(cluster.get("count") or 1) * nodes
+    return value * 1e12 * devices
+
+
+def _tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> float | None:
+    rates = (cluster or {}).get(table)
+    value = rates.get(precision) if isinstance(rates, Mapping) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def model_flops(plan: Mapping[str, Any] | None, units_per_second: float | None) -> float | None:
+    """FLOP/s that the model's forward and backward came to: flops_per_sample x samples/s."""
+    if plan is None or units_per_second is None:
+        return None
+    flops, units = plan.get("flops_per_sample"), plan.get("units_per_sample") or 1
+    return float(flops) * units_per_second / float(units) if isinstance(flops, int | float) and flops > 0 else None
+
+
+def mfu(plan: Mapping[str, Any] | None, units_per_second: float | None, available: float | None) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): FLOP/s the model needed at this speed, over
+    FLOP/s available. None when either is unknown."""
+    used = model_flops(plan, units_per_second)
+    return None if used is None or not available else used / available
+
+
+def eta(remaining: int, seconds_per_step: float | None) -> float | None:
+    """Seconds to go; None while the pace is unknown. The pace should include evaluations and saves: wall / steps."""
+    if seconds_per_step is None or not math.isfinite(seconds_per_step):
+        return None
+    return max(0, remaining) * seconds_per_step
+
+
+def smooth(values: Floats, share: float = 0.02) -> Floats:
+    """Centred running mean over `share` of the series (at least 5 values, if there are any 5), NaN left out, outliers
+    cut to what is usual around them. The window shrinks at both ends, so both ends are not dragged away."""
+    n = len(values)
+    values = _tamed(values)
+    half = min(max(2, int(n * share / 2)), max(0, (n - 1) // 2))
+    if half == 0:
+        return values.copy()
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(n)
+    reach = np.minimum(half, np.minimum(index, n - 1 - index))
+    lo, hi = index - reach, index + reach + 1
+    held = counts[hi] - counts[lo]
+    return np.where(held > 0, (sums[hi] - sums[lo]) / np.maximum(held, 1), np.nan)
+
+
+def _tamed(values: Floats, stretches: int = 200) -> Floats:
+    """Values at most 6 median absolute deviations from the median of their stretch: one spike of 900 in a loss of 2
+    would otherwise make a box of the running mean."""
+    tamed = values.copy()
+    size = max(10, -(-len(values) // stretches))
+    for start in range(0, len(values), size):
+        part = tamed[start : start + size]
+        finite = part[np.isfinite(part)]
+        if len(finite) >= 5:
+            middle = float(np.median(finite))
+            usual = 6 * float(np.median(np.abs(finite - middle)))
+            if usual > 0:
+                part[:] = np.clip(part, middle - usual, middle + usual)
+    return tamed

@@ -1,0 +1,319 @@
+"""What a run did, as one frozen value: read from the run directory, shown by `report.py` and `html.py`, judged by
+`advice.py`. `Summary.to_json()` is what `phalanx report --json` prints. Nothing here is formatted for people.
+
+A field is None when the run did not say it or it was not measured; a run that has only just started has many of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.observe import metrics
+from phalanx.observe.history import History, Steps, number, read_history
+from phalanx.observe.what import What, read_recipe, what_ran
+from phalanx.run import Event, Run
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Training loss and scores on held-out data. `end` is the mean over the last 5% of the steps (at least 1, at most
+    100), which says more than the single noisy `last`."""
+
+    first: float | None = None
+    last: float | None = None
+    end: float | None = None
+    not_finite: int = 0
+    held_out_first: float | None = None
+    held_out_last: float | None = None
+    held_out_best: float | None = None
+    held_out_best_step: int | None = None
+    metrics: dict[str, float] | None = None
+    """Of the last evaluation."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast. Rates are units (tokens or samples) a second within steps, times are seconds."""
+
+    unit: str
+    median: float | None = None
+    mean: float | None = None
+    step_median: float | None = None
+    step_slow: float | None = None
+    """95% of the steps took at most this long."""
+    step_predicted: float | None = None
+    flops: float | None = None
+    """FLOP/s of the model's forward and backward."""
+    flops_rule: str | None = None
+    matmul_rate: float | None = None
+    """FLOP/s in matmul that all workers together were measured to reach, in the run's precision."""
+    mfu_measured: float | None = None
+    data_sheet_rate: float | None = None
+    data_sheet_source: str | None = None
+    mfu_data_sheet: float | None = None
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds. wall = productive + redone + evaluating + starting + down + rest; time between a proper end and the next
+    start (`paused`) does not count as wall."""
+
+    wall: float = 0.0
+    productive: float = 0.0
+    redone: float = 0.0
+    evaluating: float = 0.0
+    starting: float = 0.0
+    down: float = 0.0
+    """From the last step, evaluation or save of an attempt that died to the next start."""
+    rest: float = 0.0
+    paused: float = 0.0
+
+    @property
+    def restarts(self) -> float:
+        """What restarts cost: work done again and time when nobody worked."""
+        return self.redone + self.down
+
+
+@dataclass(frozen=True)
+class Life:
+    """One attempt, in short."""
+
+    number: int
+    world: int
+    from_step: int
+    began: float | None
+    seconds: float
+    steps: int
+    redone_steps: int
+    redone_seconds: float
+    ended: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves. `stall` is the time training stood still for them, in seconds, summed; `background` is writing time."""
+
+    count: int = 0
+    bytes: int | None = None
+    """Of the newest."""
+    stall: float = 0.0
+    stall_longest: float = 0.0
+    background: float = 0.0
+    last_step: int | None = None
+    rejected: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that `phalanx report` knows. See the fields' own classes for units."""
+
+    what: What
+    status: str
+    last_step: int
+    planned_steps: int | None
+    began: float | None
+    last_event: float | None
+    units: float
+    """Tokens (or samples) that counted."""
+    loss: Loss
+    speed: Speed
+    split: dict[str, float] | None
+    """Mean seconds of a step by part; they sum to the mean step."""
+    durations: Durations
+    attempts: tuple[Life, ...]
+    redone_steps: int
+    skipped_steps: int
+    guards: dict[str, int]
+    """How often, by `what: action`."""
+    rollbacks: int
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+    checkpoints: Checkpoints
+    digest: str | None
+
+    @property
+    def restarts(self) -> int:
+        """Starts after an attempt that had not reached its end. Going on with more steps after `done` is none."""
+        return sum(life.ended != "done" for life in self.attempts[:-1])
+
+    @property
+    def split_shares(self) -> dict[str, float] | None:
+        """The time split as shares of the step."""
+        return metrics.shares(self.split)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; NaN and infinity become null, as strict JSON has neither."""
+        clean = _strict({**asdict(self), "restarts": self.restarts, "split_shares": self.split_shares})
+        assert isinstance(clean, dict)
+        return clean
+
+
+def summarise(run: Run) -> Summary:
+    """Read the run directory and sum it up. Files that are not there yet leave their part empty; UsageError when
+    there is no run, DataError when one of its files is not what it should be."""
+    return summary_of(run, read_history(Run.existing(run.path).events))
+
+
+def summary_of(run: Run, history: History) -> Summary:
+    """`summarise` for a history that was already read."""
+    plan, cluster = run.read_json(run.plan), run.read_json(run.cluster)
+    result = run.read_json(run.result) or {}
+    recipe = read_recipe(run)
+    what = what_ran(run, recipe, plan, cluster, run.read_json(run.environment), history)
+    steps = history.steps
+    finished = history.attempts and history.attempts[-1].ended and result.get("steps") == history.last_step
+    actions = Counter(f"{guard.get('what', 'guard')}: {guard.get('action', '')}" for guard in history.guards)
+    return Summary(
+        what=what,
+        status=history.status,
+        last_step=history.last_step,
+        planned_steps=history.planned_steps or _whole_or_none(recipe.get("steps")),
+        began=history.first_t,
+        last_event=history.last_t,
+        units=float(np.nansum(steps.tokens)),
+        loss=_loss(history),
+        speed=_speed(steps, what, plan, cluster, history),
+        split=metrics.time_split(steps),
+        durations=durations(history),
+        attempts=tuple(
+            Life(
+                number=life.number,
+                world=life.world,
+                from_step=life.from_step,
+                began=life.began,
+                seconds=life.last - life.began,
+                steps=life.steps,
+                redone_steps=life.redone_steps,
+                redone_seconds=life.redone_seconds,
+                ended=life.ended,
+            )
+            for life in history.attempts
+        ),
+        redone_steps=sum(life.redone_steps for life in history.attempts),
+        skipped_steps=int(np.nansum(steps.skipped)),
+        guards=dict(actions),
+        rollbacks=sum(1 for guard in history.guards if guard.get("action") == "rollback"),
+        faults=tuple(_fault(event) for event in history.faults),
+        warnings=tuple(str(event.get("text", "")) for event in history.warnings),
+        checkpoints=_checkpoints(history),
+        digest=str(result["digest"]) if finished and result.get("digest") else None,
+    )
+
+
+def _loss(history: History) -> Loss:
+    steps, evals = history.steps, history.evals
+    finite = steps.loss[np.isfinite(steps.loss)]
+    tail = steps.loss[-min(100, max(1, len(steps) // 20)) :]
+    tail = tail[np.isfinite(tail)]
+    scored = [(number(event.get("loss")), int(event["step"])) for event in evals]
+    held_out = [(loss, step) for loss, step in scored if math.isfinite(loss)]
+    best = min(held_out, default=None)
+    scores = evals[-1].get("metrics") if evals else None
+    return Loss(
+        first=float(finite[0]) if len(finite) else None,
+        last=float(steps.loss[-1]) if len(steps) else None,
+        end=float(tail.mean()) if len(tail) else None,
+        not_finite=len(steps) - len(finite),
+        held_out_first=scored[0][0] if scored else None,
+        held_out_last=scored[-1][0] if scored else None,
+        held_out_best=best[0] if best else None,
+        held_out_best_step=best[1] if best else None,
+        metrics={str(name): number(value) for name, value in scores.items()} if isinstance(scores, dict) else None,
+    )
+
+
+def _speed(
+    steps: Steps, what: What, plan: dict[str, Any] | None, cluster: dict[str, Any] | None, history: History
+) -> Speed:
+    pace = metrics.throughput(steps)
+    median = pace.median if pace else None
+    seconds = steps.seconds[np.isfinite(steps.seconds)]
+    matmul = metrics.measured_rate(cluster, what.precision, what.world)
+    sheet = metrics.data_sheet_rate(cluster, what.precision, what.world, history.nodes)
+    predicted = (plan or {}).get("predicted_step_seconds")
+    return Speed(
+        unit=what.unit,
+        median=median,
+        mean=pace.mean if pace else None,
+        step_median=float(np.median(seconds)) if len(seconds) else None,
+        step_slow=float(np.quantile(seconds, 0.95)) if len(seconds) else None,
+        step_predicted=float(predicted) if isinstance(predicted, int | float) else None,
+        flops=metrics.model_flops(plan, median),
+        flops_rule=(plan or {}).get("flops_rule"),
+        matmul_rate=matmul,
+        mfu_measured=metrics.mfu(plan, median, matmul),
+        data_sheet_rate=sheet,
+        data_sheet_source=(cluster or {}).get("data_sheet_source"),
+        mfu_data_sheet=metrics.mfu(plan, median, sheet),
+    )
+
+
+def durations(history: History) -> Durations:
+    """Where the run's wall time went."""
+    if not history.attempts:
+        return Durations()
+    lives = history.attempts
+    down = paused = starting = 0.0
+    for before, after in pairwise(lives):
+        if before.ended in ("done", "stopped"):
+            paused += max(0.0, after.began - before.last)
+        else:
+            down += max(0.0, after.began - before.last_work)
+    for life in lives:
+        starting += max(0.0, (life.first_step_began or life.last) - life.began)
+    wall = max(0.0, lives[-1].last - lives[0].began - paused)
+    productive = float(np.nansum(history.steps.seconds))
+    redone = sum(life.redone_seconds for life in lives)
+    evaluating = sum(value for event in history.evals if math.isfinite(value := number(event.get("seconds"))))
+    rest = max(0.0, wall - productive - redone - evaluating - starting - down)
+    return Durations(wall, productive, redone, evaluating, starting, down, rest, paused)
+
+
+def _checkpoints(history: History) -> Checkpoints:
+    saves = history.checkpoints
+    stalls = [value for event in saves if math.isfinite(value := number(event.get("stall")))]
+    written = [value for event in saves if math.isfinite(value := number(event.get("seconds")))]
+    return Checkpoints(
+        count=len(saves),
+        bytes=_whole_or_none(saves[-1].get("bytes")) if saves else None,
+        stall=sum(stalls),
+        stall_longest=max(stalls, default=0.0),
+        background=sum(written),
+        last_step=_whole_or_none(saves[-1].get("step")) if saves else None,
+        rejected=tuple(
+            f"{event.get('file') or event.get('path', '?')}: {event.get('reason', 'no reason given')}"
+            for event in history.rejected
+        ),
+        failed=tuple(
+            f"step {event.get('step', '?')}: {event.get('reason', 'no reason given')}" for event in history.failed
+        ),
+    )
+
+
+def _fault(event: Event) -> str:
+    rank = f"rank {event['rank']}: " if event.get("rank") is not None else ""
+    detail = f" ({event['detail']})" if event.get("detail") else ""
+    return f"{rank}{event.get('what', 'fault')}{detail}"
+
+
+def _whole_or_none(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _strict(value: Any) -> Any:
+    """NaN and infinities to None, tuples to lists, paths to text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

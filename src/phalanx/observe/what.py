@@ -1,0 +1,166 @@
+"""What ran: the facts of a run that were fixed before its first step, from resolved.yaml and the small JSON files.
+
+Tolerant on purpose: a run made by another version, or one that died while starting, must still have a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from phalanx.errors import DataError
+from phalanx.observe.history import History
+from phalanx.recipe.schema import Recipe
+from phalanx.run import Run
+
+
+@dataclass(frozen=True)
+class What:
+    """Facts about the run. `unit` is `tokens` or `samples`, what speed is counted in."""
+
+    name: str
+    run: str
+    model: str
+    model_args: dict[str, Any]
+    parameters: int | None
+    task: str
+    data: str
+    global_batch: int | None
+    micro_batch: int | None
+    unit: str
+    units_per_sample: int
+    optimizer: str
+    precision: str
+    layout: str
+    world: int
+    nodes: int
+    threads: int | None
+    device: str
+    device_name: str
+    cores: int | None
+    matmul_tflops: dict[str, float]
+    flops_rule: str | None
+    checkpoint_every: int | None
+    evaluate_every: int | None
+    chosen: tuple[tuple[str, str, str], ...]
+    """What `auto` became: (key, value, why)."""
+    versions: dict[str, str]
+
+
+def read_recipe(run: Run) -> dict[str, Any]:
+    """resolved.yaml as a plain mapping with every default filled in; as it stands when this version of Phalanx does
+    not understand it. DataError when it is not YAML."""
+    try:
+        raw = yaml.safe_load(run.resolved.read_text())
+    except yaml.YAMLError as error:
+        raise DataError(f"{run.resolved}: not valid YAML ({str(error).splitlines()[0]})") from None
+    raw = raw if isinstance(raw, dict) else {}
+    try:
+        return Recipe.model_validate(raw).model_dump(mode="json", by_alias=True)
+    except ValidationError:
+        return raw
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys: {"optim": {"lr": 1}} -> {"optim.lr": 1}."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    return {
+        key: leaf
+        for name, item in value.items()
+        for key, leaf in flat(item, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def what_ran(
+    run: Run,
+    recipe: Mapping[str, Any],
+    plan: Mapping[str, Any] | None,
+    cluster: Mapping[str, Any] | None,
+    environment: Mapping[str, Any] | None,
+    history: History,
+) -> What:
+    """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
+    plan, cluster, environment = plan or {}, cluster or {}, environment or {}
+    model, batch, optim = _part(recipe, "model"), _part(recipe, "batch"), _part(recipe, "optim")
+    task = str(recipe.get("task", "?"))
+    unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
+    start = history.attempts[-1] if history.attempts else None
+    threads = recipe.get("threads")
+    return What(
+        name=str(recipe.get("name") or run.path.name),
+        run=str(run.path),
+        model=str(model.get("build", "?")),
+        model_args=dict(_part(model, "args")),
+        parameters=_int(plan.get("parameters")),
+        task=task,
+        data=_data(_part(recipe, "data"), task),
+        global_batch=_int(batch.get("global")),
+        micro_batch=_int(batch.get("micro")),
+        unit=unit,
+        units_per_sample=_int(plan.get("units_per_sample")) or 1,
+        optimizer=_optimizer(optim),
+        precision=str(recipe.get("precision", "?")),
+        layout=_layout(recipe.get("layout")),
+        world=start.world if start else 1,
+        nodes=history.nodes,
+        threads=_int(threads) or _int(cluster.get("threads")),
+        device=(start.device if start else "") or str(cluster.get("device", "")),
+        device_name=str(cluster.get("name") or ""),
+        cores=_int(cluster.get("cores")),
+        matmul_tflops={k: float(v) for k, v in _part(cluster, "matmul_tflops").items() if isinstance(v, int | float)},
+        flops_rule=plan.get("flops_rule"),
+        checkpoint_every=_int(_part(recipe, "checkpoint").get("every")),
+        evaluate_every=_int(_part(recipe, "evaluate").get("every")),
+        chosen=tuple(
+            (str(item.get("key", "?")), str(item.get("value", "?")), str(item.get("why", "")))
+            for item in plan.get("chosen") or ()
+            if isinstance(item, Mapping)
+        ),
+        versions={key: str(environment[key]) for key in ("phalanx", "torch", "python", "git") if environment.get(key)},
+    )
+
+
+def _part(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = mapping.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _int(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _data(data: Mapping[str, Any], task: str) -> str:
+    sources = data.get("source")
+    names = []
+    for source in sources if isinstance(sources, list) else [sources]:
+        for kind in ("text", "jsonl", "parquet", "images", "prepared", "idx"):
+            found = source.get(kind) if isinstance(source, Mapping) else None
+            if found is not None:
+                found = found.get("images", "?") if isinstance(found, Mapping) else found
+                names.append(", ".join(map(str, found)) if isinstance(found, list) else str(found))
+    text = " + ".join(names) or "?"
+    if task == "classification":
+        return text
+    tokenizer = data.get("tokenizer", "?")
+    tokenizer = f"bpe {tokenizer.get('bpe')}" if isinstance(tokenizer, Mapping) else tokenizer
+    return f"{text}; tokenizer {tokenizer}, sequence {data.get('sequence', '?')}"
+
+
+def _optimizer(optim: Mapping[str, Any]) -> str:
+    if not optim:
+        return "?"
+    schedule = _part(optim, "schedule")
+    clip = f", clip {optim['clip']:g}" if isinstance(optim.get("clip"), int | float) else ""
+    text = f"{optim.get('name', '?')}, lr {optim.get('lr', '?')}{clip}"
+    return f"{text}, warm-up {schedule.get('warmup')}, {schedule.get('decay')} decay" if schedule else text
+
+
+def _layout(layout: Any) -> str:
+    if not isinstance(layout, Mapping):
+        return str(layout or "?")
+    return " x ".join(f"{name} {size}" for name, size in layout.items() if size != 1) or "one process"

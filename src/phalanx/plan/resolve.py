@@ -1,0 +1,133 @@
+"""Resolve a recipe: replace every `auto` by a value, and say why. Pure: numbers in, recipe out.
+
+What changes bits (precision, micro-batch, threads, compile, exchange) is chosen once, on the first start of a run, and
+stays pinned in `resolved.yaml`; `go_on` makes the recipe of a later start from it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Layout
+
+GAIN = 1.2
+"""bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
+COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
+STATE_BYTES = 16
+"""Bytes a parameter: fp32 weight, gradient and two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One `auto` and what became of it."""
+
+    key: str
+    value: Any
+    why: str
+
+
+def choose_threads(recipe: Recipe, cores: int, world: int) -> Choice:
+    """CPU threads of a worker."""
+    if recipe.threads != "auto":
+        return Choice("threads", recipe.threads, "given")
+    if recipe.exchange.exact == "replicas":
+        return Choice("threads", 1, "exact: replicas needs the same number on any world size")
+    threads = max(1, cores // world)
+    return Choice("threads", threads, f"{cores} cores for {world} {'worker' if world == 1 else 'workers'}")
+
+
+def choose_micro(recipe: Recipe, parameters: int, saved_bytes: int, memory: int, world: int) -> Choice:
+    """The largest micro-batch whose activations fit into half of a worker's memory beside the training state.
+
+    `memory` is what one worker has. Under `exact: replicas` there must be enough micro-batches for other world sizes
+    to share, whatever the world is now: otherwise the choice, and with it the bits, would depend on it.
+    """
+    if recipe.batch.micro != "auto":
+        return Choice("batch.micro", recipe.batch.micro, "given")
+    batch = recipe.batch.global_
+    if recipe.exchange.exact == "replicas":
+        parts = math.lcm(*(size for size in COMMON_WORLDS if batch % size == 0), world)
+        why = f"exact: replicas: {parts} micro-batches can be shared by any number of workers that divides it"
+    else:
+        parts = world
+        why = "a worker's whole share at once"
+    share = batch // parts
+    room = memory // 2 - STATE_BYTES * parameters
+    if saved_bytes and share * saved_bytes > room:
+        fitting = [size for size in range(1, share + 1) if share % size == 0 and size * saved_bytes <= room]
+        if not fitting:
+            raise RecipeError(
+                f"batch.micro: not even one sample fits: it saves {saved_bytes / 1e6:.0f} MB for backward, and "
+                f"{max(room, 0) / 1e6:.0f} MB are left beside parameters and optimizer state; "
+                "use a smaller model or sequence, or give batch.micro to try all the same"
+            )
+        share = fitting[-1]
+        why = f"the largest whose activations ({share * saved_bytes / 1e9:.2f} GB) fit into half of the memory"
+    return Choice("batch.micro", share, why)
+
+
+def choose_precision(recipe: Recipe, seconds: Mapping[str, float]) -> Choice:
+    """The precision, by the time that this very model takes for forward and backward."""
+    if recipe.precision != "auto":
+        return Choice("precision", recipe.precision, "given")
+    ratio = seconds["fp32"] / seconds["bf16"]
+    why = f"forward and backward of a micro-batch take {seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
+    return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
+
+
+def resolve(
+    recipe: Recipe, prepared: list[dict[str, Any]], held_out: dict[str, Any] | None, choices: list[Choice], world: int
+) -> Recipe:
+    """The recipe with `choices` for threads, micro-batch and precision made, sources replaced by prepared ones, and the
+    remaining `auto` set to what this version does."""
+    chosen = {choice.key: choice.value for choice in choices}
+    values = recipe.model_dump(by_alias=True)
+    values["data"]["source"] = prepared
+    values["evaluate"]["source"] = held_out
+    values["threads"] = chosen["threads"]
+    values["batch"]["micro"] = chosen["batch.micro"]
+    values["precision"] = chosen["precision"]
+    values["layout"] = replicated(world)
+    values["memory"]["recompute"] = "none"
+    values["compile"] = recipe.compile is True
+    values["exchange"]["strategy"] = "allreduce"
+    return Recipe.model_validate(values)
+
+
+def replicated(world: int) -> dict[str, int]:
+    """Every worker a replica."""
+    return Layout(replicate=world).model_dump()
+
+
+def go_on(
+    resolved: Recipe, given: Recipe, prepared: list[dict[str, Any]], held_out: dict[str, Any] | None, world: int
+) -> Recipe:
+    """The recipe of a run that goes on: what was resolved, with the keys that are free to change as given now."""
+    values, new = resolved.model_dump(by_alias=True), given.model_dump(by_alias=True)
+    for key in ("name", "steps", "checkpoint", "recovery", "callbacks"):
+        values[key] = new[key]
+    for key in ("every", "samples"):
+        values["evaluate"][key] = new["evaluate"][key]
+    values["data"]["source"] = prepared
+    values["evaluate"]["source"] = held_out
+    values["layout"] = replicated(world)
+    return Recipe.model_validate(values)
+
+
+def plan_of(
+    profile: Mapping[str, Any], choices: list[Choice], seconds: Mapping[str, float], recipe: Recipe
+) -> dict[str, Any]:
+    """plan.json: what was found out and chosen, and the step time that follows."""
+    micro, world = recipe.batch.micro, recipe.layout.world if isinstance(recipe.layout, Layout) else 1
+    assert isinstance(micro, int)
+    own = recipe.batch.global_ // (micro * world)
+    predicted = own * seconds[recipe.precision] if recipe.precision in seconds else None
+    return {
+        **profile,
+        "chosen": [asdict(choice) for choice in choices],
+        "predicted_step_seconds": predicted,
+        "predicted_rule": "forward and backward of a micro-batch, timed alone, times a worker's micro-batches",
+    }

@@ -1,0 +1,27 @@
+"""A recipe as YAML that `load_recipe` reads back to the same recipe."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from phalanx.recipe.schema import Recipe
+from phalanx.recipe.text import to_yaml
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """All keys in the order of the schema; only nulls that are the default are left out."""
+    return to_yaml(_plain(recipe))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {
+            field.alias or name: _plain(below)
+            for name, field in type(value).model_fields.items()
+            if (below := getattr(value, name)) is not None or field.default is not None
+        }
+    if isinstance(value, dict):
+        return {name: _plain(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return value

@@ -1,0 +1,244 @@
+"""The recipe: what to train and how, as values. Reading files and reporting errors live in `load.py`.
+
+Unknown keys are refused. Every field has the default that DESIGN.md names, so an empty recipe trains the example.
+`auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
+"""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StringConstraints, model_validator
+
+
+class Part(BaseModel):
+    """Base of every part of a recipe: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+
+
+def _steps(value: Any) -> Any:
+    """Accept `100`, `"100 steps"` or `"1 step"`; anything else is left for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]+)\s*(steps?)?\s*", value)):
+        return int(match[1])
+    return value
+
+
+STEPS_PATTERN = r"^\s*[0-9]+\s*(steps?)?\s*$"
+
+Steps = Annotated[
+    PositiveInt,
+    BeforeValidator(
+        _steps, json_schema_input_type=PositiveInt | Annotated[str, StringConstraints(pattern=STEPS_PATTERN)]
+    ),
+]
+"""A number of optimizer steps, written `100` or `100 steps`."""
+
+
+class Model(Part):
+    """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`."""
+
+    build: str = "phalanx.models:transformer"
+    """`module:callable`; modules beside the recipe are found, too."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the callable. `vocab`, `sequence`, `classes` are filled in from the data where it takes them."""
+
+
+class Idx(Part):
+    """An image set in IDX files (as MNIST and Fashion-MNIST are published), plain or .gz."""
+
+    images: str
+    """File of the images."""
+    labels: str
+    """File of the labels, as many as there are images."""
+
+
+class Source(Part):
+    """One source of samples: exactly one of `text`, `jsonl`, `parquet`, `idx`, `images`, `prepared`."""
+
+    text: str | list[str] | None = Field(None, description="Glob(s) of text files; .gz and .xz are unpacked.")
+    jsonl: str | list[str] | None = Field(None, description="Glob(s) of JSON-lines files; `field` holds the text.")
+    parquet: str | list[str] | None = Field(None, description="Glob(s) of Parquet files; `field` is the text column.")
+    idx: Idx | None = None
+    """Image set in IDX files."""
+    images: str | None = Field(None, description="A folder with one sub-folder of images for each class.")
+    prepared: str | None = Field(None, description="A directory that `phalanx data prepare` wrote.")
+    field: str = "text"
+    """Name of the text field in JSON-lines and Parquet files."""
+    exclude: str | list[str] = Field(default_factory=list, description="Glob(s) of files to leave out.")
+    size: tuple[PositiveInt, PositiveInt] | None = Field(None, description="Height and width for image folders.")
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the samples that comes from this source, relative to the weights of the others."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [name for name in SOURCE_KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(SOURCE_KINDS)}; found {', '.join(given) or 'none'}")
+        return self
+
+
+SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
+
+
+STDLIB = "${python.stdlib}/**/*.py"
+PACKAGES = ["**/site-packages/**", "**/dist-packages/**"]
+"""Installed packages lie below the standard library, but differ from machine to machine."""
+
+
+class Bpe(Part):
+    """A byte-pair tokenizer trained on the data itself, with this many tokens."""
+
+    bpe: Annotated[int, Field(ge=257)]
+    """Number of tokens of the vocabulary."""
+
+
+class Data(Part):
+    """Where samples come from. `documents: separate` keeps attention and targets within a document."""
+
+    source: Source | list[Source] = Field(default_factory=lambda: Source(text=STDLIB, exclude=PACKAGES))
+    """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
+    tokenizer: str | Bpe = Field("bytes", description="`bytes`, the path of a tokenizer.json, or {bpe: SIZE}.")
+    sequence: PositiveInt = 256
+    """Tokens of one training sample."""
+    documents: Literal["join", "separate"] = "join"
+    """`separate` keeps attention and targets within a document; `join` runs over its end."""
+
+
+class Evaluate(Part):
+    """Scores on held-out data: a `share` of the samples that training never sees, or a `source` of its own."""
+
+    every: Steps | None = 100
+    """Score every so many steps; null never does."""
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of the samples that is held out of training."""
+    samples: PositiveInt = Field(512, description="At most this many held-out samples are scored.")
+    source: Source | None = None
+    """Held-out data of its own, instead of a share of the training data."""
+
+
+class Batch(Part):
+    """`global` samples make one optimizer step; `micro` samples are computed at once (it changes only rounding)."""
+
+    global_: PositiveInt = Field(16, alias="global")
+    """Samples of one optimizer step, over all workers. Changes the mathematics."""
+    micro: PositiveInt | Literal["auto"] = "auto"
+    """Samples computed at once by one worker. Changes speed, memory and rounding only."""
+
+
+class Schedule(Part):
+    """Learning rate over the run: linear warm-up, then decay to `final` x lr at the last step."""
+
+    warmup: Annotated[int, Field(ge=0)] = 20
+    """Steps over which the rate rises linearly."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the way down from `lr`."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Rate at the last step, as a share of `lr`."""
+
+
+class Optim(Part):
+    """The optimizer. `clip` bounds the norm of the whole gradient; null leaves it alone."""
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """How fast weights shrink by themselves."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Memory of adamw's first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Of sgd and muon.")
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Bound on the norm of the whole gradient; null leaves it alone."""
+    schedule: Schedule = Schedule()
+    """Learning rate over the run."""
+
+
+class Layout(Part):
+    """world = replicate x shard x tensor x pipeline x context; `expert` reuses shard x context."""
+
+    replicate: PositiveInt = 1
+    """Whole copies of the model, each with its part of the batch."""
+    shard: PositiveInt = 1
+    """Ranks over which parameters are sharded."""
+    tensor: PositiveInt = 1
+    """Ranks over which matrices are split."""
+    pipeline: PositiveInt = 1
+    """Stages of layers."""
+    context: PositiveInt = 1
+    """Ranks over which a sequence is split."""
+    expert: PositiveInt = 1
+    """Ranks over which experts are split; reuses shard x context."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes that this layout occupies."""
+        return self.replicate * self.shard * self.tensor * self.pipeline * self.context
+
+
+class Memory(Part):
+    """What is traded for memory."""
+
+    recompute: Literal["auto", "none"] = "auto"
+    """Whether activations are computed again in the backward pass instead of kept."""
+    offload: Literal["none"] = "none"
+    """What is kept in host memory."""
+
+
+class Exchange(Part):
+    """How gradients travel. `exact`: `replicas` = same bits on any number of processes, `world` = same bits again
+    on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
+
+    strategy: Literal["auto", "allreduce"] = "auto"
+    """Collective that adds gradients."""
+    exact: Literal["world", "replicas", "no"] = "world"
+    """What stays the same bits: see the part's description."""
+    bucket: Annotated[float, Field(gt=0)] = 25.0
+    """MiB of gradients that travel together."""
+
+
+class Checkpoint(Part):
+    """Save every so many steps; keep the newest `keep`, and the best by held-out loss besides."""
+
+    every: Steps | None = 50
+    """Save every so many steps; null saves at the end only."""
+    keep: PositiveInt = 3
+    """Newest checkpoints that stay; the best by held-out loss stays besides."""
+
+
+class Recovery(Part):
+    """How often a failed run is started again without progress before it is given up."""
+
+    attempts: PositiveInt = 3
+    """Failed attempts in a row without progress before the run is given up."""
+
+
+class Recipe(Part):
+    """Everything that defines a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "gpt-python"
+    """Name of the run; `--run` defaults to runs/NAME."""
+    model: Model = Model()
+    init: str | None = Field(None, description="A checkpoint or run directory whose weights to start from.")
+    task: str = "language-modeling"
+    """What is learned: `language-modeling`, `classification`, or `module:Class` of your own."""
+    data: Data = Data()
+    evaluate: Evaluate = Evaluate()
+    batch: Batch = Batch()
+    steps: Steps = 300
+    """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
+    optim: Optim = Optim()
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the computation. `auto` measures which is fastest here."""
+    layout: Layout | Literal["auto"] = "auto"
+    """How the workers share the work."""
+    memory: Memory = Memory()
+    compile: bool | Literal["auto"] = "auto"
+    """Whether the model goes through torch.compile."""
+    exchange: Exchange = Exchange()
+    checkpoint: Checkpoint = Checkpoint()
+    recovery: Recovery = Recovery()
+    callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
+    threads: PositiveInt | Literal["auto"] = Field("auto", description="CPU threads of each worker.")
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the initial weights, the order of data and all random numbers."""

@@ -1,0 +1,136 @@
+"""The schema as values: JSON Schema for editors, which keys there are, what each expects in words."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from phalanx.recipe.schema import STEPS_PATTERN, Recipe
+from phalanx.recipe.text import Key, dotted
+
+Schema = dict[str, Any]
+
+
+@cache
+def _schema() -> Schema:
+    return Recipe.model_json_schema(by_alias=True, mode="validation")
+
+
+def json_schema() -> Schema:
+    """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
+    schema = _schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "Phalanx recipe",
+        "examples": [
+            {"name": "gpt-python", "steps": 300, "optim": {"lr": 1e-3, "schedule": {"warmup": 20, "decay": "cosine"}}}
+        ],
+    }
+
+
+def alternatives(schema: Schema) -> Iterator[Schema]:
+    """The forms that a value may take, references resolved."""
+    if "$ref" in schema:
+        yield from alternatives(_schema()["$defs"][schema["$ref"].rsplit("/", 1)[1]])
+    elif "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from alternatives(one)
+    else:
+        yield schema
+
+
+def schema_at(key: Key) -> Schema | None:
+    """The schema of one key; None when there is no such key, or it may hold anything."""
+    schema: Schema = _schema()
+    for part in key:
+        for form in alternatives(schema):
+            if isinstance(part, str):
+                below = form.get("properties", {}).get(part)
+            else:
+                below = dict(enumerate(form.get("prefixItems", []))).get(part, form.get("items"))
+            if below is not None:
+                schema = below
+                break
+        else:
+            return None
+    return schema
+
+
+def keys_at(key: Key) -> list[str]:
+    """Names of the keys that may stand below `key`."""
+    schema = schema_at(key)
+    return [name for form in alternatives(schema or {}) for name in form.get("properties", {})]
+
+
+def flat_keys(key: Key = ()) -> Iterator[Key]:
+    """Every key of a recipe, parts before what is in them."""
+    for name in keys_at(key):
+        below = (*key, name)
+        yield below
+        yield from flat_keys(below)
+
+
+@cache
+def _automatic() -> frozenset[str]:
+    return frozenset(
+        dotted(key)
+        for key in flat_keys()
+        for form in alternatives(schema_at(key) or {})
+        if "auto" in (form.get("const"), *form.get("enum", ()))
+    )
+
+
+def can_be_auto(name: str) -> bool:
+    """Whether `auto` is a word of the recipe at this key, and not just somebody's text."""
+    return name in _automatic()
+
+
+def expected(schema: Schema) -> str:
+    """What a value must be, in words: `a whole number above 0 or auto`."""
+    words = list(dict.fromkeys(form_in_words(form) for form in alternatives(schema)))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def form_in_words(schema: Schema) -> str:
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return either([str(value) for value in schema["enum"]])
+    match schema.get("type"):
+        case "integer":
+            return "a whole number" + _range(schema)
+        case "number":
+            return "a number" + _range(schema)
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "string":
+            if schema.get("pattern") == STEPS_PATTERN:
+                return "`N steps`"
+            return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
+        case "array" if "prefixItems" in schema:
+            items = schema["prefixItems"]
+            return f"a list of {len(items)}, each {expected(items[0])}"
+        case "array":
+            inner = [one.get("title", "text") for one in alternatives(schema.get("items", {}))]
+            return f"a list of {either([word.lower() + 's' for word in inner])}"
+        case "object" if "properties" in schema:
+            return f"a mapping ({', '.join(schema['properties'])})"
+        case "object":
+            return "a mapping"
+        case _:
+            return "any value"
+
+
+def _range(schema: Schema) -> str:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    start = f"above {above}" if above is not None else f"of at least {low}" if low is not None else ""
+    end = f"below {below}" if below is not None else f"of at most {high}" if high is not None else ""
+    both = " and ".join(text for text in (start, end) if text)
+    return f" {both}" if both else ""
+
+
+def either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,9 @@
+"""The run directory: paths, events, result. It is the only thing that `observe` reads of a run.
+
+Everything in it is plain JSON, YAML or safetensors, so it can be moved, copied and read without Phalanx.
+"""
+
+from phalanx.run.directory import Run
+from phalanx.run.events import Event, EventLog, read_events, steps_of
+
+__all__ = ["Event", "EventLog", "Run", "read_events", "steps_of"]

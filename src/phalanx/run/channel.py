@@ -1,0 +1,53 @@
+"""Messages between agent, nursery and workers: JSON objects over local packet sockets.
+
+A packet is whole or not there, from any number of writers, so workers share one socket without locks. A packet that
+is a list carries several messages.
+"""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+Message = dict[str, Any]
+PACKET = 128 * 1024
+"""Largest packet, in bytes; well below the kernel's default send buffer of 208 KiB."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends. Both are inheritable only where they are passed on by number."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(sock: socket.socket, *messages: Message) -> None:
+    """Send messages in one packet, or in several when they are too large for one."""
+    packet = json.dumps(messages).encode()
+    if len(packet) <= PACKET:
+        sock.send(packet)
+    elif len(messages) > 1:
+        half = len(messages) // 2
+        send(sock, *messages[:half])
+        send(sock, *messages[half:])
+    else:
+        raise ValueError(f"a message of {len(packet)} bytes does not fit a packet of {PACKET}")
+
+
+def receive(sock: socket.socket) -> list[Message] | None:
+    """The messages of the next packet; None when every writer is gone."""
+    packet = sock.recv(PACKET + 1)
+    if not packet:
+        return None
+    messages: list[Message] = json.loads(packet)
+    return messages
+
+
+def drain(sock: socket.socket) -> Iterator[Message]:
+    """Messages that lie in a socket right now, without waiting for more."""
+    while True:
+        try:
+            packet = sock.recv(PACKET + 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if not packet:
+            return
+        yield from json.loads(packet)

@@ -1,0 +1,66 @@
+"""events.jsonl: what happened, one JSON object a line with `t` (unix seconds) and `kind`. Append-only, one writer.
+
+Kinds and their fields are listed in DESIGN.md, Run directory. Readers skip a torn last line; steps done again after a
+restart appear again, and the highest attempt counts.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """The one writer of a run's events. Each event is one `write` of a whole line, so a reader never sees half of one
+    unless the machine dies within it; opening after such a death ends the torn line first."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def write(self, kind: str, **fields: Any) -> Event:
+        """Append one event and return it as it was written; `t` is now unless it is among the fields."""
+        event = {"t": fields.pop("t", None) or self._clock(), "kind": kind, **fields}
+        os.write(self._fd, (json.dumps(event) + "\n").encode())
+        return event
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every whole event in order. A line that is not a JSON object (torn by a crash) is skipped."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    with open(descriptor, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "kind" in event:
+                yield event
+
+
+def steps_of(events: Iterable[Event]) -> list[Event]:
+    """The `step` events that count, by step: of a step done in several attempts, the highest attempt's, and nothing
+    that a later attempt rolled back beyond its end is kept twice."""
+    attempt = 0
+    latest: dict[int, tuple[int, Event]] = {}
+    for event in events:
+        if event["kind"] == "start":
+            attempt = int(event.get("attempt", attempt + 1))
+        elif event["kind"] == "step":
+            step = int(event["step"])
+            if step not in latest or attempt >= latest[step][0]:
+                latest[step] = (attempt, event)
+    return [latest[step][1] for step in sorted(latest)]

@@ -1,0 +1,73 @@
+"""Callbacks: code of the user's own that sees a run's moments. Name it in the recipe: `callbacks: ["my_module:Mine"]`.
+
+A callback is any class that has some of these methods; nothing needs to be inherited:
+
+    class Mine:
+        def start(self, run): ...             # once the model is built and the state loaded, before the first step
+        def step(self, run, event): ...       # after every optimizer step
+        def evaluation(self, run, event): ... # after an evaluation on held-out data
+        def checkpoint(self, run, event): ... # a checkpoint is whole on disk
+        def fault(self, run, event): ...      # a step was skipped or rolled back (`guard`), or a save failed
+        def end(self, run, event): ...        # the last moment, also when the run stops early
+
+`event` is the dict that also stands in events.jsonl; `run` is a `RunView`. Callbacks run on every worker, in the order
+of the recipe, between steps: what one does there counts as `other` in the time of the next step. A callback that
+raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback is allowed as long as
+every worker does the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import import_object
+from phalanx.run import Event
+
+MOMENTS = ("start", "step", "evaluation", "checkpoint", "fault", "end")
+
+
+@dataclass
+class RunView:
+    """What a callback sees of the run. `step` is the last finished one."""
+
+    path: Path
+    rank: int
+    world: int
+    model: nn.Module
+    step: int = 0
+
+
+class Callbacks:
+    """All callbacks of a run."""
+
+    def __init__(self, callbacks: Sequence[Any], view: RunView):
+        self.view = view
+        self._by_moment = {
+            moment: [method for callback in callbacks if (method := getattr(callback, moment, None)) is not None]
+            for moment in MOMENTS
+        }
+
+    def start(self) -> None:
+        """The run begins."""
+        for method in self._by_moment["start"]:
+            method(self.view)
+
+    def call(self, moment: str, event: Event) -> None:
+        """Tell everyone of a moment other than the start."""
+        for method in self._by_moment[moment]:
+            method(self.view, event)
+
+
+def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
+    """The recipe's callbacks. RecipeError when one does not exist or has no method that would ever be called."""
+    callbacks = []
+    for index, name in enumerate(names):
+        callback = import_object(name, folder, key=f"callbacks.{index}")()
+        if not any(callable(getattr(callback, moment, None)) for moment in MOMENTS):
+            raise RecipeError(f"callbacks.{index}: {name} has none of the methods {', '.join(MOMENTS)}")
+        callbacks.append(callback)
+    return callbacks

@@ -1,0 +1,75 @@
+"""One number for the whole state of a run: two runs are the same run if their digests are equal.
+
+The digest is XXH3-128, as 32 hexadecimal digits, over these bytes, all integers little-endian:
+
+    for each tensor, sorted by name:
+        u32  length of the name, then the name in UTF-8 (never empty)
+        u8   length of the dtype's safetensors name, then the name ("F32", "BF16", ...)
+        u32  number of dimensions, then each dimension of the global shape as u64
+        the elements in C order, each in its width
+    u32  0, which no name's length is
+    u64  samples consumed
+
+The tensors are the logical ones (parameters, buffers, `optimizer/...`, `scaler/...`, `exchange/...`), so neither the
+layout, nor the world size, nor how a checkpoint is cut into files plays a part. Constants of the optimizer (learning
+rates, betas) are no tensors and do not count.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from phalanx.errors import DataError
+from phalanx.train.checkpoint.format import DTYPE_NAMES, MANIFEST, Manifest, read_manifest
+from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.staging import as_bytes
+
+
+def digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
+    """The digest of whole tensors by their logical names, in any order and on any device."""
+    return _digest(sorted(records, key=lambda record: record[0]), samples)
+
+
+def digest_checkpoint(path: Path, threads: int = 2, hold: int = 128 << 20) -> str:
+    """The digest of the state in a checkpoint, verified while it is read. It never holds more than `hold` bytes of
+    tensors, or the largest one if that is larger. CorruptError names a bad file."""
+    manifest = read_manifest(path)
+    samples = manifest.meta.get("samples")
+    if not isinstance(samples, int):
+        raise DataError(f"{path / MANIFEST}: does not say how many samples were consumed (meta.samples)")
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for names in _batches(manifest, hold):
+            yield from load_tensors(path, names, threads=threads, manifest=manifest).items()
+
+    return _digest(stream(), samples)
+
+
+def _digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
+    """`digest` of records that come sorted by name."""
+    hasher = xxhash.xxh3_128()
+    for name, tensor in records:
+        text, dtype = name.encode(), DTYPE_NAMES[tensor.dtype].encode()
+        hasher.update(struct.pack("<I", len(text)) + text + struct.pack("<B", len(dtype)) + dtype)
+        hasher.update(struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *tensor.shape))
+        hasher.update(as_bytes(tensor.detach().cpu().contiguous()).data)
+    hasher.update(struct.pack("<IQ", 0, samples))
+    return hasher.hexdigest()
+
+
+def _batches(manifest: Manifest, hold: int) -> Iterator[Sequence[str]]:
+    """All names, sorted, in groups that are worth a read and small enough to hold."""
+    batch: list[str] = []
+    size = 0
+    for name in sorted(manifest.tensors):
+        nbytes = manifest.tensors[name].nbytes
+        if batch and size + nbytes > hold:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,295 @@
+"""Reading: tensors, or blocks of them, from a checkpoint under any layout, with every byte verified on its way.
+
+Files are read chunk by chunk straight into the tensors' memory, and a chunk is hashed while it is still in the cache,
+so verifying costs about a tenth of reading. A chunk that differs raises CorruptError, which names the file; the callers
+that look for the newest good checkpoint then go on to the one before.
+"""
+
+import itertools
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from phalanx.errors import DataError
+from phalanx.train.checkpoint.format import (
+    DTYPE_NAMES,
+    CorruptError,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    list_checkpoints,
+    read_manifest,
+)
+from phalanx.train.checkpoint.staging import Bytes, as_bytes
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""A block of a global tensor: offset and extent in each dimension."""
+
+OnReject = Callable[[Path, str, str], None]
+"""Told of each checkpoint that is not good: its path, the file's name, the reason."""
+
+T = TypeVar("T")
+
+_RUN = 64  # chunks that one thread reads in one go
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read and found good."""
+
+    path: Path
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+
+
+class _Span(NamedTuple):
+    """The bytes [start, end) of a file belong into `target`, which is as long."""
+
+    start: int
+    end: int
+    target: Bytes
+
+
+def load_tensors(
+    path: Path,
+    names: Iterable[str] | None = None,
+    into: Mapping[str, torch.Tensor] | None = None,
+    ranges: Mapping[str, Block] | None = None,
+    threads: int = 2,
+    manifest: Manifest | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors of the checkpoint at `path`, verified.
+
+    `names` chooses them (default: those of `into`, else all). `into` gives tensors to be overwritten, on any device;
+    the others are new ones on the CPU. `ranges` asks for a block of a global tensor instead of the whole. `manifest`
+    spares reading it again. When all tensors are loaded whole, every byte of every file has been verified.
+    CorruptError names a bad file; DataError says which tensor is not there or has another dtype or shape.
+    """
+    manifest = manifest or read_manifest(path)
+    given, blocks = into or {}, ranges or {}
+    chosen = list(names) if names is not None else list(given) or list(manifest.tensors)
+    loaded: dict[str, torch.Tensor] = {}
+    bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spans: dict[str, list[_Span]] = {}
+    for name in chosen:
+        record = manifest.tensors.get(name)
+        if record is None:
+            raise DataError(f"{path}: holds no tensor {name!r}")
+        offset, extent = blocks.get(name, ((0,) * len(record.shape), record.shape))
+        loaded[name] = target = _target(path, name, record, offset, extent, given.get(name))
+        if target.device.type != "cpu" or not target.is_contiguous():
+            target = torch.empty(extent, dtype=record.torch_dtype)
+            bounced.append((loaded[name], target))
+        flat = as_bytes(target)
+        for piece in record.pieces:
+            spans.setdefault(piece.file, []).extend(_spans(piece, offset, extent, flat, record.torch_dtype.itemsize))
+    _read_files(path, manifest, spans, threads)
+    for tensor, arrived in bounced:
+        tensor.copy_(arrived)
+    return loaded
+
+
+def _target(
+    path: Path,
+    name: str,
+    record: TensorRecord,
+    offset: Sequence[int],
+    extent: Sequence[int],
+    given: torch.Tensor | None,
+) -> torch.Tensor:
+    """The tensor to fill: `given` if it fits, else a new one."""
+    if any(a + n > whole for a, n, whole in zip(offset, extent, record.shape, strict=True)):
+        raise DataError(
+            f"{path}: tensor {name!r} has shape {list(record.shape)}, {list(extent)} from {list(offset)} asked"
+        )
+    if given is None:
+        return torch.empty(tuple(extent), dtype=record.torch_dtype)
+    if (given.dtype, tuple(given.shape)) != (record.torch_dtype, tuple(extent)):
+        raise DataError(
+            f"{path}: tensor {name!r} is {record.dtype} {list(extent)} there, "
+            f"{DTYPE_NAMES.get(given.dtype, given.dtype)} {list(given.shape)} here"
+        )
+    return given.detach()
+
+
+def _spans(
+    piece: PieceRecord, offset: Sequence[int], extent: Sequence[int], target: Bytes, itemsize: int
+) -> Iterator[_Span]:
+    """Which bytes of the piece's file belong where in the wanted block, whose bytes are `target`."""
+    for source, destination, count in _runs(piece.offset, piece.extent, offset, extent):
+        start = piece.bytes[0] + source * itemsize
+        yield _Span(start, start + count * itemsize, target[destination * itemsize : (destination + count) * itemsize])
+
+
+def _runs(
+    a_offset: Sequence[int], a_extent: Sequence[int], b_offset: Sequence[int], b_extent: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Where the blocks a and b of one tensor meet, as runs of elements that lie together in both, in C order: (first
+    element in a, first element in b, number of elements)."""
+    low = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
+    meet = [
+        min(a + n, b + m) - first for a, n, b, m, first in zip(a_offset, a_extent, b_offset, b_extent, low, strict=True)
+    ]
+    if any(count <= 0 for count in meet):
+        return
+    # Dimensions from `split` on form one run: all but its first are whole in both blocks.
+    split = len(meet)
+    while split and meet[split - 1] == a_extent[split - 1] == b_extent[split - 1]:
+        split -= 1
+    split = max(split - 1, 0)
+    count = math.prod(meet[split:])
+    for index in itertools.product(*map(range, meet[:split])):
+        position = [first + i for first, i in itertools.zip_longest(low, index, fillvalue=0)]
+        yield _flat(position, a_offset, a_extent), _flat(position, b_offset, b_extent), count
+
+
+def _flat(position: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> int:
+    """The number, in C order, of the element at a global position within a block."""
+    number = 0
+    for at, first, length in zip(position, offset, extent, strict=True):
+        number = number * length + at - first
+    return number
+
+
+def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]], threads: int) -> None:
+    """Read the spans of each file, and verify each chunk that they touch and each file's head."""
+    works = []
+    for name in spans:
+        file, size = manifest.files[name], manifest.chunk_bytes
+        ordered = sorted((span for span in spans[name] if span.end > span.start), key=lambda span: span.start)
+        head = min(
+            (p.bytes[0] for t in manifest.tensors.values() for p in t.pieces if p.file == name), default=file.bytes
+        )
+        wanted = set(range(math.ceil(head / size)))
+        for span in ordered:
+            wanted.update(range(span.start // size, math.ceil(span.end / size)))
+        chunks = sorted(wanted)
+        runs = [chunks[i : i + _RUN] for i in range(0, len(chunks), _RUN)]
+        works += [partial(_read_run, path / name, file, size, run, ordered) for run in runs]
+    _in_threads(works, threads)
+
+
+def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_Span]) -> None:
+    """Read some chunks of a file, in ascending order, each part into its place, and verify each chunk."""
+    unwanted = np.empty(size, dtype=np.uint8)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CorruptError(path, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)) from None
+    try:
+        actual = os.fstat(fd).st_size
+        if actual != file.bytes:
+            raise CorruptError(path, f"has {actual:,} bytes, its manifest says {file.bytes:,}")
+        for chunk in chunks:
+            start, end = chunk * size, min((chunk + 1) * size, file.bytes)
+            hasher, at = xxhash.xxh3_64(), start
+            for part in _parts(start, end, spans, unwanted):
+                _read_exactly(fd, part.data, at, path)
+                hasher.update(part.data)
+                at += len(part)
+            if hasher.hexdigest() != file.chunks[chunk]:
+                raise CorruptError(path, f"damaged between bytes {start:,} and {end:,} (their checksum differs)")
+    finally:
+        os.close(fd)
+
+
+def _parts(start: int, end: int, spans: Sequence[_Span], unwanted: Bytes) -> Iterator[Bytes]:
+    """Where the bytes [start, end) go, one part after the other; what no span wants goes to `unwanted`."""
+    at = start
+    for i in range(bisect_right(spans, start, key=lambda span: span.end), len(spans)):
+        span = spans[i]
+        if span.start >= end:
+            break
+        if at < span.start:
+            yield unwanted[: span.start - at]
+            at = span.start
+        stop = min(span.end, end)
+        yield span.target[at - span.start : stop - span.start]
+        at = stop
+    if at < end:
+        yield unwanted[: end - at]
+
+
+def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], start + done)
+        except OSError as error:
+            raise CorruptError(path, f"cannot be read at byte {start + done:,}: {error.strerror}") from None
+        if count == 0:
+            raise CorruptError(path, f"ends at byte {start + done:,}")
+        done += count
+
+
+def verify(path: Path, threads: int = 2) -> Manifest:
+    """Read every byte of a checkpoint; return its manifest, or raise CorruptError naming the first bad file."""
+    manifest = read_manifest(path)
+    works = [
+        partial(
+            _read_run, path / name, file, manifest.chunk_bytes, range(first, min(first + _RUN, len(file.chunks))), ()
+        )
+        for name, file in manifest.files.items()
+        for first in range(0, len(file.chunks), _RUN)
+    ]
+    _in_threads(works, threads)
+    return manifest
+
+
+def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:
+    """Do all the works; the first error, in their order, is raised."""
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
+
+
+def load_newest(
+    directory: Path,
+    on_reject: OnReject,
+    into: Mapping[str, torch.Tensor] | None = None,
+    ranges: Mapping[str, Block] | None = None,
+    threads: int = 2,
+) -> Loaded | None:
+    """Load the newest good checkpoint of a directory, each byte read once; None when there is none.
+
+    A bad one is reported and the one before is loaded over what was read of it, so when None is returned or an error
+    raised, `into` may hold parts of a bad checkpoint and must be initialised anew. Tensors that do not fit the
+    checkpoint are no reason to take an older one: that raises DataError.
+    With several ranks, let one of them choose (`newest_good`) and the others load what it chose.
+    """
+
+    def load(path: Path) -> Loaded:
+        manifest = read_manifest(path)
+        return Loaded(path, manifest, load_tensors(path, None, into, ranges, threads, manifest))
+
+    return _first_good(directory, load, on_reject)
+
+
+def newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
+    """The newest checkpoint of a directory in which every byte of every file is good; None when there is none."""
+
+    def check(path: Path) -> Path:
+        verify(path, threads)
+        return path
+
+    return _first_good(directory, check, on_reject)
+
+
+def _first_good(directory: Path, use: Callable[[Path], T], on_reject: OnReject) -> T | None:
+    for path in list_checkpoints(directory):
+        try:
+            return use(path)
+        except CorruptError as error:
+            on_reject(path, error.file.name, error.reason)
+    return None

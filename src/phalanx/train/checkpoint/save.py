@@ -1,0 +1,296 @@
+"""Saving: a rank's part in a checkpoint, done in the background while training goes on.
+
+    saver.start(step, pieces, meta)     after the optimizer's step; returns at once
+    ... forward, backward ...           meanwhile a thread copies the snapshot
+    saver.wait_copied()                 before the optimizer changes the tensors: the only wait
+    ... more steps ...                  meanwhile the thread hashes, writes and fsyncs
+    saver.poll()                        when it is `written` on every rank, rank 0 calls commit_async
+
+How the ranks tell each other is the engine's business. One save is in flight at a time.
+"""
+
+import errno
+import fcntl
+import heapq
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from phalanx.errors import UsageError
+from phalanx.train.checkpoint.format import CHUNK, FileRecord, Share, checkpoint_name, list_checkpoints
+from phalanx.train.checkpoint.publish import publish, sync_directory, temporary_name, write_synced
+from phalanx.train.checkpoint.staging import Bytes, Layout, Piece, Staging, lay_out
+
+_BLOCK = 8 * CHUNK  # bytes of one write: long enough to keep a disk busy, short enough to fail early
+_ALIGNMENT = 4096
+_NICENESS = 10
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    WRITING = "writing"  # the snapshot is being copied, hashed, written
+    WRITTEN = "written"  # this rank's file is on disk; the checkpoint does not exist yet
+    COMMITTING = "committing"
+    COMMITTED = "committed"  # the checkpoint exists (known to rank 0 only)
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """How far a save is. `bytes` are this rank's when written, the checkpoint's when committed; `seconds` is the
+    background's time since `start`."""
+
+    phase: Phase
+    step: int = 0
+    reason: str = ""
+    path: Path | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.phase in (Phase.WRITING, Phase.COMMITTING)
+
+
+def share_out(sizes: Mapping[str, int], world: int) -> list[list[str]]:
+    """Which rank writes which of the tensors that every rank holds: for each rank their names, sorted. Balanced by
+    bytes (the largest first, to the least loaded) and the same on every rank."""
+    ranks: list[list[str]] = [[] for _ in range(world)]
+    load = [(0, rank) for rank in range(world)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        total, rank = load[0]
+        heapq.heapreplace(load, (total + sizes[name], rank))
+        ranks[rank].append(name)
+    return [sorted(names) for names in ranks]
+
+
+class Saver:
+    """One rank's saver of checkpoints into `directory`. `attempt`, the same on all ranks, keeps the temporary files of
+    a process that was thought dead apart from ours."""
+
+    def __init__(
+        self, directory: Path, rank: int, world: int, attempt: int = 0, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._directory = directory
+        self._rank, self._world, self._attempt, self._clock = rank, world, attempt, clock
+        self._file = f"rank-{rank:05d}.safetensors"
+        self._layout_key: object = None
+        self._layout = Layout(b"", (), {}, 0)
+        self._staging: Staging | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._job: Future[SaveState] | None = None
+        self._state = SaveState(Phase.IDLE)
+        self._meta: dict[str, Any] = {}
+        self._began = 0.0
+
+    def reserve(self, pieces: Sequence[Piece]) -> int:
+        """Allocate the staging buffer and see that the disk has room, before training starts; return the bytes that
+        this rank will write. `start` does it by itself when it was not done. UsageError when there is no room."""
+        layout, pinned = self._laid_out(pieces), any(piece.tensor.is_cuda for piece in pieces)
+        if self._staging is None:
+            copies = 1 if list_checkpoints(self._directory) else 2
+            check_space(self._directory, layout.nbytes * self._world, copies)
+        if self._staging is None or not self._staging.fits(layout.nbytes, pinned):
+            self._staging = None  # let go of the old one first
+            self._staging = Staging(layout.nbytes, pinned)
+        return layout.nbytes
+
+    def start(self, step: int, pieces: Sequence[Piece], meta: dict[str, Any], eager: Collection[str] = ()) -> None:
+        """Begin to save `pieces` as they are now. The tensors must not change before `wait_copied`, except those named
+        in `eager` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
+        hold and counts on rank 0 only; `step` and `samples` belong into it."""
+        if self.poll().busy:
+            raise RuntimeError(f"step {step}: the save of step {self._state.step} is still in flight")
+        self._began = self._clock()
+        self.reserve(pieces)
+        assert self._staging is not None
+        self._meta = meta
+        self._state = SaveState(Phase.WRITING, step)
+        self._staging.begin(self._layout, pieces, eager)
+        self._copied.clear()
+        self._job = _in_background(partial(self._write, self._staging, self._layout, pieces, eager))
+
+    def wait_copied(self) -> float:
+        """Wait until the snapshot is taken; return the seconds waited. On a GPU only the GPU waits."""
+        began = self._clock()
+        self._copied.wait()
+        if self._staging is not None:
+            self._staging.order_after()
+        return self._clock() - began
+
+    def poll(self) -> SaveState:
+        """How far the save is, at once. An error that is no fault of the disk is raised here."""
+        if self._job is not None and self._job.done():
+            self._state, self._job = self._job.result(), None
+        return self._state
+
+    def wait(self) -> SaveState:
+        """`poll` when there is nothing left to wait for: written, committed, failed or idle."""
+        if self._job is not None:
+            self._state, self._job = self._job.result(), None
+        return self._state
+
+    def commit_async(self) -> None:
+        """Rank 0, when every rank has written: make the checkpoint in the background; `poll` tells when it stands."""
+        if self._rank != 0 or self.poll().phase is not Phase.WRITTEN:
+            raise RuntimeError(f"rank {self._rank} cannot commit a save that is {self._state.phase}")
+        self._state = replace(self._state, phase=Phase.COMMITTING)
+        self._job = _in_background(partial(self._commit, self._state.step, self._meta))
+
+    def commit(self) -> SaveState:
+        """`commit_async`, and wait: committed with the checkpoint's path, bytes, seconds, or failed with a reason."""
+        self.commit_async()
+        return self.wait()
+
+    def abandon(self) -> None:
+        """Give up the save in flight, if there is one, and remove what this rank wrote of it. When a rank failed, all
+        ranks call this."""
+        state = self.wait()
+        if state.phase in (Phase.WRITTEN, Phase.FAILED):
+            self._remove_own(state.step)
+        self._state = SaveState(Phase.IDLE)
+
+    def _laid_out(self, pieces: Sequence[Piece]) -> Layout:
+        key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in pieces]
+        if key != self._layout_key:
+            self._layout, self._layout_key = lay_out(pieces, self._file), key
+        return self._layout
+
+    def _final(self, step: int) -> Path:
+        return self._directory / checkpoint_name(step)
+
+    def _temporary(self, step: int) -> Path:
+        return temporary_name(self._final(step), str(self._attempt))
+
+    def _share(self, step: int, rank: int) -> Path:
+        return self._temporary(step) / f"rank-{rank:05d}.json"
+
+    def _write(self, staging: Staging, layout: Layout, pieces: Sequence[Piece], eager: Collection[str]) -> SaveState:
+        """The background thread's work: snapshot, then file, then this rank's share of the manifest."""
+        try:
+            staging.copy(layout, pieces, eager)
+        finally:
+            self._copied.set()
+        staging.complete()
+        step, share = self._state.step, self._share(self._state.step, self._rank)
+        try:
+            _step_aside()
+            share.parent.mkdir(parents=True, exist_ok=True)
+            share.unlink(missing_ok=True)
+            chunks = write_image(share.parent / self._file, staging.image(layout))
+            files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
+            write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
+            sync_directory(share.parent)
+        except OSError as error:
+            with suppress(OSError):  # a disk that fails may refuse this too; `clean` removes the rest
+                self._remove_own(step)
+            return self._ended(Phase.FAILED, step, reason=_reason(error, share.parent / self._file))
+        return self._ended(Phase.WRITTEN, step, bytes=layout.nbytes)
+
+    def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
+        temporary, final = self._temporary(step), self._final(step)
+        try:
+            nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return self._ended(Phase.FAILED, step, reason=_reason(error, temporary))
+        return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
+
+    def _ended(self, phase: Phase, step: int, **facts: Any) -> SaveState:
+        return SaveState(phase, step, seconds=self._clock() - self._began, **facts)
+
+    def _remove_own(self, step: int) -> None:
+        """Remove this rank's files; the last rank to do so removes the directory."""
+        share = self._share(step, self._rank)
+        share.unlink(missing_ok=True)
+        (share.parent / self._file).unlink(missing_ok=True)
+        with suppress(OSError):  # not empty yet, or gone already
+            share.parent.rmdir()
+
+
+def check_space(directory: Path, nbytes: int, copies: int) -> None:
+    """UsageError unless the file system of `directory`, which need not exist, has room for `copies` checkpoints."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < nbytes * copies:
+        beside = " and the new one is written beside the last" if copies > 1 else ""
+        raise UsageError(
+            f"{directory}: no room: a checkpoint takes {nbytes / 1e9:.3g} GB{beside}, {free / 1e9:.3g} GB are free\n"
+            f"Free {(nbytes * copies - free) / 1e9:.3g} GB there, or choose another place with --run"
+        )
+
+
+def write_image(path: Path, image: Bytes) -> list[str]:
+    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk.
+
+    Where the file system can, the bytes go to the disk without a copy into the page cache: that spares training a
+    quarter of a core and a second gigabyte for every gigabyte saved.
+    """
+    chunks: list[str] = []
+    content = image.data
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        direct = _bypass_cache(fd, True)
+        for start in range(0, len(content), _BLOCK):
+            block = content[start : start + _BLOCK]
+            chunks += (xxhash.xxh3_64_hexdigest(block[i : i + CHUNK]) for i in range(0, len(block), CHUNK))
+            while block:
+                if direct and len(block) % _ALIGNMENT:
+                    direct = _bypass_cache(fd, False)  # the last block, or the rest of a short write
+                try:
+                    written = os.write(fd, block)
+                except OSError as error:
+                    if not direct or error.errno != errno.EINVAL:
+                        raise
+                    direct = _bypass_cache(fd, False)
+                    continue
+                block = block[written:]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return chunks
+
+
+def _bypass_cache(fd: int, wanted: bool) -> bool:
+    """Switch direct I/O on or off; return whether it is on."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if wanted else 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False  # this file system has no direct I/O
+    return wanted
+
+
+def _in_background(work: Callable[[], SaveState]) -> "Future[SaveState]":
+    """Run `work` in a thread of its own, new each time because a thread that gave way cannot take it back."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
+
+
+def _step_aside() -> None:
+    """Let training go first from here on: on Linux a thread has its own niceness."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _reason(error: OSError, path: Path) -> str:
+    return f"{error.filename or path}: {error.strerror or error}"

@@ -1,0 +1,243 @@
+"""The exchange of gradients between replicas, in buckets that are fixed before step 0.
+
+Hooks copy each gradient into its bucket as soon as backward has made it; a bucket's operation starts when it is full,
+always in bucket order, and overlaps with the rest of backward. (torch's DDP re-arranges its buckets after the first
+step, which changes the order of addition, and with it bits, when a run is resumed.)
+
+`world`: micro-batches add up locally, then one all-reduce a bucket: the same bits for the same number of workers.
+`replicas`: micro-batch gradients are added in the fixed tree of `tree.py`: an all-to-all brings each worker the nodes
+of its part of the bucket, it adds them, and an all-gather returns the sums: the same bits for any number of workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.tree import Node, cover, merges_after, total
+
+ALIGNMENT = 16
+"""Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, as fast kernels like it."""
+
+
+@dataclass
+class Slab:
+    """One buffer for the gradients of a bucket: `flat` [length], and a view of it for each parameter."""
+
+    flat: Tensor
+    views: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """Some parameters whose gradients travel together.
+
+    `used` elements hold gradients; the rest up to `length` pads the bucket so that `world` equal parts fill it. Norms
+    are taken over `used` only, which does not depend on the world.
+    """
+
+    parameters: list[nn.Parameter]
+    starts: list[int]
+    used: int
+    length: int
+    slab: Slab  # where gradients are copied now; after `finish`, the sum
+    spare: list[Slab] = field(default_factory=list)
+    finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
+    missing: set[nn.Parameter] = field(default_factory=set)
+    work: dist.Work | None = None
+    received: Tensor | None = None
+
+    def new_slab(self) -> Slab:
+        """A spare buffer, or a new one; its padding is zero."""
+        return self.spare.pop() if self.spare else make_slab(self.parameters, self.starts, self.length)
+
+    def sum(self) -> Tensor:
+        """The gradients without the padding."""
+        return self.slab.flat[: self.used]
+
+
+def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length: int) -> Slab:
+    """A zeroed buffer with a view for each parameter."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    return Slab(flat, [flat[a : a + p.numel()].view_as(p) for a, p in zip(starts, parameters, strict=True)])
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int) -> list[Bucket]:
+    """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
+    `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0.0
+    for parameter in reversed(parameters):
+        nbytes = parameter.numel() * parameter.element_size()
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not alike or size + nbytes > capacity:
+            groups.append([])
+            size = 0.0
+        groups[-1].append(parameter)
+        size += nbytes
+    return [_bucket(group, world) for group in groups]
+
+
+def _bucket(parameters: list[nn.Parameter], world: int) -> Bucket:
+    starts, used = [], 0
+    for parameter in parameters:
+        starts.append(used)
+        used += _round_up(parameter.numel(), ALIGNMENT)
+    length = _round_up(used, world * ALIGNMENT)
+    return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length))
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class GradientExchange:
+    """Sums gradients over micro-batches and workers.
+
+    For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
+    of the sum. A parameter that got no gradient at all counts as zero. Workers own consecutive micro-batches: rank r of
+    `world` those from r x micro_batches / world on.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        world: int,
+        micro_batches: int,
+        replicas: bool,
+        capacity: float = 25 * 2**20,
+    ):
+        self.rank = rank
+        self.world = world
+        self.replicas = replicas
+        self.micro_batches = micro_batches
+        own = micro_batches // world
+        self._first = rank * own
+        self._last = self._first + own - 1
+        self._cover: list[list[Node]] = [cover(micro_batches, r * own, (r + 1) * own) for r in range(world)]
+        self.buckets = make_buckets(parameters, capacity, world)
+        self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
+        self._next = 0  # the first bucket that is not complete yet
+        self._armed = False
+        self._leaf = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, leaf: int) -> None:
+        """The backward of micro-batch number `leaf` of the global batch comes next."""
+        self._leaf = leaf
+        # Under `world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the buckets.
+        self._armed = self.replicas or leaf == self._last
+        if self._armed:
+            self._next = 0
+            for bucket in self.buckets:
+                bucket.missing = set(bucket.parameters)
+                if self.replicas and leaf == self._first:
+                    bucket.spare += bucket.finished
+                    bucket.finished = []
+
+    def end(self) -> None:
+        """That backward is done."""
+        if not self._armed:
+            return
+        for bucket in self.buckets:
+            for parameter in bucket.missing:
+                view = bucket.slab.views[self._home[parameter][1]]
+                if parameter.grad is None:
+                    view.zero_()
+                else:  # used by an earlier micro-batch only
+                    view.copy_(parameter.grad)
+                    parameter.grad = None
+            bucket.missing = set()
+        self._advance()
+        self._armed = False
+
+    def finish(self) -> None:
+        """Wait for the sums and make them the parameters' gradients."""
+        if self.replicas:
+            for bucket in self.buckets:
+                self._add_own_part(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+            for parameter, view in zip(bucket.parameters, bucket.slab.views, strict=True):
+                parameter.grad = view
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d)."""
+        return nn.utils.get_total_norm(self.gradients())
+
+    def gradients(self) -> list[Tensor]:
+        """The sum as a few large tensors."""
+        return [bucket.sum() for bucket in self.buckets]
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """Hook: backward has finished this parameter's gradient."""
+        if not self._armed:
+            return
+        bucket, index = self._home[parameter]
+        assert parameter.grad is not None
+        bucket.slab.views[index].copy_(parameter.grad)
+        parameter.grad = None
+        bucket.missing.discard(parameter)
+        if not bucket.missing:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Close complete buckets, strictly in bucket order, so that all workers issue the same operations alike."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            bucket = self.buckets[self._next]
+            self._next += 1
+            if self.replicas:
+                self._grow_tree(bucket)
+            elif self.world > 1:
+                bucket.work = dist.all_reduce(bucket.slab.flat, async_op=True)
+
+    def _grow_tree(self, bucket: Bucket) -> None:
+        """Add a micro-batch's gradient to this worker's part of the tree; after its last, send the nodes out."""
+        bucket.finished.append(bucket.slab)
+        for _ in range(merges_after(self.micro_batches, self._first, self._leaf)):
+            right = bucket.finished.pop()
+            bucket.finished[-1].flat.add_(right.flat)
+            bucket.spare.append(right)
+        bucket.slab = bucket.new_slab()
+        if self._leaf == self._last and self.world > 1:
+            part = bucket.length // self.world
+            # [world, nodes, part]: each worker gets its part of every node of ours.
+            parts = torch.stack([node.flat.view(self.world, part) for node in bucket.finished], dim=1)
+            counts = [len(nodes) * part for nodes in self._cover]
+            bucket.received = parts.new_empty(sum(counts))
+            bucket.work = dist.all_to_all_single(
+                bucket.received,
+                parts.view(-1),
+                output_split_sizes=counts,
+                input_split_sizes=[len(bucket.finished) * part] * self.world,
+                async_op=True,
+            )
+
+    def _add_own_part(self, bucket: Bucket) -> None:
+        """Evaluate the tree for this worker's part of the bucket and gather all parts."""
+        if self.world == 1:
+            (root,) = bucket.finished
+            bucket.spare.append(bucket.slab)
+            bucket.finished = []
+            bucket.slab = root
+            return
+        assert bucket.work is not None
+        assert bucket.received is not None
+        bucket.work.wait()
+        nodes = [node for nodes in self._cover for node in nodes]
+        values = list(bucket.received.view(len(nodes), -1))
+        own = total(self.micro_batches, nodes, values, lambda left, right: left.add_(right))
+        bucket.work = dist.all_gather_into_tensor(bucket.slab.flat, own, async_op=True)
+        bucket.received = None

@@ -1,0 +1,43 @@
+"""Out of memory: recognised on every device, and told as the micro-batch that would fit."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from phalanx.errors import RecipeError
+
+
+@contextlib.contextmanager
+def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
+    """Turn an allocation failure into a RecipeError that names a micro-batch that would fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[1] * 9 // 10 if torch.cuda.is_available() else 0
+        raise RecipeError(advise(micro, plan, free)) from error
+    except RuntimeError as error:
+        if "not enough memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        raise RecipeError(advise(micro, plan, psutil.virtual_memory().available)) from error
+
+
+def fitting_micro(plan: dict[str, Any] | None, memory: int) -> int | None:
+    """The largest micro-batch whose activations fit into `memory` bytes beside parameters, gradients and optimizer
+    state (4 fp32 values a parameter); None when the plan does not tell."""
+    if not plan or not plan.get("saved_bytes_per_sample"):
+        return None
+    return int(max(0, (memory - 16 * plan["parameters"]) // plan["saved_bytes_per_sample"]))
+
+
+def advise(micro: int, plan: dict[str, Any] | None, memory: int) -> str:
+    """The message for a run that ran out of memory at micro-batch `micro`."""
+    text = f"batch.micro: out of memory with micro-batches of {micro}"
+    fitting = fitting_micro(plan, memory)
+    # A prediction that says it would have fitted is wrong; half of what failed is then the better guess.
+    better = min(fitting, micro // 2) if fitting else micro // 2
+    if micro == 1 or better < 1:
+        return f"{text}; not even one sample fits: use a smaller model or sequence, or a device with more memory"
+    return f"{text}; {1 << (better.bit_length() - 1)} would fit: batch.micro={1 << (better.bit_length() - 1)}"

@@ -1,0 +1,91 @@
+"""A worker's place among the others: rank, world, device and process group, taken from environment variables.
+
+The variables are torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and our PHALANX_ATTEMPT, so the
+agent, torchrun, srun and mpirun can all start workers.
+"""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from phalanx.errors import UsageError
+
+PATIENCE = timedelta(minutes=10)
+"""How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which worker this is. `attempt` counts from 0 over the life of the run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    attempt: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the worker that speaks for all."""
+        return self.rank == 0
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place that the environment gives; alone on this machine when it says nothing."""
+    try:
+        rank, world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        local_rank = int(environment.get("LOCAL_RANK", 0))
+        attempt = int(environment.get("PHALANX_ATTEMPT", environment.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    except ValueError as error:
+        raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and PHALANX_ATTEMPT must be numbers: {error}") from None
+    if not 0 <= rank < world:
+        raise UsageError(f"RANK={rank} does not lie in WORLD_SIZE={world}")
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return Place(rank, world, local_rank, attempt, device)
+
+
+def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
+    """Enter the process group of this attempt; nothing to do for a world of one.
+
+    Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died.
+    """
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    if place.world == 1:
+        return
+    store = open_store(place, environment)
+    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"attempt{place.attempt}", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=PATIENCE,
+    )
+
+
+@functools.cache
+def _connect(address: str, port: int, hosts: bool) -> TCPStore:
+    return TCPStore(address, port, None, hosts, PATIENCE)
+
+
+def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCPStore:
+    """The store where workers meet, opened once in a process. The agent and torchrun host it; under any other launcher
+    the leading worker does."""
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address or not port:
+        raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
+    hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
+    return _connect(address, int(port), place.leads and not hosted)
+
+
+def leave() -> None:
+    """Leave the process group in order, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""Where a worker's events go: to its agent over an inherited socket, or, without an agent, into the run itself.
+
+The leading worker of a run that torchrun or srun started is the one writer of `events.jsonl`; under an agent the agent
+is. Step events are sent in bunches (a wake-up of the agent for each would cost short steps more than they take), but
+never kept back longer than `patience`; every other event goes out at once and takes those before it along.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from phalanx.run import EventLog, Run
+from phalanx.run.channel import send
+from phalanx.run.directory import write_json
+
+
+class Reporter(Protocol):
+    """What the training loop needs of it."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Report an event of events.jsonl."""
+
+    def error(self, text: str, code: int) -> None:
+        """Report why this worker ends with `code`."""
+
+    def result(self, value: dict[str, Any]) -> None:
+        """Report the run's result."""
+
+    def close(self) -> None:
+        """Send what is kept back."""
+
+
+class ToAgent:
+    """Sends to the agent."""
+
+    def __init__(self, fd: int, patience: float = 0.1, clock: Callable[[], float] = time.time):
+        self._socket = socket.socket(fileno=os.dup(fd))
+        self._patience = patience
+        self._clock = clock
+        self._held: list[dict[str, Any]] = []
+        self._since = 0.0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        now = self._clock()
+        if not self._held:
+            self._since = now
+        self._held.append({"kind": kind, "t": now, **fields})
+        if kind != "step" or now - self._since >= self._patience:
+            self.close()
+
+    def error(self, text: str, code: int) -> None:
+        self.event("error", text=text, code=code)
+
+    def result(self, value: dict[str, Any]) -> None:
+        self.event("result", value=value)
+
+    def close(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            send(self._socket, *held)
+
+
+class ToRun:
+    """Writes the run's files itself; `leads` is False in workers that have no say."""
+
+    def __init__(self, run: Run, leads: bool):
+        self._run = run
+        self._log = EventLog(run.events) if leads else None
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.write(kind, **fields)
+
+    def error(self, text: str, code: int) -> None:
+        self.event("fault", rank=0, what=f"exit {code}", detail=text)
+
+    def result(self, value: dict[str, Any]) -> None:
+        if self._log is not None:
+            write_json(self._run.result, value)
+
+    def close(self) -> None:
+        """Nothing is kept back."""
+
+
+def reporter(run: Run, leads: bool, events: str | None) -> Reporter:
+    """The reporter for this worker; `events` is the value of PHALANX_EVENTS, if set."""
+    return ToAgent(int(events)) if events else ToRun(run, leads)

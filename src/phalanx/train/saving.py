@@ -1,0 +1,143 @@
+"""Checkpoints of a run as the training loop sees them: all workers save together, and agree on how it went.
+
+Each worker writes its share in the background (`checkpoint.Saver`). Its state travels as flags in the per-step
+agreement (`step.FLAGS`); `settle` acts on the sums of all workers, so every worker takes the same turn at the same
+step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+from phalanx.train.checkpoint import Phase, Piece, Saver, checkpoint_name, retain, share_out
+from phalanx.train.place import Place
+from phalanx.train.state import Progress
+
+SAVE_FLAGS = ("written", "failed", "committed")
+
+
+class Saving:
+    """Saves of one worker. `tell(kind, event)` reports what became of them, on every worker alike."""
+
+    def __init__(
+        self, run: Run, place: Place, keep: int, common: dict[str, Any], tell: Callable[[str, dict[str, Any]], None]
+    ):
+        self._run = run
+        self._place = place
+        self._keep = keep
+        self._common = common
+        self._tell = tell
+        self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
+        self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._stall = 0.0
+        self._waiting_for_copy = False
+        self._shares: list[list[str]] | None = None
+        self.in_flight: int | None = None  # the step being saved, alike on all workers
+        self._best: float | None = None
+        self.last_saved: int | None = None
+        self.reason = ""  # why the last save failed, where this worker knows
+
+    def start(self, progress: Progress, tensors: Mapping[str, Tensor], eager: list[str], best: bool) -> None:
+        """Begin to save. Nothing else may be in flight."""
+        assert self.in_flight is None
+        step = progress.step
+        self.in_flight = step
+        self._best = progress.best if best else None
+        if self._shares is None:
+            sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+            self._shares = share_out(sizes, self._place.world)
+        own = self._shares[self._place.rank]
+        pieces = [Piece.whole(name, tensors[name]) for name in own]
+        meta = {**self._common, **asdict(progress)}
+        begun = time.perf_counter()
+        try:
+            self._saver.start(step, pieces, meta, eager=[name for name in eager if name in own])
+            self._waiting_for_copy = True
+        except UsageError as error:  # no room on the disk: training goes on
+            self.reason = str(error)
+        self._stall = time.perf_counter() - begun
+
+    def wait_copied(self) -> None:
+        """Call before tensors change."""
+        if self._waiting_for_copy:
+            self._stall += self._saver.wait_copied()
+            self._waiting_for_copy = False
+
+    def flags(self) -> tuple[bool, bool, bool]:
+        """This worker's SAVE_FLAGS now."""
+        if self.in_flight is None:
+            return (False, False, False)
+        state = self._saver.poll()
+        if state.phase is Phase.FAILED:
+            self.reason = state.reason
+        failed = state.phase is Phase.FAILED or (state.phase is Phase.IDLE and bool(self.reason))
+        return (state.phase is Phase.WRITTEN, failed, state.phase is Phase.COMMITTED)
+
+    def settle(self, flags: Mapping[str, int]) -> None:
+        """Take the next turn, given the flags of all workers."""
+        step = self.in_flight
+        if step is None:
+            return
+        if flags["failed"]:
+            self._saver.abandon()
+            reason = self.reason or "another worker could not write its part"
+            self._end()
+            self._tell("checkpoint_failed", {"step": step, "reason": reason})
+        elif flags["committed"]:
+            self._committed(step)
+        elif flags["written"] == self._place.world and self._place.leads:
+            self._saver.commit_async()
+
+    def finish(self) -> None:
+        """Block until nothing is in flight."""
+        while self.in_flight is not None:
+            self._saver.wait()
+            self.settle(self._agree())
+
+    def close(self) -> None:
+        """Finish, and wait until old checkpoints are removed."""
+        self.finish()
+        self._janitor.shutdown()
+
+    def _agree(self) -> dict[str, int]:
+        flags = torch.tensor([float(flag) for flag in self.flags()], device=self._place.device)
+        if self._place.world > 1:
+            dist.all_reduce(flags)
+        return {name: round(value) for name, value in zip(SAVE_FLAGS, flags.tolist(), strict=True)}
+
+    def _committed(self, step: int) -> None:
+        state = self._saver.poll()
+        event = {"step": step, "path": os.path.join(self._run.checkpoints.name, checkpoint_name(step))}
+        event |= {"bytes": state.bytes, "seconds": state.seconds, "stall": self._stall}
+        if self._place.leads:
+            if self._best is not None:
+                write_json(best_file(self._run), {"step": step, "loss": self._best})
+            best = self._run.read_json(best_file(self._run))
+            protected = [] if best is None else [best["step"]]
+            self._janitor.submit(retain, self._run.checkpoints, self._keep, protected)
+        self._end()
+        self.last_saved = step
+        self._tell("checkpoint", event)
+
+    def _end(self) -> None:
+        self._saver.abandon()
+        self.in_flight = None
+        self._stall = 0.0
+        self._waiting_for_copy = False
+        self.reason = ""
+
+
+def best_file(run: Run) -> Path:
+    """Where it stands which checkpoint had the lowest held-out loss."""
+    return run.checkpoints / "best.json"

@@ -1,0 +1,74 @@
+"""Tasks: how a batch enters a model, and what its loss is, as a sum and a number of terms.
+
+A task is a class with `inputs` and `loss`, and `metrics` if it likes; the user's own is named in the recipe by import
+path. The engine divides once, by the number of terms of the whole global batch, so splitting a batch into
+micro-batches, workers or packed sequences never changes the gradient beyond rounding. Do not divide in a task.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import import_object
+
+TensorBatch = dict[str, Tensor]
+
+
+class Task(Protocol):
+    """What the engine asks of a task. `metrics` may be left out."""
+
+    def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the model's `forward`."""
+
+    def loss(self, output: Any, batch: TensorBatch) -> tuple[Tensor, Tensor | int]:
+        """Sum of the losses of a micro-batch (0-d tensor) and the number of terms in it."""
+
+
+class LanguageModeling:
+    """Next-token cross-entropy. Targets of -100 do not count."""
+
+    def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        documents = batch.get("documents")
+        return (batch["tokens"],), {} if documents is None else {"documents": documents}
+
+    def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+        targets = batch["targets"]
+        losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100)
+        return losses, (targets != -100).sum()
+
+
+class Classification:
+    """Cross-entropy over classes. Images come as uint8 [b, h, w, c] and go in as floats [b, c, h, w] in -1..1."""
+
+    def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch["images"].permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0),), {}
+
+    def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
+        labels = batch["labels"]
+        return F.cross_entropy(output.float(), labels, reduction="sum"), labels.numel()
+
+    def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
+        labels = batch["labels"]
+        return {"accuracy": ((output.argmax(-1) == labels).sum(), labels.numel())}
+
+
+BUILT_IN: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
+
+
+def load_task(name: str, folder: Path | None) -> Task:
+    """The task that a recipe names. RecipeError when it does not exist or lacks a method."""
+    if name in BUILT_IN:
+        task: Task = BUILT_IN[name]()
+        return task
+    if ":" not in name:
+        raise RecipeError(f"task: no task {name!r}; expected {', '.join(BUILT_IN)} or module:Class")
+    task = import_object(name, folder, key="task")()
+    missing = [method for method in ("inputs", "loss") if not callable(getattr(task, method, None))]
+    if missing:
+        raise RecipeError(f"task: {name} has no method {' and no method '.join(missing)}; a task needs inputs and loss")
+    return task

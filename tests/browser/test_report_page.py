@@ -1,0 +1,94 @@
+"""The report's pages in a real browser: they render, ask nobody for anything, and complain of nothing."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Page
+from make_run import Maker, healthy, troubled
+from PIL import Image
+
+from phalanx.observe.advice import advise
+from phalanx.observe.compare import compare_html, compare_runs
+from phalanx.observe.history import read_history
+from phalanx.observe.html import html_page
+from phalanx.observe.summary import summary_of
+from phalanx.run import Run
+
+
+def write_report(path: Path) -> Path:
+    run = Run(path)
+    history = read_history(run.events)
+    summary = summary_of(run, history)
+    run.report.write_text(html_page(summary, history, advise(summary, history)))
+    return run.report
+
+
+@pytest.fixture(scope="module")
+def page(browser: str) -> Iterator[Page]:
+    """One browser for all tests of this file."""
+    with Page(browser) as page:
+        yield page
+
+
+@pytest.fixture(autouse=True)
+def _forget(page: Page) -> None:
+    page.messages.clear()
+    page.requests.clear()
+
+
+def assert_renders_alone(page: Page, path: Path) -> None:
+    page.open(path)
+    picture = Image.open(io.BytesIO(page.picture())).convert("RGB")
+    colours = picture.getcolors(1 << 24)
+    background = max(colours)[0] / (picture.width * picture.height)
+    assert len(colours) > 30, "the page is blank"
+    assert 0.3 < background < 0.995
+    assert page.messages == []
+    outside = [url for url in page.requests if not url.startswith("data:") and url != path.resolve().as_uri()]
+    assert outside == []
+
+
+def test_the_report_of_a_troubled_run_renders_without_network_or_complaint(page: Page, tmp_path: Path) -> None:
+    assert_renders_alone(page, write_report(troubled(tmp_path / "run")))
+    assert page.evaluate("document.querySelectorAll('svg.plot').length") == 5
+    assert page.evaluate("document.querySelectorAll('.advice li').length") >= 4
+
+
+def test_the_report_of_a_run_that_has_only_started_renders_too(page: Page, tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run")
+    maker.start()
+    assert_renders_alone(page, write_report(maker.path))
+
+
+def test_a_comparison_renders_without_network_or_complaint(page: Page, tmp_path: Path) -> None:
+    runs = [Run(healthy(tmp_path / name, seed=seed)) for seed, name in enumerate(("a", "b"))]
+    path = tmp_path / "compare.html"
+    path.write_text(compare_html(compare_runs(runs)))
+    assert_renders_alone(page, path)
+
+
+def test_the_pointer_over_a_plot_shows_the_values_there(page: Page, tmp_path: Path) -> None:
+    page.open(write_report(healthy(tmp_path / "run")))
+    box = page.evaluate("(() => { const b = document.querySelector('svg.plot').getBoundingClientRect();"
+                        " return [b.x, b.y, b.width, b.height]; })()")  # fmt: skip
+    page.move_mouse(box[0] + box[2] * 0.987, box[1] + box[3] * 0.5)
+    shown = page.evaluate("document.querySelector('.tip')?.innerText") or ""
+    assert shown.startswith("step 300")
+    values = dict(line.rsplit(" ", 1) for line in shown.splitlines())
+    assert float(values["training"]) == pytest.approx(1.40, abs=0.1)
+    assert float(values["held-out"]) == pytest.approx(1.47, abs=0.02)
+    page.move_mouse(1, 1)
+    assert page.evaluate("document.querySelector('.tip')") is None
+    assert page.messages == []
+
+
+def test_dark_mode_is_dark_and_a_phone_needs_no_sideways_scrolling(page: Page, tmp_path: Path) -> None:
+    page.open(write_report(troubled(tmp_path / "run")))
+    page.dark()
+    corner = Image.open(io.BytesIO(page.picture())).convert("L").getpixel((3, 3))
+    assert isinstance(corner, int)
+    assert corner < 60
+    page.resize(390, 800)
+    assert page.evaluate("document.documentElement.scrollWidth <= 390")

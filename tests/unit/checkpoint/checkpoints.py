@@ -1,0 +1,57 @@
+"""Small checkpoints for the tests: every dtype, every awkward shape, seeded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.train.checkpoint import Piece, Saver
+from phalanx.train.checkpoint.format import DTYPES
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random bits, so also NaNs with payloads and negative zeros: a checkpoint keeps bits, not values."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def state(seed: int = 0, big: int = 300_000) -> dict[str, torch.Tensor]:
+    """About 5 MB: several chunks, with pieces that begin and end within one."""
+    tensors = {
+        f"of.{name}": random_tensor(dtype, (3, 5, 7), seed + i) for i, (name, dtype) in enumerate(DTYPES.items())
+    }
+    tensors |= {
+        "scalar": random_tensor(torch.float32, (), seed + 100),
+        "empty": torch.empty(0, 4),
+        "blocks.0.weight": random_tensor(torch.float32, (big, 3), seed + 101),
+        "blocks.1.weight": random_tensor(torch.bfloat16, (1000, 700), seed + 102),
+        "transposed": random_tensor(torch.float16, (40, 30), seed + 103).T,
+        "optimizer/blocks.0.weight/step": torch.tensor(float(seed)),
+        "scaler/scale": torch.tensor(65536.0),
+    }
+    return tensors
+
+
+def save(
+    directory: Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None = None
+) -> Path:
+    """A checkpoint written by one rank, the ordinary way."""
+    saver = Saver(directory, rank=0, world=1)
+    saver.start(
+        step, [Piece.whole(*item) for item in tensors.items()], {"step": step, "samples": step * 16, **(meta or {})}
+    )
+    saver.wait_copied()
+    saver.wait()
+    committed = saver.commit()
+    assert committed.path is not None, committed.reason
+    return committed.path
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))

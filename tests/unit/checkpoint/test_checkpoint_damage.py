@@ -1,0 +1,153 @@
+"""No byte of a checkpoint can change without being found, and the file is named."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import same_bits, save, state
+
+from phalanx.errors import DataError
+from phalanx.train.checkpoint import CorruptError, load_newest, load_tensors, newest_good, read_manifest, verify
+from phalanx.train.checkpoint.format import _sidecar
+
+FILES = ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("good"), 60, state())
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+
+
+def flip(file: Path, position: int, bit: int) -> None:
+    with open(file, "r+b") as f:
+        f.seek(position)
+        byte = f.read(1)[0]
+        f.seek(position)
+        f.write(bytes([byte ^ (1 << bit)]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_in_any_file_is_found_and_named(copy: Path, name: str) -> None:
+    rng = random.Random(name)
+    file = copy / name
+    size = file.stat().st_size
+    places = [0, size - 1, *(rng.randrange(size) for _ in range(60))]
+    for position in places:
+        bit = rng.randrange(8)
+        flip(file, position, bit)
+        for read in (verify, load_tensors):
+            with pytest.raises(CorruptError) as caught:
+                read(copy)
+            assert caught.value.file == file, f"bit {bit} of byte {position}"
+        flip(file, position, bit)
+    verify(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found_and_named(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    with pytest.raises(CorruptError, match=rf"{name}: missing"):
+        verify(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_torn_file_is_found_and_named(copy: Path, name: str) -> None:
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(CorruptError) as caught:
+        verify(copy)
+    assert caught.value.file == copy / name
+
+
+def test_a_data_file_with_bytes_too_many_is_found(copy: Path) -> None:
+    with open(copy / FILES[2], "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(CorruptError, match=r"has [\d,]+ bytes, its manifest says"):
+        load_tensors(copy, ["scalar"])
+
+
+def rewrite(checkpoint: Path, change: dict[str, object]) -> None:
+    """A manifest whose hashes are right and whose content is not."""
+    value = json.loads((checkpoint / "MANIFEST.json").read_text()) | change
+    content = json.dumps(value).encode()
+    (checkpoint / "MANIFEST.json").write_bytes(content)
+    (checkpoint / "MANIFEST.xxh3").write_bytes(_sidecar(content))
+
+
+def test_a_format_of_the_future_is_an_error_and_no_reason_to_take_an_older_checkpoint(copy: Path) -> None:
+    rewrite(copy, {"format": 2})
+    with pytest.raises(DataError, match=r"MANIFEST.json: checkpoint format 2; this Phalanx reads format 1"):
+        newest_good(copy.parent, lambda *_: None)
+
+
+BAD_PIECE = {"file": FILES[2], "bytes": [0, 4], "offset": [], "extent": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": 3},
+        {"surprise": 1},
+        {"tensors": {"w": {"dtype": "F31", "shape": [], "pieces": [BAD_PIECE]}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [2], "pieces": [BAD_PIECE]}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [], "pieces": []}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [], "pieces": [BAD_PIECE | {"file": "../other"}]}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [], "pieces": [BAD_PIECE | {"file": "other.safetensors"}]}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [], "pieces": [BAD_PIECE | {"bytes": [-4, 0]}]}}},
+        {"tensors": {"w": {"dtype": "F32", "shape": [], "pieces": [BAD_PIECE | {"bytes": [0, 8]}]}}},
+        {"files": {FILES[2]: {"bytes": 9_000_000, "chunks": ["00"]}}},
+    ],
+    ids=lambda change: json.dumps(change)[:60],
+)
+def test_a_malformed_manifest_is_an_error_that_names_it(copy: Path, change: dict[str, object]) -> None:
+    rewrite(copy, change)
+    with pytest.raises(CorruptError, match=r"MANIFEST\.json: malformed manifest"):
+        read_manifest(copy)
+
+
+def test_a_manifest_that_is_no_json_is_an_error_that_names_it(copy: Path) -> None:
+    (copy / "MANIFEST.json").write_bytes(b"[1")
+    (copy / "MANIFEST.xxh3").write_bytes(_sidecar(b"[1"))
+    with pytest.raises(CorruptError, match=r"MANIFEST\.json: malformed manifest"):
+        read_manifest(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_checkpoint_before_is_used_and_the_bad_one_reported(tmp_path: Path, name: str) -> None:
+    old, new = state(seed=1, big=1000), state(seed=2, big=1000)
+    save(tmp_path, 20, old)
+    path = save(tmp_path, 40, new)
+    flip(path / name, (path / name).stat().st_size // 2, 3)
+    rejected: list[tuple[str, str]] = []
+    into = {key: torch.zeros_like(tensor) for key, tensor in old.items()}
+    loaded = load_newest(tmp_path, lambda path, file, reason: rejected.append((path.name, file)), into)
+    assert rejected == [("step-000000040", name)]
+    assert loaded is not None
+    assert loaded.path == tmp_path / "step-000000020"
+    assert loaded.manifest.meta["step"] == 20
+    assert all(same_bits(into[key], old[key]) for key in old)
+    assert newest_good(tmp_path, lambda *_: None) == loaded.path
+
+
+def test_without_a_good_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert load_newest(tmp_path / "none", lambda *_: None) is None
+    path = save(tmp_path, 20, state(big=10))
+    (path / FILES[2]).unlink()
+    rejected: list[str] = []
+    assert load_newest(tmp_path, lambda path, file, reason: rejected.append(f"{file}: {reason}")) is None
+    assert rejected == ["rank-00000.safetensors: missing"]
+
+
+def test_tensors_that_do_not_fit_are_no_reason_to_take_an_older_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 20, {"w": torch.zeros(3)})
+    save(tmp_path, 40, {"w": torch.zeros(4)})
+    with pytest.raises(DataError, match="step-000000040"):
+        load_newest(tmp_path, lambda *_: None, {"w": torch.zeros(3)})

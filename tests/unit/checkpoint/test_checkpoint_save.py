@@ -1,0 +1,296 @@
+"""Saving: lazy, one at a time, whole or not there, whatever happens to the process or the disk."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import same_bits, save, state
+
+from phalanx.errors import UsageError
+from phalanx.train.checkpoint import Piece, Saver, SaveState, clean, list_checkpoints, load_tensors, verify
+from phalanx.train.checkpoint import publish as publish_module
+from phalanx.train.checkpoint import save as save_module
+from phalanx.train.checkpoint.staging import Staging
+
+MB = 1 << 20
+
+
+def pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
+    return [Piece.whole(*item) for item in tensors.items()]
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The background copy waits for this event."""
+    event, copy = threading.Event(), Staging.copy
+
+    def held_back(self: Staging, *args: Any) -> None:
+        assert event.wait(20)
+        copy(self, *args)
+
+    monkeypatch.setattr(Staging, "copy", held_back)
+    yield event
+    event.set()
+
+
+def test_the_copy_is_taken_in_the_background_except_for_eager_tensors(tmp_path: Path, gate: threading.Event) -> None:
+    tensors = {"lazy": torch.zeros(1000), "eager": torch.zeros(1000)}
+    saver = Saver(tmp_path, 0, 1)
+    saver.start(1, pieces(tensors), {}, eager=["eager"])
+    assert saver.poll().phase == "writing"
+    for tensor in tensors.values():  # `start` has returned before anything lazy was copied
+        tensor.fill_(1.0)
+    gate.set()
+    saver.wait_copied()
+    saver.wait()
+    path = saver.commit().path
+    assert path is not None
+    loaded = load_tensors(path)
+    assert loaded["lazy"].eq(1.0).all()
+    assert loaded["eager"].eq(0.0).all()
+
+
+def test_what_changes_right_after_wait_copied_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    tensors = {f"layer{i}": torch.empty(500_000) for i in range(8)}
+    saver = Saver(tmp_path, 0, 1)
+    for step in range(1, 6):
+        for tensor in tensors.values():
+            tensor.fill_(step)
+        saver.start(step, pieces(tensors), {})
+        assert saver.wait_copied() >= 0.0
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)
+        saver.wait()
+        path = saver.commit().path
+        assert path is not None
+        assert all(tensor.eq(step).all() for tensor in load_tensors(path).values())
+
+
+def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    init = Staging.__init__
+    monkeypatch.setattr(
+        Staging, "__init__", lambda self, nbytes, pinned: (made.append(nbytes), init(self, nbytes, pinned))[1]
+    )
+    saver = Saver(tmp_path, 0, 1)
+    tensors = state(big=1000)
+    assert saver.reserve(pieces(tensors)) > 1_000_000
+    for step in (1, 2, 3):
+        saver.start(step, pieces(tensors), {})
+        saver.wait()
+        saver.commit()
+    assert len(made) == 1
+
+
+def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.zeros(3)}), {})
+    with pytest.raises(RuntimeError, match="step 2: the save of step 1 is still in flight"):
+        saver.start(2, pieces({"w": torch.zeros(3)}), {})
+
+
+def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 0, 1)
+    assert saver.poll().phase == "idle"
+    saver.start(7, pieces({"w": torch.zeros(1000)}), {"samples": 1})
+    written = saver.wait()
+    assert (written.phase, written.step) == ("written", 7)
+    assert list_checkpoints(tmp_path) == []
+    saver.commit_async()
+    assert saver.poll().phase in ("committing", "committed")
+    done = saver.wait()
+    assert (done.phase, done.path, done.reason) == ("committed", tmp_path / "step-000000007", "")
+    assert done.seconds >= written.seconds > 0
+    assert done.bytes == sum(file.stat().st_size for file in (tmp_path / "step-000000007").iterdir())
+
+
+def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
+    savers = [Saver(tmp_path, rank, 2) for rank in range(2)]
+    for saver in savers:
+        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), {})
+    for saver in savers:
+        saver.abandon()
+        assert saver.poll().phase == "idle"
+    assert names_in(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 60, {"w": torch.zeros(3)})
+    path = save(tmp_path, 60, {"w": torch.ones(3)})
+    assert load_tensors(path)["w"].eq(1.0).all()
+    assert names_in(tmp_path) == ["step-000000060"]
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back_if_its_successor_never_came(tmp_path: Path) -> None:
+    path = save(tmp_path, 60, {"w": torch.zeros(3)})
+    path.rename(tmp_path / "step-000000060.old")
+    (tmp_path / "step-000000060.tmp-3").mkdir()
+    assert list_checkpoints(tmp_path) == []
+    assert clean(tmp_path) == [tmp_path / "step-000000060.tmp-3"]
+    verify(path)
+
+
+def kill_children(*arguments: object) -> None:
+    script = Path(__file__).with_name("killing.py")
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_kill_at_a_random_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("random", tmp_path, 20, 25)
+
+
+def test_a_kill_before_any_call_to_the_file_system_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("calls", tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system: {mounted.stderr.decode().strip()} (needs root)")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def failed_save(saver: Saver, step: int, tensors: dict[str, torch.Tensor]) -> SaveState:
+    saver.start(step, pieces(tensors), {"samples": 1})
+    saver.wait_copied()
+    state = saver.wait()
+    return saver.commit() if state.phase == "written" else state
+
+
+def test_a_full_disk_fails_the_save_and_leaves_the_old_checkpoint_whole(small_disk: Path) -> None:
+    saver = Saver(small_disk / "checkpoints", 0, 1)
+    tensors = {"w": torch.ones(MB)}  # 4 MB
+    assert failed_save(saver, 1, tensors).phase == "committed"
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(10 * MB))
+    state = failed_save(saver, 2, tensors)
+    assert state.phase == "failed"
+    assert state.reason.endswith("step-000000002.tmp-0/rank-00000.safetensors: No space left on device")
+    assert names_in(small_disk / "checkpoints") == ["step-000000001"]
+    verify(small_disk / "checkpoints" / "step-000000001")
+    filler.unlink()
+    assert failed_save(saver, 3, tensors).phase == "committed"
+
+
+def test_a_file_that_may_not_grow_fails_the_save(tmp_path: Path) -> None:
+    save(tmp_path, 1, state(big=10))
+    saver = Saver(tmp_path, 0, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9 * MB, hard))
+    try:
+        failed = failed_save(saver, 2, {"w": torch.ones(3 * MB)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failed.phase == "failed"
+    assert "File too large" in failed.reason
+    assert names_in(tmp_path) == ["step-000000001"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    save(tmp_path, 1, {"w": torch.zeros(3)})
+
+    def refuse(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    saver = Saver(tmp_path, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        failed = failed_save(saver, 1, {"w": torch.ones(3)})
+    assert failed.phase == "failed"
+    assert os.strerror(code) in failed.reason
+    assert names_in(tmp_path) == ["step-000000001"]
+    assert load_tensors(tmp_path / "step-000000001")["w"].eq(0.0).all()
+    assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
+
+
+def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(publish_module, "write_synced", refuse)
+    failed = failed_save(Saver(tmp_path, 0, 1), 1, {"w": torch.ones(3)})
+    assert failed.phase == "failed"
+    assert "MANIFEST.json: No space left on device" in failed.reason
+    assert names_in(tmp_path) == []
+
+
+def test_a_bug_in_the_background_is_raised_in_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> Sequence[str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(save_module, "write_image", broken)
+    saver = Saver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.ones(3)}), {})
+    saver.wait_copied()
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
+
+
+def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    place = tmp_path / "not" / "there"
+    saver = Saver(place, 0, 1)
+    with pytest.raises(UsageError, match=r"not/there: no room: a checkpoint takes 0\.004 GB and the new one"):
+        saver.reserve(pieces({"w": torch.ones(1_000_000)}))
+    assert not place.exists()
+    saver.reserve(pieces({"w": torch.ones(500_000)}))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8 * MB, 8 * MB + 1, 9 * MB])
+def test_files_of_any_length_are_written_whole(tmp_path: Path, nbytes: int) -> None:
+    tensors = {"w": torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)}
+    assert same_bits(load_tensors(save(tmp_path, 1, tensors))["w"], tensors["w"])
+    verify(tmp_path / "step-000000001")
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: write(fd, content[: 1 + len(content) * 2 // 3]))
+    tensors = state()
+    loaded = load_tensors(save(tmp_path, 1, tensors))
+    assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(tmp_path: Path) -> None:
+    tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
+    saver = Saver(tmp_path, 0, 1)
+    saver.reserve(pieces(tensors))
+    saver.start(1, pieces(tensors), {})
+    saver.wait_copied()
+    for tensor in tensors.values():
+        tensor.fill_(2.0)
+    saver.wait()
+    path = saver.commit().path
+    assert path is not None
+    assert all(tensor.eq(1.0).all() for tensor in load_tensors(path).values())
+    load_tensors(path, into=tensors)
+    assert all(tensor.eq(1.0).all() for tensor in tensors.values())

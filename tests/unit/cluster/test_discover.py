@@ -1,0 +1,185 @@
+"""Discovery, on machines that are made of text files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster.discover import (
+    Accelerator,
+    Cpu,
+    accelerators,
+    cgroup_cores,
+    cgroup_memory,
+    parse_cpuinfo,
+    this_machine,
+)
+from phalanx.errors import UnfitNodeError
+
+EPYC = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC 9654 96-Core Processor
+cpu MHz\t\t: 2400.000
+flags\t\t: fpu sse2 avx fma avx2 avx512f avx512_bf16
+
+processor\t: 1
+model name\t: another
+"""
+XEON = """vendor_id : GenuineIntel
+cpu family : 6
+model name : Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz
+cpu MHz : 800.1
+flags : avx avx2 fma avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile
+"""
+GRAVITON = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd sve bf16
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A file system with a CPU of 4 logical cores on 2 physical ones, 16 GiB, and `files` besides."""
+    siblings = {
+        f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)
+    }
+    whole = {"proc/cpuinfo": EPYC, "proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\n"}
+    for name, text in {**whole, **siblings, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def look(root: Path, gpus: list[Accelerator] | None = None, affinity: tuple[int, ...] = (0, 1, 2, 3)):  # type: ignore[no-untyped-def]
+    return this_machine(root, affinity, lambda: gpus or [])
+
+
+def test_an_amd_cpu_is_read_from_its_first_processor() -> None:
+    assert parse_cpuinfo(EPYC) == Cpu(
+        "AMD EPYC 9654 96-Core Processor", "AuthenticAMD", 25, 17, 2.4, ("avx", "avx2", "fma", "avx512f", "avx512_bf16")
+    )
+
+
+def test_a_nominal_clock_counts_before_the_present_one() -> None:
+    assert parse_cpuinfo(XEON).ghz == 2.0
+
+
+def test_the_kernels_highest_clock_counts_before_both() -> None:
+    assert parse_cpuinfo(XEON, ghz=3.8).ghz == 3.8
+
+
+def test_an_arm_cpu_has_features_and_no_clock() -> None:
+    cpu = parse_cpuinfo(GRAVITON)
+    assert (cpu.name, cpu.ghz, cpu.flags) == ("ARM 0x41/0xd40", None, ("asimd", "sve", "bf16"))
+
+
+def test_cores_are_physical_and_threads_logical(tmp_path: Path) -> None:
+    found = look(machine(tmp_path, {}))
+    assert (found.cores, found.threads, found.memory_bytes) == (2, 4, 16 * 2**30)
+
+
+def test_affinity_limits_cores(tmp_path: Path) -> None:
+    found = look(machine(tmp_path, {}), affinity=(0, 2))
+    assert (found.cores, found.threads) == (1, 2)
+
+
+def test_a_cpu_trains_on_itself(tmp_path: Path) -> None:
+    found = look(machine(tmp_path, {}))
+    assert (found.device, found.name, found.count) == ("cpu", "AMD EPYC 9654 96-Core Processor", 1)
+    assert found.device_memory_bytes == found.memory_bytes
+
+
+def test_gpus_are_counted_and_named(tmp_path: Path) -> None:
+    found = look(machine(tmp_path, {}), [Accelerator("NVIDIA H200", 140), Accelerator("NVIDIA H200", 141)])
+    assert (found.device, found.name, found.count, found.device_memory_bytes) == ("cuda", "NVIDIA H200", 2, 140)
+
+
+def test_different_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnfitNodeError, match="CUDA_VISIBLE_DEVICES"):
+        look(machine(tmp_path, {}), [Accelerator("NVIDIA H200", 1), Accelerator("NVIDIA T4", 1)])
+
+
+def test_the_highest_clock_comes_from_the_frequency_driver(tmp_path: Path) -> None:
+    root = machine(tmp_path, {"sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3700000"})
+    assert look(root).cpu.ghz == 3.7
+
+
+def test_a_version_2_group_limits_cores_and_memory(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/slurm/job",
+        "sys/fs/cgroup/slurm/job/cpu.max": "max 100000",
+        "sys/fs/cgroup/slurm/cpu.max": "150000 100000",
+        "sys/fs/cgroup/slurm/job/memory.max": str(2**30),
+        "sys/fs/cgroup/slurm/memory.max": "max",
+    }
+    root = machine(tmp_path, files)
+    assert cgroup_cores(root) == 1.5
+    found = look(root)
+    assert (found.cores, found.threads, found.memory_bytes) == (1, 1, 2**30)
+
+
+def test_a_version_1_group_limits_cores_and_memory(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/x\n1:cpu:/docker/x\n0::/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",  # the container's own group, seen as the root of the mount
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(3 * 2**30),
+    }
+    root = machine(tmp_path, files)
+    assert (cgroup_cores(root), cgroup_memory(root)) == (3.0, 3 * 2**30)
+
+
+def test_no_limit_is_no_limit(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n1:cpu:/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    root = machine(tmp_path, files)
+    assert cgroup_cores(root) is None
+    assert look(root).memory_bytes == 16 * 2**30
+
+
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
+    assert cgroup_cores(machine(tmp_path, {})) is None
+    assert cgroup_memory(tmp_path) is None
+
+
+def test_this_very_machine_can_be_looked_at() -> None:
+    found = this_machine(find_accelerators=list)
+    assert 1 <= found.cores <= found.threads
+    assert found.memory_bytes > 2**28
+
+
+def test_without_a_driver_torch_is_not_asked(tmp_path: Path) -> None:
+    assert accelerators(tmp_path, python="/nowhere/python") == []
+
+
+def fake_python(folder: Path, script: str) -> str:
+    (folder / "dev").mkdir()
+    (folder / "dev/nvidiactl").touch()
+    python = folder / "python"
+    python.write_text(f"#!{sys.executable}\n{script}")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_gpus_are_listed_by_another_process(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "print('a notice')\nprint('[[\"NVIDIA B200\", 180]]')")
+    assert accelerators(tmp_path, python) == [Accelerator("NVIDIA B200", 180)]
+
+
+def test_a_driver_that_torch_cannot_use_is_an_error_in_one_line(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "raise SystemExit('x\\nNo CUDA runtime')")
+    with pytest.raises(UnfitNodeError, match="cannot list the GPUs: No CUDA runtime"):
+        accelerators(tmp_path, python)
+
+
+def test_a_driver_that_hangs_is_an_error(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "import signal; signal.pause()")
+    with pytest.raises(UnfitNodeError, match="does not answer"):
+        accelerators(tmp_path, python, timeout=0.3)

@@ -1,0 +1,90 @@
+"""environment.json."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster.environment import environment, git_state, relevant
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    (tmp_path / "recipe.yaml").write_text("name: a\n")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    return tmp_path
+
+
+def test_it_names_versions_and_command_and_is_json(tmp_path: Path) -> None:
+    found = environment(["phalanx", "train", "a.yaml"], tmp_path, {})
+    assert found["argv"] == ["phalanx", "train", "a.yaml"]
+    assert found["torch"]
+    assert found["python"].startswith("3.")
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_only_variables_that_matter_are_kept() -> None:
+    given = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "API_KEY": "secret",
+        "HOME": "/",
+    }
+    assert relevant(given) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+
+
+@needs_git
+def test_a_clean_repository_is_its_commit(repository: Path) -> None:
+    state = git_state(repository)
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert (state["dirty"], state["untracked"]) == (False, 0)
+
+
+@needs_git
+def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
+    (repository / "recipe.yaml").write_text("name: b\n")
+    state = git_state(repository)
+    assert state is not None
+    assert state["dirty"]
+
+
+@needs_git
+def test_a_file_that_git_does_not_know_is_counted(repository: Path) -> None:
+    (repository / "my_model.py").touch()
+    state = git_state(repository)
+    assert state is not None
+    assert (state["dirty"], state["untracked"]) == (False, 1)
+
+
+@needs_git
+def test_changes_outside_the_recipes_folder_do_not_count(repository: Path) -> None:
+    (repository / "inner").mkdir()
+    (repository / "recipe.yaml").write_text("name: b\n")
+    state = git_state(repository / "inner")
+    assert state is not None
+    assert not state["dirty"]
+
+
+def test_a_folder_outside_a_repository_has_no_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+
+
+def test_a_machine_without_git_has_no_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path, git=str(tmp_path / "git")) is None
+
+
+def test_the_room_does_not_import_torch() -> None:
+    script = "import sys, phalanx.cluster; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], check=False, env={"PYTHONPATH": ":".join(sys.path)}).returncode
+        == 0
+    )

@@ -1,0 +1,71 @@
+"""Small sources and datasets that the data room's tests share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.data import Data, open_data, prepare_source
+from phalanx.data.manifest import Manifest, token_dtype
+from phalanx.data.shard import ShardWriter
+from phalanx.recipe import schema
+
+
+def write_texts(folder: Path, texts: dict[str, str | bytes]) -> Path:
+    """Files by name."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def prepare(folder: Path, out: Path, source: dict[str, Any], tokenizer: Any = "bytes", **options: Any) -> Path:
+    """Prepare a source given as a recipe would, with one worker unless told otherwise."""
+    data = schema.Data.model_validate({"source": source, "tokenizer": tokenizer})
+    assert isinstance(data.source, schema.Source)
+    return prepare_source(data.source, data, folder, out, **{"workers": 1, **options})
+
+
+def dataset(folder: Path, shards: list[np.ndarray], vocab: int = 256, documents: int = 1) -> Path:
+    """A dataset directory that holds these tokens, `documents` equal documents in every shard."""
+    folder.mkdir(parents=True)
+    entries = []
+    for number, tokens in enumerate(shards):
+        with ShardWriter(folder, number, token_dtype(vocab)) as writer:
+            for part in np.array_split(tokens, documents):
+                writer.start_document()
+                writer.append(part)
+            entries.append(writer.finish())
+    Manifest("tokens", token_dtype(vocab).str.replace("|", "<"), tuple(entries), vocab, {"name": "bytes"}).write(folder)
+    return folder
+
+
+def numbered(count: int) -> np.ndarray:
+    """Tokens that tell where they are: 0, 1, 2, ... for a vocabulary of 2**32."""
+    return np.arange(count, dtype=np.uint32)
+
+
+def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> Data:
+    """`open_data` on dataset directories; `weights` go with them, other options into the recipe."""
+    weights = options.pop("weights", [1.0] * len(folders))
+    evaluate = options.pop("evaluate", {"share": share})
+    sources = [{"prepared": str(folder), "weight": w} for folder, w in zip(folders, weights, strict=True)]
+    data = schema.Data.model_validate({"source": sources, "sequence": sequence, **options})
+    return open_data(data, schema.Evaluate.model_validate(evaluate), seed)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a directory."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def all_tokens(folder: Path) -> np.ndarray:
+    """All tokens of a dataset in order."""
+    manifest = manifest_of(folder)
+    return np.concatenate([np.fromfile(folder / shard["file"], manifest["dtype"]) for shard in manifest["shards"]])

@@ -1,0 +1,104 @@
+"""`phalanx data`: what it prints and the codes it leaves with."""
+
+import json
+
+import pytest
+from small_data import write_texts
+
+from phalanx.cli import main
+from phalanx.data import Progress, pieces
+from phalanx.data import prepare as prepare_module
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_texts(tmp_path / "texts", {f"{n}.txt": f"text {n}\n" * 2000 for n in range(10)}))
+    return tmp_path
+
+
+def data(*words):
+    return main(["data", *map(str, words)])
+
+
+def test_prepare_verify_inspect(texts, capsys):
+    out = texts / "out"
+    assert data("prepare", "*.txt", "--exclude", "[5-9].txt", "--out", out, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["documents"], made["count"], made["begins"][:7]) == (5, 5 * 14_001, "text 0\n")
+    assert data("verify", out) == 0
+    assert capsys.readouterr().out.startswith(f"ok  {out}: 1 shards, 70.0 kB")
+    assert data("verify", "--json", out) == 0
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == made["fingerprint"]
+    assert data("inspect", out, "--tokens", 12) == 0
+    printed = capsys.readouterr().out
+    assert "fingerprint   " + made["fingerprint"] in printed
+    assert printed.endswith("\n\ntext 0\ntext \n")
+
+
+def test_json_lines_and_a_trained_tokenizer(texts, capsys):
+    write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
+    words = ["a.jsonl", "--jsonl", "--field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
+    assert data("prepare", *words) == 0
+    assert json.loads(capsys.readouterr().out)["vocab"] == 260
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give one source"),
+        (["*.txt", "--images", "x"], "give one source"),
+        (["--images", "x"], "--size 224 224"),
+        (["*.txt", "--jsonl", "--parquet"], "give one of them"),
+        (["*.txt", "--tokenizer", "bpe:many"], "at least 257"),
+        (["*.txt", "--out", "."], "is there already"),
+    ],
+)
+def test_wrong_usage_is_64(texts, capsys, words, told):
+    assert data("prepare", "--out", texts / "out", *words) == 64
+    assert told in capsys.readouterr().err
+    assert not (texts / "out").exists()
+
+
+def test_a_glob_without_files_is_78(texts, capsys):
+    assert data("prepare", "*.rst", "--out", texts / "out") == 78
+    assert "'*.rst' matches no file" in capsys.readouterr().err
+
+
+def test_a_damaged_dataset_is_65(texts, capsys):
+    data("prepare", "*.txt", "--out", texts / "out")
+    shard = texts / "out" / "shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert data("verify", texts / "out") == 65
+    error = capsys.readouterr().err
+    assert "shard-00000.bin block 2 (bytes 131072 to 140009): the checksum differs" in error
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_is_75_and_says_how_to_go_on(texts, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pieces, "SMALLEST", 30_000)
+    monkeypatch.setattr(prepare_module, "_publish", interrupted)
+    with pytest.raises(SystemExit) as left:
+        data("prepare", "*.txt", "--out", texts / "out")
+    assert left.value.code == 75
+    assert "the same command goes on" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(texts / "texts")
+    monkeypatch.setattr(pieces, "SMALLEST", 30_000)
+    assert data("prepare", "*.txt", "--out", texts / "out") == 0
+
+
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys):
+    from phalanx.cli.data import _Lines
+
+    lines = _Lines("preparing")
+    for second in range(12):
+        lines(Progress(second * 10**6, 10**7, 1000 * second, float(second)))
+    lines(Progress(0, 0, 0, 13.0, "waiting"))
+    assert capsys.readouterr().err.splitlines() == [
+        "preparing  5.0 MB of 10.0 MB  5,000 done  1.0 MB/s",
+        "preparing  10.0 MB of 10.0 MB  10,000 done  1.0 MB/s",
+        "waiting",
+    ]

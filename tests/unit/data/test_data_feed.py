@@ -1,0 +1,81 @@
+"""The background thread: it reads ahead, divides the work, and never hides an error."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from phalanx.data import Feed
+
+
+class Counting:
+    """Samples that are their own number; `broken` raises from that sample on."""
+
+    def __init__(self, broken=None):
+        self.broken = broken
+        self.asked = []
+        self.changed = threading.Condition()
+
+    def train(self, consumed, count):
+        with self.changed:
+            self.asked.append((consumed, count))
+            self.changed.notify_all()
+        if self.broken is not None and consumed >= self.broken:
+            raise OSError("the disk is gone")
+        return {"tokens": np.arange(consumed, consumed + count)}
+
+
+def feed(data, **options):
+    return Feed(data, **{"global_batch": 12, "micro": 2, "rank": 0, "world": 1, "consumed": 0, **options})
+
+
+def test_a_step_is_a_list_of_micro_batches():
+    with feed(Counting(), consumed=24) as steps:
+        assert [batch["tokens"].tolist() for batch in next(steps)] == [[24 + i, 25 + i] for i in range(0, 12, 2)]
+        assert next(steps)[0]["tokens"].tolist() == [36, 37]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_ranks_own_consecutive_micro_batches(world):
+    owned = []
+    for rank in range(world):
+        with feed(Counting(), rank=rank, world=world) as steps:
+            owned += [batch["tokens"].tolist() for batch in next(steps)]
+    assert owned == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+def test_it_reads_ahead_but_not_further_than_told():
+    data = Counting()
+    with feed(data, depth=3) as steps, data.changed:
+        # three steps wait in the queue, and the fourth is in the thread's hands
+        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
+    next_in_line = Counting()
+    with feed(next_in_line, depth=3) as steps:
+        next(steps)
+        with next_in_line.changed:
+            assert next_in_line.changed.wait_for(lambda: len(next_in_line.asked) == 5, timeout=10)
+
+
+def test_an_error_is_raised_when_its_step_is_asked_for():
+    with feed(Counting(broken=24)) as steps:
+        assert next(steps)[0]["tokens"][0] == 0
+        assert next(steps)[0]["tokens"][0] == 12
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(steps)
+
+
+def test_close_ends_the_thread_and_the_steps():
+    steps = feed(Counting())
+    next(steps)
+    steps.close()
+    steps.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match="global batch of 12"):
+        feed(Counting(), micro=5)

@@ -1,0 +1,169 @@
+"""Images: IDX files and folders become records, records become batches."""
+
+import gzip
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from small_data import contents, manifest_of, opened, prepare, write_texts
+
+from phalanx.data import inspect, load_tokenizer, verify
+from phalanx.errors import DataError, RecipeError, UsageError
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+def idx(values):
+    """An array as an IDX file."""
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+@pytest.fixture
+def images():
+    return np.random.default_rng(0).integers(0, 256, (200, 5, 7)).astype(np.uint8)
+
+
+@pytest.fixture
+def labels():
+    return (np.arange(200) % 10).astype(np.uint8)
+
+
+SOURCE = {"idx": {"images": "images", "labels": "labels"}}
+
+
+def test_idx_images_come_back_with_their_labels(tmp_path, images, labels):
+    write_texts(tmp_path, {"images": idx(images), "labels": idx(labels)})
+    out = prepare(tmp_path, tmp_path / "out", SOURCE)
+    verify(out)
+    data = opened(out, share=0.1)
+    assert (data.facts.kind, data.facts.classes, data.facts.shape) == ("images", 10, (5, 7, 1))
+    assert (data.train_samples, data.held_out_samples) == (180, 20)
+    batches = [data.train(0, 180), data.held_out(0, 20)]
+    got = np.concatenate([batch["images"] for batch in batches])
+    assert got.dtype == np.uint8
+    assert batches[0]["labels"].dtype == np.int64
+    got_labels = np.concatenate([batch["labels"] for batch in batches])
+    key = {image.tobytes(): label for image, label in zip(images, labels, strict=True)}
+    assert len(key) == 200
+    assert [key.pop(image.tobytes()) for image in got] == got_labels.tolist()
+
+
+def test_packed_idx_files_give_the_same_dataset(tmp_path, images, labels):
+    packed = {"images": gzip.compress(idx(images)), "labels": gzip.compress(idx(labels))}
+    write_texts(tmp_path, {"images": idx(images), "labels": idx(labels)})
+    write_texts(tmp_path, {f"{name}.gz": data for name, data in packed.items()})
+    plain = prepare(tmp_path, tmp_path / "plain", SOURCE)
+    source = {"idx": {"images": "images.gz", "labels": "labels.gz"}}
+    assert contents(plain) == contents(prepare(tmp_path, tmp_path / "packed", source))
+
+
+def test_idx_images_may_have_channels(tmp_path, labels):
+    coloured = np.random.default_rng(0).integers(0, 256, (200, 4, 4, 3)).astype(np.uint8)
+    write_texts(tmp_path, {"images": idx(coloured), "labels": idx(labels)})
+    assert manifest_of(prepare(tmp_path, tmp_path / "out", SOURCE))["shape"] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda images, labels: (idx(images)[:-1], idx(labels)), "images: ends too early"),
+        (lambda images, labels: (idx(images), idx(labels)[:-1]), "labels: ends too early"),
+        (lambda images, labels: (b"P6 12 7", idx(labels)), "images: not an IDX file"),
+        (lambda images, labels: (b"", idx(labels)), "images: ends too early"),
+        (lambda images, labels: (idx(labels), idx(labels)), "images: not an IDX file of unsigned bytes with 3 or 4"),
+        (lambda images, labels: (idx(images), idx(labels[:-1])), "labels: 199 labels for the 200 images"),
+        (lambda images, labels: (gzip.compress(b"x") + b"junk", idx(labels)), "images: not an IDX file"),
+    ],
+)
+def test_idx_files_that_are_not_whole_are_named(tmp_path, images, labels, harm, words):
+    damaged = harm(images, labels)
+    write_texts(tmp_path, {"images": damaged[0], "labels": damaged[1]})
+    with pytest.raises(DataError, match=words):
+        prepare(tmp_path, tmp_path / "out", SOURCE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_idx_files_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(RecipeError, match="images: No such file"):
+        prepare(tmp_path, tmp_path / "out", SOURCE)
+
+
+@pytest.mark.skipif(not FASHION.exists(), reason="needs Debian's dataset-fashion-mnist")
+def test_fashion_mnist_as_debian_ships_it(tmp_path):
+    source = {"idx": {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}}
+    out = prepare(FASHION, tmp_path / "out", source)
+    batch = opened(out).train(0, 10_000)
+    assert batch["images"].shape == (10_000, 28, 28, 1)
+    assert np.bincount(batch["labels"]).tolist() == [1000] * 10
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, (label, colour) in enumerate({"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}.items()):
+        for mode, name in (("RGB", "a.png"), ("RGB", "deep/b.bmp"), ("P", "c.gif")):
+            path = tmp_path / "images" / label / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            PIL.Image.new("RGB", (8 + number, 6), colour).convert(mode).save(path)
+    write_texts(tmp_path / "images", {"red/notes.txt": "no image", ".cache/x.png": "no class"})
+    return tmp_path / "images"
+
+
+def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 5]})
+    assert manifest_of(out)["labels"] == ["blue", "green", "red"]
+    data = opened(out)
+    batch = data.train(0, 9)
+    assert (data.facts.classes, data.facts.shape) == (3, (4, 5, 3))
+    assert sorted(batch["labels"].tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    colours = np.eye(3, dtype=np.int64)[::-1] * 255  # blue, green, red
+    for image, label in zip(batch["images"], batch["labels"], strict=True):
+        assert (image == colours[label]).all()
+
+
+def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 200)
+    source = {"images": "images", "size": [4, 4]}
+    outs = [prepare(tmp_path, tmp_path / f"out{n}", source, workers=n) for n in (1, 2)]
+    assert len(manifest_of(outs[0])["shards"]) > 1
+    assert contents(outs[0]) == contents(outs[1])
+
+
+def test_an_image_that_cannot_be_read_is_named(folder, tmp_path):
+    (folder / "red" / "z.png").write_text("not a picture")
+    with pytest.raises(DataError, match=r"z\.png: not an image that Pillow can read"):
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"images": "images"}, "need a common size"),
+        ({"images": "nowhere", "size": [4, 4]}, "no such folder of images"),
+        ({"images": "images/red", "size": [9, 9], "exclude": []}, None),
+        ({"images": "images/red/deep", "size": [4, 4]}, "matches no file"),
+    ],
+)
+def test_image_folders_that_are_none_are_refused(folder, tmp_path, source, words):
+    if words is None:
+        assert manifest_of(prepare(tmp_path, tmp_path / "out", source))["labels"] == ["deep"]
+        return
+    with pytest.raises(RecipeError, match=words):
+        prepare(tmp_path, tmp_path / "out", source)
+
+
+def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[images\]'"):
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+
+
+def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    facts = inspect(out)
+    assert facts["first_labels"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (facts["count"], facts["classes"], facts["shape"]) == (9, 3, (4, 4, 3))
+    with pytest.raises(UsageError, match="images has no tokenizer"):
+        load_tokenizer(out)

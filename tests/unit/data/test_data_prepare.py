@@ -1,0 +1,243 @@
+"""Preparing: the same bytes from any number of workers, whole or not there, and going on after an interruption."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from small_data import all_tokens, contents, manifest_of, prepare, write_texts
+
+from phalanx.data import pieces, verify
+from phalanx.data.prepare import Progress
+from phalanx.errors import DataError, RecipeError, UsageError
+
+SOURCE = Path(pieces.__file__).parents[2]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of 10 kB, so that small sources have several."""
+    monkeypatch.setattr(pieces, "SMALLEST", 10_000)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    files = {f"{number:02d}.txt": f"file {number}\n" * (100 * (number % 5)) for number in range(20)}
+    return write_texts(tmp_path / "texts", {**files, "large.txt": "a long line of text\n" * 5000})
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, small_pieces):
+    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, workers=n) for n in (1, 2, 3)]
+    assert contents(outs[0]) == contents(outs[1]) == contents(outs[2])
+    assert len(manifest_of(outs[0])["shards"]) > 5
+    assert all_tokens(outs[0]).tobytes().replace(b"\0", b"") == b"".join(
+        path.read_bytes() for path in sorted(texts.iterdir())
+    )
+
+
+def test_the_fingerprint_is_that_of_the_contents_wherever_they_lie(texts, tmp_path):
+    shutil.copytree(texts, tmp_path / "elsewhere")
+    first = prepare(texts, tmp_path / "out1", {"text": "*.txt"})
+    second = prepare(tmp_path / "elsewhere", tmp_path / "out2", {"text": "**/*.txt"})
+    assert contents(first) == contents(second)
+    (tmp_path / "elsewhere" / "03.txt").write_text("another")
+    third = prepare(tmp_path / "elsewhere", tmp_path / "out3", {"text": "*.txt"})
+    assert manifest_of(third)["fingerprint"] != manifest_of(first)["fingerprint"]
+
+
+def test_only_the_dataset_is_left(texts, tmp_path, small_pieces):
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+    assert {path.suffix for path in out.iterdir()} == {".json", ".bin", ".idx"}
+    verify(out)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(done):
+    def progress(now: Progress):
+        if now.done >= done:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_after_an_interruption_finished_shards_are_kept(texts, tmp_path, small_pieces, workers):
+    source = {"text": "*.txt"}
+    with pytest.raises(Interrupted):
+        prepare(texts, tmp_path / "out", source, workers=workers, progress=interrupt_at(60_000))
+    assert not (tmp_path / "out").exists()
+    done = [path.with_suffix(".bin") for path in (tmp_path / "out.partial").glob("*.done")]
+    finished = {path: path.stat().st_mtime_ns for path in done}
+    assert finished
+    seen = []
+    out = prepare(texts, tmp_path / "out", source, workers=1, progress=seen.append)
+    assert all((out / path.name).stat().st_mtime_ns == time for path, time in finished.items())
+    assert contents(out) == contents(prepare(texts, tmp_path / "fresh", source))
+    assert seen[-1].done == seen[-1].total
+    assert seen[-1].count == all_tokens(out).size
+
+
+def test_a_source_that_changed_meanwhile_is_begun_anew(texts, tmp_path, small_pieces):
+    with pytest.raises(Interrupted):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=interrupt_at(60_000))
+    (texts / "00.txt").write_text("something new")
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"})
+    assert contents(out) == contents(prepare(texts, tmp_path / "fresh", {"text": "*.txt"}))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from phalanx.data import pieces, prepare_source
+from phalanx.recipe import schema
+
+def tell(now):
+    print(now.done, flush=True)
+
+if __name__ == "__main__":
+    pieces.SMALLEST = 10_000
+    source = schema.Source(text="*.txt")
+    folder, out = map(Path, sys.argv[1:])
+    prepare_source(source, schema.Data(), folder, out, workers=2, progress=tell)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_preparation_leaves_no_process_and_can_be_finished(texts, tmp_path, small_pieces, how):
+    (tmp_path / "script.py").write_text(KILLED)
+    for number in range(100):
+        (texts / f"more{number}.txt").write_text("more text\n" * 1000)
+    command = [sys.executable, tmp_path / "script.py", texts, tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    for _ in range(8):
+        process.stdout.readline()
+    workers = psutil.Process(process.pid).children()
+    process.send_signal(how)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "out.partial").glob("*.done"))
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2)
+    assert contents(out) == contents(prepare(texts, tmp_path / "fresh", {"text": "*.txt"}))
+
+
+def test_workers_do_not_import_torch(texts, tmp_path):
+    code = "import sys, phalanx.data.worker, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_worker_keeps_its_kind_and_its_words(tmp_path, small_pieces, workers):
+    write_texts(tmp_path, {f"{number}.jsonl": '{"text": "x"}\n' * 1000 for number in range(4)})
+    write_texts(tmp_path, {"3.jsonl": "oops\n" * 3000})
+    with pytest.raises(DataError, match=r"3\.jsonl, the line at byte \d+: not JSON"):
+        prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl"}, workers=workers)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_without_any_text_is_refused(tmp_path):
+    write_texts(tmp_path, {"a.txt": "", "b.txt": ""})
+    with pytest.raises(RecipeError, match=r"2 file\(s\) found hold no text"):
+        prepare(tmp_path, tmp_path / "out", {"text": "*.txt"})
+
+
+def test_a_place_that_is_taken_is_refused(texts, tmp_path):
+    with pytest.raises(UsageError, match="is there already and is not a dataset"):
+        prepare(texts, texts, {"text": "*.txt"})
+
+
+def test_an_empty_directory_is_as_good_as_none(texts, tmp_path):
+    (tmp_path / "out").mkdir()
+    verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
+
+
+def test_a_place_that_cannot_be_written_is_named(texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"out: cannot be written: Not a directory"):
+        prepare(texts, tmp_path / "file" / "out", {"text": "*.txt"})
+
+
+def test_progress_counts_bytes_and_tokens(texts, tmp_path, small_pieces):
+    seen = []
+    clock = iter(range(10_000))
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=seen.append, clock=lambda: float(next(clock)))
+    assert seen[-1].done == seen[-1].total == sum(path.stat().st_size for path in texts.iterdir())
+    assert seen[-1].count == all_tokens(out).size
+    assert [now.seconds for now in seen] == sorted(now.seconds for now in seen)
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    """A source of 120 MB in one file, in a process that may have 60 MB more than it needs for nothing at all."""
+    with open(tmp_path / "large.txt", "wb") as file:
+        for number in range(120):
+            file.write(
+                b"%08d and some text to fill a line of 64 bytes, newline incl.......\n" % number * (1_000_000 // 68)
+            )
+    code = f"""
+import resource
+from pathlib import Path
+from phalanx.data import prepare_source
+from phalanx.recipe import schema
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+source = schema.Source(text="large.txt")
+prepare_source(source, schema.Data(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), workers=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert int(run.stdout) * 1024 < 60 << 20
+
+
+def test_two_at_once_make_one_dataset(texts, tmp_path, small_pieces):
+    seen, outs = [], []
+    threads = [
+        threading.Thread(
+            target=lambda: outs.append(prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=seen.append))
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outs == [tmp_path / "out"] * 4
+    verify(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+
+
+def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    with open(partial / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        orphan = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock.fileno(),))
+    waiting = threading.Event()
+    notes = []
+
+    def progress(now: Progress):
+        notes.append(now.note)
+        waiting.set()
+
+    thread = threading.Thread(
+        target=prepare, args=(texts, tmp_path / "out", {"text": "*.txt"}), kwargs={"progress": progress}
+    )
+    thread.start()
+    assert waiting.wait(10)
+    assert "another process is preparing" in notes[0]
+    assert not (tmp_path / "out").exists()
+    orphan.communicate()
+    thread.join()
+    verify(tmp_path / "out")

@@ -1,0 +1,193 @@
+"""Batches: which tokens a sample has, where documents end, how mixtures and ranks share the samples."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data import dataset, numbered, opened
+
+from phalanx.data import IGNORED, Feed
+from phalanx.errors import RecipeError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shards = np.split(numbered(3000), [700, 701, 1500])
+    return dataset(tmp_path_factory.mktemp("reader") / "dataset", shards, vocab=2**32)
+
+
+def test_a_sample_is_a_window_within_a_shard_and_its_targets_are_one_further(folder):
+    batch = opened(folder, sequence=10).train(0, 64)
+    assert {name: (values.dtype, values.shape) for name, values in batch.items()} == {
+        "tokens": (np.int64, (64, 10)),
+        "targets": (np.int64, (64, 10)),
+    }
+    assert (batch["targets"] == batch["tokens"] + 1).all()
+    first = batch["tokens"][:, 0]
+    shard_start = np.select([first >= 1501, first >= 701, first >= 700], [1501, 701, 700], 0)
+    shard_start = np.where(first >= 1500, 1500, np.where(shard_start == 1501, 1500, shard_start))
+    assert ((first - shard_start) % 10 == 0).all()
+
+
+def test_every_token_but_the_shards_ends_is_a_target_once_an_epoch(folder):
+    data = opened(folder, sequence=10)
+    targets = np.sort(data.train(0, data.train_samples)["targets"].ravel())
+    expected = [*range(1, 691), *range(702, 1492), *range(1501, 2991)]
+    assert targets.tolist() == expected
+
+
+def test_arrays_are_contiguous_and_writable(folder):
+    for values in opened(folder, documents="separate").train(0, 4).values():
+        assert values.flags.c_contiguous
+        assert values.flags.writeable
+
+
+@given(first=st.integers(0, 40_000), count=st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_samples_do_not_depend_on_how_they_are_asked_for(folder, first, count):
+    together = opened(folder).train(first, count)["tokens"]
+    data = opened(folder)
+    alone = [data.train(first + i, 1)["tokens"][0] for i in reversed(range(count))]
+    assert np.array_equal(together, alone[::-1])
+
+
+def test_held_out_samples_are_none_that_training_sees(folder):
+    data = opened(folder, share=0.1)
+    held = data.held_out(0, data.held_out_samples)["targets"].ravel()
+    trained = data.train(0, 3 * data.train_samples)["targets"].ravel()
+    assert data.held_out_samples == round(0.1 * (data.train_samples + data.held_out_samples))
+    assert not set(held.tolist()) & set(trained.tolist())
+
+
+def test_held_out_samples_end(folder):
+    data = opened(folder, share=0.1)
+    with pytest.raises(ValueError, match="held-out samples"):
+        data.held_out(data.held_out_samples, 1)
+
+
+def test_a_source_of_its_own_for_evaluation_leaves_training_all_of_its_own(folder, tmp_path):
+    other = dataset(tmp_path / "other", [numbered(500) + 10_000], vocab=2**32)
+    data = opened(folder, evaluate={"source": {"prepared": str(other)}, "share": 0.5})
+    assert data.train_samples == opened(folder).train_samples
+    assert data.held_out_samples == 499 // 8
+    assert np.array_equal(np.sort(data.held_out(0, 62)["tokens"].ravel()), 10_000 + np.arange(62 * 8))
+
+
+def test_no_share_holds_nothing_out(folder):
+    assert opened(folder, share=0).held_out_samples == 0
+
+
+def steps_on(data, world, consumed, steps, global_batch=12, micro=2):
+    """Global batches put together from what every rank's feed gives."""
+    feeds = [
+        Feed(data, global_batch=global_batch, micro=micro, rank=rank, world=world, consumed=consumed)
+        for rank in range(world)
+    ]
+    try:
+        return [
+            np.concatenate([micro_batch["tokens"] for feed in feeds for micro_batch in next(feed)])
+            for _ in range(steps)
+        ]
+    finally:
+        for feed in feeds:
+            feed.close()
+
+
+def test_one_then_three_then_two_ranks_read_what_one_rank_reads(folder):
+    whole = steps_on(opened(folder), 1, 0, 90)
+    changing = [
+        batch
+        for world, first, last in ((1, 0, 30), (3, 30, 60), (2, 60, 90))
+        for batch in steps_on(opened(folder), world, first * 12, last - first)
+    ]
+    assert np.concatenate(whole).tobytes() == np.concatenate(changing).tobytes()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mixture")
+    return [
+        dataset(root / str(number), [numbered(size) + number * 10_000], vocab=2**32)
+        for number, size in enumerate((900, 300, 4000))
+    ]
+
+
+def test_a_mixture_takes_from_its_sources_by_weight(three):
+    tokens = opened(*three, weights=[3, 1, 4]).train(0, 4000)["tokens"]
+    source = tokens[:, 0] // 10_000
+    assert np.bincount(source).tolist() == [1500, 500, 2000]
+    for number in range(8, 4000, 8):
+        assert np.abs(np.bincount(source[:number], minlength=3) - np.array([3, 1, 4]) * number / 8).max() <= 1
+
+
+def test_every_source_of_a_mixture_has_epochs_of_its_own(three):
+    data = opened(*three, weights=[3, 1, 4])
+    tokens = data.train(0, 1000)["tokens"]
+    small = tokens[tokens[:, 0] // 10_000 == 1]
+    samples = (300 - 1) // 8
+    assert len(small) > 3 * samples
+    for epoch in range(3):
+        met = small[epoch * samples : (epoch + 1) * samples, 0]
+        assert len(set(met.tolist())) == samples
+
+
+def test_a_mixture_holds_out_a_share_of_every_source(three):
+    data = opened(*three, weights=[3, 1, 4], share=0.2)
+    held = data.held_out(0, data.held_out_samples)["tokens"]
+    trained = set(data.train(0, 5000)["tokens"].ravel().tolist())
+    assert set((held[:, 0] // 10_000).tolist()) == {0, 1, 2}
+    assert len(np.unique(held[:, 0])) == len(held)
+    assert not trained & set(held.ravel().tolist())
+
+
+def test_sources_with_other_tokenizers_do_not_mix(three, tmp_path):
+    other = dataset(tmp_path / "bytes", [np.zeros(100, np.uint8)])
+    with pytest.raises(RecipeError, match="cannot be mixed") as error:
+        opened(three[0], other)
+    assert error.value.code == 78
+
+
+def test_a_sequence_longer_than_every_shard_is_refused(three):
+    with pytest.raises(RecipeError, match=r"data\.sequence: 900 tokens"):
+        opened(three[0], sequence=900)
+    assert opened(three[0], sequence=899).train_samples == 1
+
+
+def test_the_fingerprint_tells_everything_that_changes_the_order(three):
+    fingerprints = [
+        opened(three[0]).fingerprint,
+        opened(three[1]).fingerprint,
+        opened(three[0], sequence=9).fingerprint,
+        opened(three[0], share=0.5).fingerprint,
+        opened(three[0], documents="separate").fingerprint,
+        opened(three[0], three[1]).fingerprint,
+        opened(three[0], three[1], weights=[1, 2]).fingerprint,
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert opened(three[0], seed=5).fingerprint == fingerprints[0]
+    assert opened(three[0], three[1], weights=[2, 4]).fingerprint == fingerprints[-1]
+
+
+def test_documents_kept_apart_are_numbered_and_not_each_others_targets(tmp_path):
+    folder = dataset(tmp_path / "dataset", [numbered(40), numbered(50) + 100], vocab=2**32, documents=4)
+    data = opened(folder, sequence=12, documents="separate")
+    batch = data.train(0, data.train_samples)
+    assert batch["documents"].dtype == np.int32
+    for tokens, targets, documents in zip(batch["tokens"], batch["targets"], batch["documents"], strict=True):
+        size, base = (40, 0) if tokens[0] < 100 else (50, 100)
+        edges = np.cumsum([len(part) for part in np.array_split(np.arange(size), 4)])
+        document = np.searchsorted(edges, np.append(tokens, tokens[-1] + 1) - base, side="right")
+        assert np.array_equal(documents, document[:-1] - document[0])
+        assert np.array_equal(targets, np.where(document[1:] == document[:-1], tokens + 1, IGNORED))
+
+
+def test_joined_documents_have_targets_everywhere(tmp_path):
+    folder = dataset(tmp_path / "dataset", [numbered(40)], vocab=2**32, documents=4)
+    batch = opened(folder, sequence=12).train(0, 3)
+    assert "documents" not in batch
+    assert (batch["targets"] != IGNORED).all()
+
+
+def test_facts_say_what_a_model_must_know(folder):
+    facts = opened(folder, sequence=10).facts
+    assert (facts.kind, facts.vocab, facts.sequence, facts.classes, facts.shape) == ("tokens", 2**32, 10, None, None)

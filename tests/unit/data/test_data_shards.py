@@ -1,0 +1,169 @@
+"""The format on disk: what is written comes back, and whatever is not what was written is named."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from small_data import dataset, manifest_of, numbered, opened
+
+from phalanx.data import inspect, verify
+from phalanx.data.manifest import read_manifest, token_dtype
+from phalanx.data.shard import BLOCK, ShardWriter, read_sidecar
+from phalanx.errors import DataError, ExitCode
+
+TOKENS = 100_000  # 400 kB in four-byte tokens: six blocks and a bit
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return dataset(tmp_path / "dataset", [numbered(TOKENS), numbered(TOKENS) + TOKENS], vocab=2**32, documents=5)
+
+
+def read_everything(folder):
+    data = opened(folder, sequence=100)
+    for start in range(0, data.train_samples, 50):
+        data.train(start, 50)
+
+
+def flip(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(2, "u1"), (256, "u1"), (257, "u2"), (65_536, "u2"), (65_537, "u4")])
+def test_tokens_are_as_wide_as_the_vocabulary_needs(vocab, dtype):
+    assert token_dtype(vocab) == np.dtype(f"<{dtype}")
+
+
+@pytest.mark.parametrize("sizes", [[1], [BLOCK], [BLOCK + 1], [10, BLOCK - 10, BLOCK * 2, 3], [7] * 1000])
+def test_what_is_written_comes_back_however_it_was_cut(tmp_path, sizes):
+    tokens = np.random.default_rng(0).integers(0, 256, sum(sizes)).astype(np.uint8)
+    with ShardWriter(tmp_path, 3, np.dtype("u1")) as writer:
+        for part in np.split(tokens, np.cumsum(sizes)[:-1]):
+            writer.start_document()
+            writer.append(part)
+        entry = writer.finish()
+    assert (entry.file, entry.bytes, entry.count, entry.documents) == (
+        "shard-00003.bin",
+        *[len(tokens)] * 2,
+        len(sizes),
+    )
+    assert np.array_equal(np.fromfile(tmp_path / entry.file, np.uint8), tokens)
+    sidecar = read_sidecar(tmp_path, entry)
+    assert sidecar.documents.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+    assert len(sidecar.hashes) == -(-len(tokens) // BLOCK)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_shard_that_was_not_finished_has_no_name(tmp_path):
+    with ShardWriter(tmp_path, 0, np.dtype("u1")) as writer:
+        writer.append(np.zeros(10, np.uint8))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+
+
+def test_a_whole_dataset_verifies(folder):
+    facts = verify(folder)
+    assert (facts["shards"], facts["blocks"], facts["bytes"]) == (2, 14, 8 * TOKENS)
+    read_everything(folder)
+
+
+@pytest.mark.parametrize("block", [0, 3, 6])
+@pytest.mark.parametrize("check", [read_everything, verify])
+def test_a_flipped_bit_is_found_and_its_block_is_named(folder, block, check):
+    flip(folder / "shard-00001.bin", block * BLOCK + 77)
+    with pytest.raises(DataError, match=rf"shard-00001\.bin block {block} \(bytes {block * BLOCK} to") as error:
+        check(folder)
+    assert error.value.code == ExitCode.DATA == 65
+
+
+def test_a_flipped_bit_is_found_before_its_tokens_are_read(folder):
+    flip(folder / "shard-00000.bin", 5 * BLOCK)
+    bad = set(range(5 * BLOCK // 4, 6 * BLOCK // 4))
+    data, refused = opened(folder, sequence=100), 0
+    for sample in range(data.train_samples):
+        try:
+            assert not bad & set(data.train(sample, 1)["tokens"].ravel().tolist())
+        except DataError:
+            refused += 1
+    # a block of 16,384 tokens: all its windows were refused, each time they were asked for
+    assert refused == len({token // 100 for token in bad} | {(token - 1) // 100 for token in bad})
+
+
+@pytest.mark.parametrize("check", [opened, verify])
+def test_a_truncated_shard_is_named_with_the_block_where_it_ends(folder, check):
+    with open(folder / "shard-00001.bin", "r+b") as file:
+        file.truncate(3 * BLOCK + 5)
+    with pytest.raises(DataError, match=rf"shard-00001\.bin block 3: the shard is cut short: {3 * BLOCK + 5} bytes"):
+        check(folder)
+
+
+@pytest.mark.parametrize("check", [opened, verify])
+def test_a_shard_that_grew_is_named(folder, check):
+    with open(folder / "shard-00000.bin", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match=r"shard-00000\.bin block 6: the shard is too long"):
+        check(folder)
+
+
+@pytest.mark.parametrize("check", [opened, verify])
+def test_a_missing_shard_is_named(folder, check):
+    (folder / "shard-00001.bin").unlink()
+    with pytest.raises(DataError, match=r"shard-00001\.bin: the shard is missing, from block 0 on"):
+        check(folder)
+
+
+@pytest.mark.parametrize("harm", [lambda path: flip(path, 60), lambda path: path.unlink()])
+@pytest.mark.parametrize("check", [read_everything, verify])
+def test_a_damaged_or_missing_sidecar_is_named_with_the_blocks_it_was_for(folder, harm, check):
+    harm(folder / "shard-00001.idx")
+    with pytest.raises(DataError, match=r"shard-00001\.idx: blocks 0 to 6 of shard-00001\.bin cannot be checked"):
+        check(folder)
+
+
+@pytest.mark.parametrize("check", [read_everything, verify])
+def test_the_manifest_of_another_dataset_is_found_out(folder, tmp_path, check):
+    other = dataset(tmp_path / "other", [numbered(TOKENS) + 1, numbered(TOKENS)], vocab=2**32, documents=5)
+    shutil.copy(other / "manifest.json", folder / "manifest.json")
+    with pytest.raises(
+        DataError, match=r"shard-0000\d\.idx: blocks 0 to 6 .* manifest\.json is that of another dataset"
+    ):
+        check(folder)
+
+
+@pytest.mark.parametrize("check", [opened, verify, inspect])
+def test_an_edited_manifest_is_found_out(folder, check):
+    manifest = manifest_of(folder)
+    manifest["shards"].pop()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"manifest\.json: was changed"):
+        check(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', '{"format": 1, "fingerprint": "", "shards": 3}'])
+def test_a_file_that_is_no_manifest_is_named(folder, text):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest"):
+        read_manifest(folder)
+
+
+def test_a_directory_without_a_manifest_is_no_dataset(tmp_path):
+    with pytest.raises(DataError, match="no dataset here"):
+        opened(tmp_path)
+
+
+def test_a_format_of_the_future_is_refused(folder):
+    manifest = manifest_of(folder)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(DataError, match="dataset format 2; this Phalanx reads format 1"):
+        read_manifest(folder)
+
+
+def test_verify_counts_all_that_is_bad(folder):
+    for block in (1, 2, 5):
+        flip(folder / "shard-00000.bin", block * BLOCK)
+    with pytest.raises(DataError, match=r"block 1 .*\n2 more like it"):
+        verify(folder)

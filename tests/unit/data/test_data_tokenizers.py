@@ -1,0 +1,126 @@
+"""Tokenizers: there and back, trained ones the same every time, stored ones verified."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data import all_tokens, contents, manifest_of, prepare, write_texts
+
+from phalanx.data import load_tokenizer
+from phalanx.data.tokenizers import TOKENIZER, train_bpe
+from phalanx.errors import DataError, RecipeError, UsageError
+
+TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "my-tokenizer.json"
+    train_bpe(iter([TEXT]), 400, path)
+    return path
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_bytes_come_back(text):
+    tokenizer = load_tokenizer("bytes")
+    tokens = tokenizer.encode(text)
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_bytes_that_are_no_text_become_replacement_characters_and_separators_nothing():
+    assert load_tokenizer("bytes").decode([104, 255, 0, 105]) == "h\ufffdi"
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_a_trained_bpe_encodes_every_text(bpe, text):
+    tokenizer = load_tokenizer(bpe)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens.tolist()) == text
+    assert tokens.dtype == np.uint16
+    assert (tokens < tokenizer.vocab).all()
+    assert tokenizer.separator == 0
+
+
+def test_training_gives_the_same_tokenizer_every_time(bpe, tmp_path):
+    train_bpe(iter([TEXT]), 400, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == bpe.read_bytes()
+    assert 257 < load_tokenizer(bpe).vocab <= 400  # the text has no more pairs worth a token
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / "texts", {f"{number}.txt": TEXT + str(number) for number in range(4)})
+
+
+def test_a_bpe_is_trained_on_the_data_and_kept_with_it(texts, tmp_path):
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
+    tokenizer = load_tokenizer(out)
+    described = manifest_of(out)["tokenizer"]
+    assert (tokenizer.vocab, tokenizer.name, described["name"], described["separator"]) == (
+        300,
+        "bpe:300",
+        "bpe:300",
+        0,
+    )
+    tokens = all_tokens(out)
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens.tolist()) == "".join(path.read_text() for path in sorted(texts.iterdir()))
+    assert (tokens == 0).sum() == 4
+    moved = shutil.move(out, tmp_path / "moved")
+    assert load_tokenizer(moved).encode("quick").tolist() == tokenizer.encode("quick").tolist()
+
+
+def test_a_bpe_dataset_is_the_same_from_any_number_of_workers(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 5000)
+    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, {"bpe": 300}, workers=n) for n in (1, 2)]
+    assert len(manifest_of(outs[0])["shards"]) > 1
+    assert contents(outs[0]) == contents(outs[1])
+
+
+def test_a_hugging_face_tokenizer_is_copied_into_the_dataset(texts, bpe, tmp_path):
+    shutil.copy(bpe, texts / "tok.json")
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, "tok.json")
+    assert (out / TOKENIZER).read_bytes() == bpe.read_bytes()
+    assert load_tokenizer(out).encode(TEXT).tolist() == load_tokenizer(bpe).encode(TEXT).tolist()
+
+
+def test_a_tokenizer_without_a_separator_puts_none(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_truncation(2)
+    words.enable_padding(length=50)
+    words.save(str(tmp_path / "words.json"))
+    write_texts(tmp_path, {"1.txt": "a b b a", "2.txt": "b c"})
+    out = prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, "words.json")
+    assert all_tokens(out).tolist() == [0, 7, 7, 0, 7, 3]
+    assert manifest_of(out)["shards"][0]["documents"] == 2
+    assert manifest_of(out)["vocab"] == 8
+
+
+def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
+    with open(out / TOKENIZER, "a") as file:
+        file.write(" ")
+    with pytest.raises(DataError, match=r"tokenizer\.json: missing, or not the tokenizer that this dataset"):
+        load_tokenizer(out)
+
+
+@pytest.mark.parametrize(("name", "words"), [("none.json", "no such tokenizer"), ("bad.json", "not a tokenizer.json")])
+def test_a_tokenizer_that_cannot_be_read_is_named_before_anything_is_written(texts, tmp_path, name, words):
+    (texts / "bad.json").write_text("{}")
+    with pytest.raises(RecipeError, match=rf"{name}: {words}"):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, name)
+    assert list(tmp_path.iterdir()) == [texts]
+
+
+def test_without_the_library_the_message_says_what_to_install(texts, tmp_path, bpe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[tokenizers\]'"):
+        load_tokenizer(bpe)

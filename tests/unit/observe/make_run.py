@@ -1,0 +1,207 @@
+"""Writes run directories as the engine would, without an engine: realistic curves, any fault on demand, seeded."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+HEALTHY = {
+    "data": 0.008,
+    "forward": 0.30,
+    "backward": 0.59,
+    "exchange": 0.0,
+    "optimizer": 0.06,
+    "checkpoint": 0.002,
+    "other": 0.04,
+}
+T0 = 1_790_000_000.0
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "gpt-python",
+        "model": {"build": "phalanx.models:transformer", "args": {"layers": 4, "width": 256, "heads": 4}},
+        "task": "language-modeling",
+        "data": {
+            "source": {"text": "${python.stdlib}/**/*.py"},
+            "tokenizer": "bytes",
+            "sequence": 256,
+        },
+        "evaluate": {"every": 50},
+        "batch": {"global": 16, "micro": 8},
+        "steps": 300,
+        "optim": {"name": "adamw", "lr": 1e-3, "clip": 1.0, "schedule": {"warmup": 20, "decay": "cosine"}},
+        "precision": "bf16",
+        "layout": {"replicate": 1},
+        "threads": 2,
+        **changes,
+    }
+
+
+class Maker:
+    """Writes events with a clock of its own. `steps(first, last)` writes steps; the rest is named as the events are."""
+
+    def __init__(self, path: Path, *, total: int = 300, seconds: float = 0.4, seed: int = 0, **shape: Any):
+        self.path, self.total, self.seconds = path, total, seconds
+        self.random = random.Random(seed)
+        self.split = {**HEALTHY, **shape.pop("split", {})}
+        self.world = shape.pop("world", 1)
+        self.mfu = shape.pop("mfu", 0.45)
+        self.overfit_from = shape.pop("overfit_from", None)
+        self.falling = shape.pop("falling", False)
+        self.tokens = shape.pop("tokens", 4096)
+        self.matmul = shape.pop("matmul", {"fp32": 0.11, "bf16": 0.374})
+        self.t = T0
+        self.attempt = -1
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        changes = {"steps": total, "layout": {"replicate": self.world}, **shape}
+        (path / "resolved.yaml").write_text(json.dumps(recipe(**changes)))
+        self.precision = changes.get("precision", "bf16")
+        self.write_facts()
+        (path / "events.jsonl").touch()
+
+    def write_facts(self) -> None:
+        rate = self.matmul[self.precision] * 1e12 * self.world
+        plan = {
+            "parameters": 3_247_360,
+            "flops_per_sample": self.mfu * rate * self.seconds / (self.tokens / 256),
+            "flops_rule": "6 x parameters in matmuls + attention 12 x layers x width x sequence, per token",
+            "unit": "tokens",
+            "units_per_sample": 256,
+            "saved_bytes_per_sample": 9_000_000,
+            "chosen": [
+                {"key": "precision", "value": "bf16", "why": "bf16 matmul is 3.4 x fp32 on this machine"},
+                {"key": "batch.micro", "value": 8, "why": "fastest of 4, 8 and 16 in a trial"},
+            ],
+            "predicted_step_seconds": self.seconds * 0.96,
+        }
+        cluster = {
+            "host": "node-1",
+            "device": "cpu",
+            "name": "AMD EPYC 9R14",
+            "count": self.world,
+            "cores": 2 * self.world,
+            "memory_bytes": 16_000_000_000,
+            "matmul_tflops": self.matmul,
+            "threads": 2,
+            "data_sheet_tflops": {"fp32": 0.166, "bf16": 0.666},
+            "data_sheet_source": "cores x clock x FLOPs a cycle",
+        }
+        environment = {"python": "3.11.7", "torch": "2.13.0", "phalanx": "0.1.0", "platform": "Linux", "git": None}
+        for name, value in {"plan": plan, "cluster": cluster, "environment": environment}.items():
+            (self.path / f"{name}.json").write_text(json.dumps(value))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        with open(self.path / "events.jsonl", "a") as file:
+            file.write(json.dumps({"t": self.t, "kind": kind, **fields}) + "\n")
+
+    def start(self, from_step: int = 0) -> None:
+        self.attempt += 1
+        self.event(
+            "start",
+            world=self.world,
+            attempt=self.attempt,
+            from_step=from_step,
+            steps=self.total,
+            device="cpu",
+            micro_batches=2,
+        )
+        for rank in range(self.world):
+            self.event("worker", pid=1000 + rank, rank=rank, node="node-1", attempt=self.attempt)
+        self.t += 1.2
+
+    def true_loss(self, step: int) -> float:
+        if self.falling:
+            return 5.5 - 3.5 * step / self.total
+        return 1.4 + 4.15 * math.exp(-9 * step / self.total)
+
+    def step(self, step: int, **changes: Any) -> None:
+        progress = step / self.total
+        seconds = self.seconds * self.random.lognormvariate(0, 0.03) * (3.0 if step == 1 else 1.0)
+        shares = {part: share * self.random.lognormvariate(0, 0.05) for part, share in self.split.items()}
+        total = sum(shares.values())
+        self.t += seconds
+        values = {
+            "step": step,
+            "loss": self.true_loss(step) + self.random.gauss(0, 0.04),
+            "grad_norm": 0.4 + 2.5 * math.exp(-12 * progress) + abs(self.random.gauss(0, 0.08)),
+            "lr": 1e-3 * min(step / 20, 0.1 + 0.45 * (1 + math.cos(math.pi * progress))),
+            "tokens": self.tokens,
+            "seconds": seconds,
+            "parts": {part: share / total * seconds for part, share in shares.items()},
+        }
+        self.event("step", **{**values, **changes})
+
+    def eval(self, step: int, best: bool = True) -> None:
+        held_out = self.true_loss(step) + 0.07 + abs(self.random.gauss(0, 0.004)) * (step < self.total)
+        if self.overfit_from is not None and step > self.overfit_from:
+            held_out = self.true_loss(self.overfit_from) + 0.07 + 0.004 * (step - self.overfit_from)
+            best = False
+        self.t += 0.6
+        metrics = {"accuracy": max(0.0, 0.8 - held_out / 8), "bits_per_byte": held_out / math.log(2)}
+        self.event("eval", step=step, loss=held_out, metrics=metrics, samples=512, seconds=0.6, best=best)
+
+    def checkpoint(self, step: int, stall: float = 0.004) -> None:
+        path = f"checkpoints/step-{step:09d}"
+        self.event("checkpoint", step=step, path=path, bytes=39_012_352, seconds=0.31, stall=stall)
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.step(step)
+            if step % max(1, self.total // 6) == 0:
+                self.eval(step)
+                self.checkpoint(step)
+
+    def end(self, status: str = "done", step: int | None = None, digest: str = "a3f1" * 8) -> None:
+        step = self.total if step is None else step
+        self.event("end", status=status, step=step)
+        result = {
+            "format": 1,
+            "status": status,
+            "steps": step,
+            "final_loss": 1.41,
+            "tokens": step * self.tokens,
+            "seconds": self.t - T0,
+            "restarts": self.attempt,
+            "digest": digest,
+        }
+        (self.path / "result.json").write_text(json.dumps(result))
+
+
+def healthy(path: Path, **shape: Any) -> Path:
+    """A run from start to end with nothing to complain of."""
+    maker = Maker(path, **shape)
+    maker.start()
+    maker.steps(1, maker.total)
+    maker.end()
+    return path
+
+
+def troubled(path: Path, **shape: Any) -> Path:
+    """300 steps with a kill at 137, a rejected checkpoint, skipped steps, a rollback, a fault and a warning."""
+    maker = Maker(path, world=2, split={"exchange": 0.22, "data": 0.31}, **shape)
+    maker.start()
+    maker.steps(1, 137)
+    maker.t += 20
+    maker.event("fault", rank=1, what="killed by signal 9", detail="host node-1")
+    maker.t += 2
+    maker.event(
+        "checkpoint_rejected",
+        path="checkpoints/step-000000100",
+        file="checkpoints/step-000000100/rank-00001.safetensors",
+        reason="chunk 3 has another checksum",
+    )
+    maker.start(from_step=50)
+    maker.steps(51, 209)
+    for step in (210, 211, 212):
+        maker.step(step, loss=math.nan, skipped=True)
+        action = "rollback" if step == 212 else "skip"
+        maker.event("guard", step=step, what="non-finite loss", action=action, count=step - 209)
+    maker.steps(201, 300)
+    maker.event("checkpoint_failed", step=300, reason="no space left on device (39 MB needed, 2 MB free)")
+    maker.event("warning", text="the micro-batch of 8 needs 91% of the memory")
+    maker.end()
+    return path

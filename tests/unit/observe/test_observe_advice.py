@@ -1,0 +1,121 @@
+"""Each rule speaks when its number is bad, names a key, and is silent on a healthy run."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from make_run import Maker, healthy, troubled
+
+from phalanx.observe.advice import Advice, advise
+from phalanx.observe.history import read_history
+from phalanx.observe.summary import summary_of
+from phalanx.run import Run
+
+
+def advices(path: Path) -> dict[str, Advice]:
+    run = Run(path)
+    history = read_history(run.events)
+    return {advice.rule: advice for advice in advise(summary_of(run, history), history)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
+    assert advices(healthy(tmp_path / "run", seed=seed)) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "words", "shape"),
+    [
+        ("data wait", "data.source.prepared", r"data wait is 3\d% of the step", {"split": {"data": 0.45}}),
+        ("exchange", "batch.global", r"exchange is 2\d% of the step", {"split": {"exchange": 0.3}, "world": 2}),
+        ("optimizer share", "batch.global", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
+        ("low MFU", "batch.micro", "micro-batches of 2 are small", {"mfu": 0.1, "batch": {"global": 16, "micro": 2}}),
+        ("precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
+        ("idle cores", "threads", "of 1 thread", {"threads": 1, "world": 1, "cores": 8}),
+        ("still falling", "steps", "still falling at the end", {"falling": True}),
+        ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else None,
+)
+def test_a_rule_fires_with_its_number_and_key(
+    tmp_path: Path, rule: str, key: str, words: str, shape: dict[str, object]
+) -> None:
+    shape = dict(shape)
+    cores = shape.pop("cores", None)
+    path = healthy(tmp_path / "run", **shape)
+    if cores:
+        cluster = path / "cluster.json"
+        cluster.write_text(cluster.read_text().replace('"cores": 2', f'"cores": {cores}'))
+    found = advices(path)
+    assert list(found) == [rule]
+    assert key in (found[rule].key or "")
+    assert re.search(words, found[rule].text)
+
+
+def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, checkpoint={"every": 10})
+    maker.start()
+    for step in range(1, 61):
+        maker.step(step)
+        if step % 10 == 0:
+            maker.t += 1.0
+            maker.checkpoint(step, stall=1.0)
+    maker.end()
+    found = advices(maker.path)["checkpoint stalls"]
+    assert found.key == "checkpoint.every"
+    assert "instead of every 10" in found.advice
+    assert "20% of the time" in found.finding or "19% of the time" in found.finding
+
+
+def test_guards_come_first_and_gains_are_sorted(tmp_path: Path) -> None:
+    run = Run(troubled(tmp_path / "run"))
+    history = read_history(run.events)
+    found = advise(summary_of(run, history), history)
+    assert [advice.rule for advice in found[:2]] == ["guards", "checkpoints"]
+    gains = [advice.gain for advice in found if not advice.urgent]
+    assert gains == sorted(gains, reverse=True)
+    assert {"data wait", "exchange", "restarts"} <= {advice.rule for advice in found}
+
+
+def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, precision="fp16", matmul={"fp16": 0.3})
+    maker.start()
+    maker.steps(1, 30)
+    maker.event("guard", step=31, what="non-finite gradient", action="skip", count=1)
+    maker.step(31, loss=math.nan, skipped=True)
+    maker.steps(32, 60)
+    assert "precision=bf16" in advices(maker.path)["guards"].advice
+
+
+def test_a_slower_run_than_predicted_says_by_how_much(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=100)
+    plan = path / "plan.json"
+    plan.write_text(plan.read_text().replace('"predicted_step_seconds": 0.384', '"predicted_step_seconds": 0.2'))
+    assert "2.0x the predicted 200 ms" in advices(path)["slower than predicted"].finding
+
+
+def test_uneven_steps_are_found(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=200)
+    maker.start()
+    for step in range(1, 201):
+        maker.step(step, **({"seconds": 4.0} if step % 10 == 0 else {}))
+    assert "uneven steps" in advices(maker.path)
+
+
+def test_much_evaluation_is_found(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60)
+    maker.start()
+    for step in range(1, 61):
+        maker.step(step)
+        if step % 5 == 0:
+            maker.eval(step)
+    assert advices(maker.path)["evaluation"].key == "evaluate.every"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_run_too_short_to_judge_gets_no_advice(tmp_path: Path, steps: int) -> None:
+    maker = Maker(tmp_path / "run", split={"data": 0.9})
+    maker.start()
+    maker.steps(1, steps)
+    assert advices(maker.path) == {}

@@ -1,0 +1,84 @@
+"""Folding events: every step once, what was done in vain counted, nothing broken by a torn file."""
+
+import math
+from pathlib import Path
+
+from make_run import Maker, troubled
+
+from phalanx.observe.history import History, history_of, read_history
+
+
+def step(number: int, t: float = 0.0, **fields: object) -> dict[str, object]:
+    return {"t": t, "kind": "step", "step": number, "loss": 1.0, "tokens": 8, "seconds": 0.5, "parts": {}, **fields}
+
+
+def start(attempt: int, from_step: int, t: float = 0.0) -> dict[str, object]:
+    return {"t": t, "kind": "start", "world": 1, "attempt": attempt, "from_step": from_step, "steps": 10}
+
+
+def numbers(history: History) -> list[float]:
+    return history.steps.step.tolist()
+
+
+def test_steps_done_again_after_a_restart_count_once_with_the_newer_values() -> None:
+    events = [start(0, 0), step(1), step(2), step(3, loss=3.0), start(1, 2), step(3, loss=4.0)]
+    history = history_of(events)
+    assert numbers(history) == [1, 2, 3]
+    assert history.steps.loss[-1] == 4.0
+    assert history.attempts[1].redone_steps == 1
+    assert history.attempts[1].redone_seconds == 0.5
+    assert history.redone == ((3, 3),)
+
+
+def test_steps_beyond_where_a_new_attempt_started_no_longer_count() -> None:
+    history = history_of([start(0, 0), step(1), step(2), step(3), start(1, 1)])
+    assert numbers(history) == [1]
+    assert history.last_step == 1
+
+
+def test_a_rollback_within_an_attempt_rewinds() -> None:
+    history = history_of([start(0, 0), *(step(n) for n in (1, 2, 3, 4, 2, 3))])
+    assert numbers(history) == [1, 2, 3]
+    assert history.attempts[0].redone_steps == 3
+
+
+def test_evaluations_that_were_rolled_back_are_dropped() -> None:
+    scored = {"t": 0.0, "kind": "eval", "step": 2, "loss": 2.0, "seconds": 0.25}
+    history = history_of([start(0, 0), step(1), step(2), scored, start(1, 1), step(2)])
+    assert history.evals == ()
+    assert history.attempts[1].redone_seconds == 0.75
+
+
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=5)
+    maker.start()
+    maker.steps(1, 3)
+    whole = read_history(tmp_path / "run" / "events.jsonl")
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        file.write('{"t": 17900000')
+    assert numbers(read_history(tmp_path / "run" / "events.jsonl")) == numbers(whole)
+
+
+def test_missing_and_null_fields_become_nan_and_nonsense_steps_are_left_out() -> None:
+    history = history_of([start(0, 0), {"t": None, "kind": "step", "step": 1, "loss": None}, {"kind": "step"}])
+    assert len(history.steps) == 1
+    assert math.isnan(history.steps.loss[0])
+    assert math.isnan(history.steps.seconds[0])
+
+
+def test_no_events_make_an_empty_history(tmp_path: Path) -> None:
+    history = read_history(tmp_path / "events.jsonl")
+    assert (len(history.steps), history.last_step, history.status) == (0, 0, "not started")
+
+
+def test_a_run_without_an_end_is_unfinished_and_with_one_is_what_it_says() -> None:
+    assert history_of([start(0, 0), step(1)]).status == "unfinished"
+    assert history_of([start(0, 0), {"t": 1.0, "kind": "end", "status": "stopped", "step": 0}]).status == "stopped"
+
+
+def test_restarts_rollbacks_and_faults_of_a_troubled_run_are_all_there(tmp_path: Path) -> None:
+    history = read_history(troubled(tmp_path / "run") / "events.jsonl")
+    assert numbers(history) == list(range(1, 301))
+    assert history.redone == ((51, 137), (201, 212))
+    assert [guard["action"] for guard in history.guards] == ["skip", "skip", "rollback"]
+    assert (len(history.faults), len(history.rejected), len(history.failed), len(history.warnings)) == (1, 1, 1, 1)

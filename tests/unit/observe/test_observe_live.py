@@ -1,0 +1,230 @@
+"""The live displays, driven by events and a clock of the test's own."""
+
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from make_run import Maker, healthy, troubled
+from rich.console import Console
+
+from phalanx.observe.live import LiveFacts, LogDisplay, Tally, TerminalDisplay, console_for, display_for, facts_of
+from phalanx.run import Event, Run, read_events
+
+FACTS = LiveFacts("gpt", "tokens", 256, flops_per_sample=1e9, worker_rate=1e12)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def start(**fields: object) -> Event:
+    return {
+        "t": 0.0,
+        "kind": "start",
+        "world": 2,
+        "attempt": 0,
+        "from_step": 0,
+        "steps": 100,
+        "device": "cpu",
+        **fields,
+    }
+
+
+def step(number: int, t: float, seconds: float = 0.5, **fields: object) -> Event:
+    numbers = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 2560}
+    return {"t": t, "kind": "step", "step": number, "seconds": seconds, "parts": {}, **numbers, **fields}
+
+
+def logged(events: Iterator[Event] | list[Event], every: float = 5.0) -> list[str]:
+    clock, stream = Clock(), io.StringIO()
+    display = LogDisplay(stream, 100, FACTS, clock, every)
+    for event in events:
+        clock.now = event["t"]
+        display.show(event)
+    display.close()
+    display.close()
+    return stream.getvalue().splitlines()
+
+
+def test_the_log_has_a_line_every_few_seconds_and_the_last_step() -> None:
+    lines = logged([start(), *(step(n, n * 0.5) for n in range(1, 101))])
+    steps = [line for line in lines if "step " in line and "/100" in line]
+    assert len(steps) == 11
+    assert "step   1/100" in steps[0]
+    assert "step 100/100" in steps[-1]
+    assert "ETA" not in steps[-1]
+
+
+def test_a_step_line_has_loss_speed_share_and_eta() -> None:
+    line = logged([start(), *(step(n, n * 0.5) for n in range(1, 30))], every=0.0)[-1]
+    assert "loss 2.500" in line
+    assert "5.12 k tokens/s" in line
+    assert "1.0% of matmul rate" in line  # 20 samples/s x 1 GFLOP over 2 workers' 2 TFLOP/s
+    assert "ETA 36 s" in line
+
+
+def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
+    text = "\n".join(logged(read_events(troubled(tmp_path / "run") / "events.jsonl")))
+    for words in (
+        "2 workers on cpu, from the beginning",
+        "attempt 1: 2 workers on cpu, from step 50",
+        "evaluation at step 50: held-out loss 2.",
+        "checkpoint at step 50: 39.0 MB",
+        "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
+        "checkpoint failed at step 300: no space left",
+        "guard at step 212: non-finite loss, rollback (3 in a row)",
+        "fault: rank 1: killed by signal 9",
+        "warning: the micro-batch",
+        "done at step 300 of 300",
+    ):
+        assert words in text
+
+
+def test_the_last_step_is_logged_before_an_early_end() -> None:
+    lines = logged([start(), step(1, 0.5), step(2, 1.0), {"t": 1.1, "kind": "end", "status": "stopped", "step": 2}])
+    assert "step   2/100" in lines[-2]
+    assert "stopped at step 2 of 100" in lines[-1]
+
+
+def test_speed_is_over_a_sliding_window() -> None:
+    tally = Tally(100, FACTS)
+    for n in range(1, 21):
+        tally.take(step(n, n * 1.0, seconds=1.0))
+    assert tally.speed == pytest.approx(2560.0)
+    for n in range(21, 60):
+        tally.take(step(n, 20 + (n - 20) * 0.5, seconds=0.5))
+    assert tally.speed == pytest.approx(5120.0)
+    assert tally.step_seconds == pytest.approx(0.5)
+
+
+def test_one_step_longer_than_the_window_still_has_a_speed() -> None:
+    tally = Tally(100, FACTS)
+    tally.take(step(1, 100.0, seconds=100.0))
+    tally.take(step(2, 200.0, seconds=100.0))
+    assert tally.speed == pytest.approx(25.6)
+    assert tally.eta == pytest.approx(9800.0)
+
+
+def test_a_new_attempt_starts_its_pace_afresh() -> None:
+    tally = Tally(100, FACTS)
+    for n in range(1, 11):
+        tally.take(step(n, n * 1.0, seconds=1.0))
+    tally.take(start(attempt=1, from_step=5))
+    assert tally.step == 5
+    assert tally.speed is None
+    assert tally.eta is None
+
+
+def test_nothing_is_shown_of_what_was_not_measured() -> None:
+    tally = Tally(10, LiveFacts())
+    tally.take(step(1, 1.0, tokens=None, loss=None))
+    assert tally.share is None
+    display = LogDisplay(io.StringIO(), 10, LiveFacts(), Clock())
+    display.show(step(1, 1.0, loss=math.nan, grad_norm=math.inf, lr=None, seconds=None))
+
+
+def terminal(every: float = 0.25) -> tuple[TerminalDisplay, Clock, io.StringIO]:
+    clock, stream = Clock(), io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100)
+    return TerminalDisplay(stream, 100, FACTS, clock, every, console), clock, stream
+
+
+def test_the_terminal_is_drawn_at_most_four_times_a_second() -> None:
+    display, clock, _ = terminal()
+    drawn = 0
+    picture = display.picture
+
+    def counted(end: Event | None = None):  # type: ignore[no-untyped-def]
+        nonlocal drawn
+        drawn += 1
+        return picture(end)
+
+    display.picture = counted  # type: ignore[method-assign]
+    display.show(start(steps=5000))
+    for n in range(1, 3001):
+        clock.now = n * 0.001
+        display.show(step(n, n * 0.001, seconds=0.001))
+    assert 10 <= drawn <= 14
+    display.close()
+
+
+def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Path) -> None:
+    display, clock, _ = terminal(every=0.0)
+    heights = set()
+    for event in read_events(troubled(tmp_path / "run") / "events.jsonl"):
+        if event["kind"] == "end":
+            break
+        clock.now = event["t"]
+        display.show(event)
+        out = io.StringIO()
+        Console(file=out, width=100).print(display.picture())
+        heights.add(len(out.getvalue().splitlines()))
+    display.close()
+    shown = out.getvalue()
+    assert heights == {4}
+    for words in ("step 300/300", "loss 1.3", "tokens/s", "of matmul rate", "held-out 1.47", "checkpoint at step 300"):
+        assert words in shown
+    assert "guards: 2 skipped, 1 rollback" in shown
+
+
+def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
+    display, _, stream = terminal()
+    display.show(start())
+    display.show({"t": 1.0, "kind": "warning", "text": "[bold]disk is slow"})
+    display.show({"t": 2.0, "kind": "end", "status": "done", "step": 0})
+    display.close()
+    display.show(step(1, 3.0))
+    assert "warning: [bold]disk is slow" in stream.getvalue()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_closing_a_display_that_showed_nothing_is_fine() -> None:
+    display, _, _ = terminal()
+    display.close()
+    display.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_lines_in_place_and_a_pipe_gets_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(display_for(Terminal(), 10, FACTS, Clock()), TerminalDisplay)
+    assert isinstance(display_for(io.StringIO(), 10, FACTS, Clock()), LogDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(display_for(Terminal(), 10, FACTS, Clock()), LogDisplay)
+
+
+class Gone(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
+    console = console_for(Gone(), force_terminal=True)
+    log, lines = LogDisplay(Gone(), 10, FACTS, Clock(), 0.0), TerminalDisplay(Gone(), 10, FACTS, Clock(), 0.0, console)
+    for display in (log, lines):
+        display.show(start())
+        for n in range(1, 4):
+            display.show(step(n, float(n)))
+        display.close()
+
+
+def test_facts_come_from_the_run_directory(tmp_path: Path) -> None:
+    facts = facts_of(Run(healthy(tmp_path / "run", total=5)))
+    assert (facts.name, facts.unit, facts.units_per_sample) == ("gpt-python", "tokens", 256)
+    assert facts.worker_rate == pytest.approx(0.374e12)
+    bare = Maker(tmp_path / "bare", total=5)
+    for name in ("plan.json", "cluster.json"):
+        (bare.path / name).unlink()
+    assert facts_of(Run(bare.path)).worker_rate is None

@@ -1,0 +1,161 @@
+"""Text and HTML pages and the plots in them: they fit, they stay small, and they need nobody."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from make_run import Maker, healthy, troubled
+
+from phalanx.observe.advice import advise
+from phalanx.observe.history import read_history
+from phalanx.observe.html import html_page
+from phalanx.observe.report import WIDTH, text_page
+from phalanx.observe.summary import summary_of
+from phalanx.observe.svg import LIMIT, bounds, log_ticks, nice_ticks, thin, tick_texts
+from phalanx.run import Run
+
+
+def pages(path: Path) -> tuple[str, str]:
+    run = Run(path)
+    history = read_history(run.events)
+    summary = summary_of(run, history)
+    advices = advise(summary, history)
+    return text_page(summary, advices), html_page(summary, history, advices)
+
+
+class Reader(HTMLParser):
+    """Collects what a page refers to, and whether its tags are closed in order."""
+
+    VOID = ("meta", "link", "br", "img", "input", "hr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.references += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action", "data")
+        ]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
+    text, _ = pages(troubled(tmp_path / "run"))
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+    assert "\x1b" not in text
+    for title in ("What ran", "Loss", "Speed", "Where a step's time went", "Duration", "Safety", "What to try next"):
+        assert f"\n{title}" in text
+    assert "99 steps done again" in text
+    assert "recipe: checkpoint.every" in text
+
+
+def test_a_healthy_run_is_told_that_nothing_stands_out(tmp_path: Path) -> None:
+    text, html = pages(healthy(tmp_path / "run"))
+    assert "nothing stands out" in text
+    assert "Nothing stands out" in html
+
+
+def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
+    _, html = pages(troubled(tmp_path / "run"))
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+    assert reader.references == ["data:,"]
+    assert "url(" not in html
+    assert "@import" not in html
+    assert set(re.findall(r"https?://[^\"' ]*", html)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert "default-src 'none'" in html
+
+
+def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=5, task="<script>alert(1)</script>")
+    maker.start()
+    maker.steps(1, 5)
+    maker.event("warning", text='"><img src=x onerror=alert(1)>')
+    _, html = pages(maker.path)
+    assert "<script>alert" not in html
+    assert "<img" not in html
+
+
+def test_the_page_shows_each_kind_of_event_on_the_loss(tmp_path: Path) -> None:
+    _, html = pages(troubled(tmp_path / "run"))
+    for kind in ("restart", "redone", "guard", "checkpoint", "best"):
+        assert re.search(rf'class="{kind}"[^>]*><title>', html), kind
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=30_000, seconds=0.002)
+    maker.start()
+    lines = []
+    for step in range(1, 30_001):
+        maker.t += 0.002
+        event = {"t": maker.t, "kind": "step", "step": step, "loss": maker.true_loss(step) + maker.random.gauss(0, 0.1)}
+        event |= {
+            "grad_norm": 1 + maker.random.random(),
+            "lr": 1e-3,
+            "tokens": 4096,
+            "seconds": 0.002,
+            "parts": {"forward": 0.002},
+        }
+        lines.append(json.dumps(event))
+    with open(maker.path / "events.jsonl", "a") as file:
+        file.write("\n".join(lines) + "\n")
+    assert len(pages(maker.path)[1]) < 200_000
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e9), st.integers(2, 9))
+def test_ticks_are_few_and_within_the_axis(low: float, length: float, about: int) -> None:
+    ticks = nice_ticks(low, low + length, about)
+    assert 1 <= len(ticks) <= 2 * about + 3
+    assert all(low - 1e-6 * length - 1e-9 <= tick <= low + length * (1 + 1e-6) + 1e-9 for tick in ticks)
+    assert len(tick_texts(ticks)) == len(ticks)
+
+
+def test_tick_labels_are_written_alike() -> None:
+    assert tick_texts([0, 0.5, 1.0]) == ["0", "0.5", "1.0"]
+    assert tick_texts([0, 5000, 10_000]) == ["0", "5k", "10k"]
+    assert tick_texts([0, 5e-4, 1e-3]) == ["0", "5e-4", "1e-3"]
+    assert tick_texts([100, 200, 300]) == ["100", "200", "300"]
+
+
+def test_log_ticks_are_powers_of_ten() -> None:
+    assert log_ticks(0.5, 2000.0) == [1.0, 10.0, 100.0, 1000.0]
+    assert log_ticks(1.0, 9.0) == [1.0, 2.0, 5.0]
+
+
+def test_thinning_keeps_every_peak_and_gap() -> None:
+    y = np.zeros(100_000)
+    y[12_345], y[54_321] = 7.0, -7.0
+    y[80_000:81_000] = math.nan
+    x, thinned = thin(np.arange(100_000.0), y)
+    assert len(x) <= LIMIT
+    assert (np.nanmax(thinned), np.nanmin(thinned)) == (7.0, -7.0)
+    assert np.isnan(thinned).any()
+    assert (np.diff(x) > 0).all()
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [3.0], [0.0, 0.0], [1.0, math.inf]])
+def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
+    low, high = bounds([np.array(values)], zero=False, robust=True)
+    assert math.isfinite(low)
+    assert low < high < math.inf
+
+
+def test_one_slow_step_does_not_squeeze_the_others() -> None:
+    values = np.ones(500)
+    values[0] = 100.0
+    assert bounds([values], zero=True, robust=True)[1] < 1.5

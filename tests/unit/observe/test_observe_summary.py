@@ -1,0 +1,213 @@
+"""What a run did, from its directory; sensible for every run that is not a whole one."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from make_run import Maker, healthy, troubled
+
+from phalanx.errors import DataError, UsageError
+from phalanx.observe.advice import advise
+from phalanx.observe.history import read_history
+from phalanx.observe.html import html_page
+from phalanx.observe.report import WIDTH, text_page
+from phalanx.observe.summary import Summary, summarise, summary_of
+from phalanx.run import Run
+
+
+def summary(path: Path) -> Summary:
+    return summarise(Run(path))
+
+
+def pages(path: Path) -> tuple[str, str]:
+    run = Run(path)
+    history = read_history(run.events)
+    summed = summary_of(run, history)
+    advices = advise(summed, history)
+    return text_page(summed, advices), html_page(summed, history, advices)
+
+
+def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
+    found = summary(healthy(tmp_path / "run"))
+    assert (found.status, found.last_step, found.planned_steps) == ("done", 300, 300)
+    assert found.what.name == "gpt-python"
+    assert found.what.parameters == 3_247_360
+    assert found.units == 300 * 4096
+    assert found.loss.first == pytest.approx(5.5, abs=0.2)
+    assert found.loss.end == pytest.approx(1.4, abs=0.05)
+    assert found.loss.held_out_best_step == 300
+    assert found.speed.mfu_measured == pytest.approx(0.45, rel=0.02)
+    assert found.speed.step_predicted == pytest.approx(0.384)
+    assert found.checkpoints.count == 6
+    assert (found.restarts, found.redone_steps, found.guards) == (0, 0, {})
+    assert found.digest is not None
+
+
+def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
+    for make in (healthy, troubled):
+        spent = summary(make(tmp_path / make.__name__)).durations
+        parts = spent.productive + spent.redone + spent.evaluating + spent.starting + spent.down + spent.rest
+        assert parts == pytest.approx(spent.wall, rel=1e-6)
+
+
+def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
+    found = summary(troubled(tmp_path / "run"))
+    assert (found.restarts, found.redone_steps, found.rollbacks) == (1, 87 + 12, 1)
+    assert found.durations.down == pytest.approx(22.0, abs=0.01)
+    assert found.guards == {"non-finite loss: skip": 2, "non-finite loss: rollback": 1}
+    assert "rank-00001.safetensors" in found.checkpoints.rejected[0]
+    assert "no space left" in found.checkpoints.failed[0]
+
+
+def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end()
+    maker.t += 86_400
+    maker.total = 20
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end()
+    found = summary(tmp_path / "run")
+    assert (found.restarts, found.redone_steps, found.planned_steps) == (0, 0, 20)
+    assert found.durations.paused == pytest.approx(86_400)
+    assert found.durations.wall < 60
+
+
+def test_the_digest_of_an_earlier_end_is_not_that_of_a_run_which_went_on(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end()
+    assert summary(tmp_path / "run").digest
+    maker.start(from_step=10)
+    maker.steps(11, 12)
+    assert summary(tmp_path / "run").digest is None
+
+
+def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=30)
+    for name in ("plan.json", "cluster.json", "environment.json", "result.json"):
+        (path / name).unlink()
+    found = summary(path)
+    assert found.speed.mfu_measured is None
+    assert found.speed.median is not None
+    text, html = pages(path)
+    assert "MFU, measured  not measured" in text
+    assert "not measured" in html
+
+
+def only_created(maker: Maker) -> None:
+    (maker.path / "events.jsonl").unlink()
+
+
+def only_started(maker: Maker) -> None:
+    maker.start()
+
+
+def one_step(maker: Maker) -> None:
+    maker.start()
+    maker.step(1)
+
+
+def two_steps_torn(maker: Maker) -> None:
+    maker.start()
+    maker.steps(1, 2)
+    with open(maker.path / "events.jsonl", "a") as file:
+        file.write('{"t": 1790000012.5, "kind": "ste')
+
+
+def only_nan(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 40):
+        maker.step(step, loss=math.nan, grad_norm=math.inf)
+    maker.event("eval", step=39, loss=math.nan, metrics={"accuracy": math.nan}, samples=1, seconds=0.1, best=False)
+
+
+def null_loss(maker: Maker) -> None:
+    maker.start()
+    maker.step(1, loss=None, grad_norm=None, lr=None, parts=None, skipped=True)
+
+
+def zero_seconds(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 30):
+        maker.step(step, seconds=0.0, parts={})
+    maker.end("failed", step=29)
+
+
+def events_without_a_start(maker: Maker) -> None:
+    maker.steps(1, 60)
+    maker.event("end", status="done")
+
+
+def huge_loss(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 60):
+        maker.step(step, loss=10.0 ** (step - 20), grad_norm=1e300)
+
+
+ODD = [
+    only_created,
+    only_started,
+    one_step,
+    two_steps_torn,
+    only_nan,
+    null_loss,
+    zero_seconds,
+    events_without_a_start,
+    huge_loss,
+]
+
+
+@pytest.mark.parametrize("happen", ODD, ids=lambda happen: happen.__name__)
+def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, happen) -> None:  # type: ignore[no-untyped-def]
+    maker = Maker(tmp_path / "run", total=300)
+    happen(maker)
+    text, html = pages(maker.path)
+    assert text.startswith("gpt-python")
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+    for page in (text, html):
+        assert "None" not in page
+        assert "nan" not in page.replace("nance", "")
+    json.dumps(summary(maker.path).to_json(), allow_nan=False)
+
+
+def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run")
+    maker.start()
+    text, html = pages(maker.path)
+    assert "no step was finished yet" in text
+    assert "No step was finished yet" in html
+    assert "unfinished" in text
+
+
+def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 8)
+    maker.step(9, loss=math.nan)
+    maker.step(10, loss=math.nan)
+    text, _ = pages(maker.path)
+    assert "2 of 10 steps" in text
+    assert "-> not a number" in text
+
+
+def test_no_run_is_a_usage_error_and_a_broken_file_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run here"):
+        summary(tmp_path)
+    path = healthy(tmp_path / "run", total=5)
+    (path / "plan.json").write_text("{")
+    with pytest.raises(DataError, match=r"plan\.json"):
+        summary(path)
+    (path / "plan.json").unlink()
+    (path / "resolved.yaml").write_text("a: [")
+    with pytest.raises(DataError, match=r"resolved\.yaml"):
+        summary(path)
+
+
+def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5, key_from_the_future=1)
+    assert pages(path)[0].startswith("gpt-python")

@@ -1,0 +1,184 @@
+"""Checks between keys and workers, changes between recipes, import paths, and the schema's own pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import (
+    Difference,
+    Recipe,
+    check,
+    differences,
+    import_object,
+    is_free,
+    json_schema,
+    load_recipe,
+    markdown,
+    refused,
+)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(None, overrides).recipe
+
+
+@pytest.mark.parametrize(("micro", "workers"), [("auto", 4), (4, 4), (16, 1), (1, 16), (8, 2)])
+def test_a_batch_that_divides_passes(micro: int | str, workers: int, tmp_path: Path) -> None:
+    check(recipe(f"batch.micro={micro}"), tmp_path, workers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers", "expected"),
+    [
+        (["batch.micro=5"], 1, "batch.micro: 5 x 1 worker = 5 does not divide batch.global = 16; .* is 4$"),
+        (["batch.micro=8"], 4, "batch.micro: 8 x 4 workers = 32 does not divide batch.global = 16; .* is 4$"),
+        ([], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
+        ([], 32, "batch.global: 16 samples cannot be divided among 32 workers; 32 can$"),
+        (
+            ["layout.shard=2"],
+            2,
+            "layout.shard: found 2, expected 1: this version divides work by layout.replicate only",
+        ),
+        (["layout.replicate=4"], 2, "layout: takes 4 workers, but the run has 2: use --nproc 4 or layout=auto"),
+        (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
+        (["init=nowhere"], 1, "init: there is no checkpoint or run at .*nowhere"),
+    ],
+)
+def test_what_cannot_run_is_told_with_its_numbers(
+    overrides: list[str], workers: int, expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=f"(?m)^{expected}"):
+        check(recipe(*overrides), tmp_path, workers)
+
+
+def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("name: a\nbatch:\n  micro: 5\n")
+    loaded = load_recipe(file)
+    with pytest.raises(RecipeError, match=r"r\.yaml:3: batch\.micro: 5 x 1"):
+        check(loaded.recipe, loaded.folder, 1, loaded.at)
+
+
+def test_init_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    check(recipe("init=there"), tmp_path)
+
+
+def test_differences_name_the_deepest_keys() -> None:
+    found = differences(
+        recipe("model.args.a=1", "layout=auto"), recipe("model.args.b=2", "optim.lr=1", "layout.shard=1")
+    )
+    assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optim.lr", "layout"}
+    assert Difference("optim.lr", 0.001, 1.0) in found
+    assert str(Difference("optim.lr", 0.001, 1.0)) == "optim.lr: 0.001 -> 1.0"
+
+
+def test_differences_go_into_lists_of_the_same_length() -> None:
+    old = recipe("data.source=[{text: a}, {text: b}]")
+    new = recipe("data.source=[{text: a}, {text: b, weight: 2}]")
+    assert [difference.key for difference in differences(old, new)] == ["data.source.1.weight"]
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "steps", "checkpoint.every", "recovery.attempts", "callbacks", "callbacks.0", "evaluate.every"]
+)
+def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
+    assert is_free(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["seed", "optim.lr", "batch.global", "batch.micro", "evaluate.share", "precision", "threads", "names"]
+)
+def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
+    assert not is_free(key)
+
+
+@pytest.mark.parametrize(
+    ("old", "resolved", "new", "keys"),
+    [
+        ([], [], ["steps=900", "name=b", "checkpoint.keep=9", "evaluate.every=3"], []),
+        ([], [], ["optim.lr=1", "seed=2", "steps=900"], ["optim.lr", "seed"]),
+        ([], ["precision=bf16"], [], []),
+        ([], ["precision=bf16"], ["precision=bf16"], []),
+        ([], ["precision=bf16"], ["precision=fp32"], ["precision"]),
+        (["precision=bf16"], ["precision=bf16"], ["precision=auto"], []),
+        (["batch.micro=4"], ["batch.micro=4"], ["batch.micro=8"], ["batch.micro"]),
+        ([], ["layout.replicate=2"], ["layout.replicate=3"], []),
+        ([], ["layout.replicate=2"], ["layout.shard=2"], ["layout.shard"]),
+        ([], [], ["evaluate.share=0.02"], ["evaluate.share"]),
+        (["model.args.a=[3]"], ["model.args.a=[3]"], ["model.args.a=[auto]"], ["model.args.a.0"]),
+        (["model.args.a=[auto]"], ["model.args.a=[auto]"], ["model.args.a=[3]"], ["model.args.a.0"]),
+    ],
+)
+def test_a_run_goes_on_only_under_the_same_mathematics(
+    old: list[str], resolved: list[str], new: list[str], keys: list[str]
+) -> None:
+    found = refused(recipe(*old), recipe(*resolved), recipe(*new))
+    assert sorted(difference.key for difference in found) == keys
+
+
+def test_an_import_path_gives_the_object_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["unused"])
+    (tmp_path / "ours_found.py").write_text("class Net:\n    def make(): return 3\n")
+    assert import_object("ours_found:Net.make", tmp_path)() == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("ours_a", "", "found 'ours_a', expected an import path module:name"),
+        ("ours_b:", "", "found 'ours_b:', expected an import path module:name"),
+        ("nothing_here:x", "", "'nothing_here:x': there is no module 'nothing_here'; looked in "),
+        ("ours_c:Nett", "class Net: pass\n", "'ours_c:Nett': ours_c has no 'Nett'; did you mean Net?"),
+        (
+            "ours_d:x",
+            "\nx = y\n",
+            "importing 'ours_d' failed: NameError: name 'y' is not defined ({folder}/ours_d.py:2)",
+        ),
+        ("ours_e:x", "x = (\n", "importing 'ours_e' failed: SyntaxError: '(' was never closed ({folder}/ours_e.py:1)"),
+        (
+            "ours_f:x",
+            "import gone\n",
+            "importing 'ours_f' failed: ModuleNotFoundError: No module named 'gone' ({folder}",
+        ),
+        ("ours_g:x", "raise SystemExit(3)\n", "importing 'ours_g' failed: SystemExit: 3 ({folder}/ours_g.py:1)"),
+    ],
+)
+def test_an_import_path_that_fails_is_told_in_one_line(
+    path: str, source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    (tmp_path / f"{path.split(':')[0].replace('nothing_here', 'other')}.py").write_text(source)
+    with pytest.raises(RecipeError) as caught:
+        import_object(path, tmp_path, "r.yaml:3: model.build")
+    assert str(caught.value).startswith("r.yaml:3: model.build: " + expected.format(folder=tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def _descriptions(schema: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """Each part, key, and whether something says what it means."""
+    parts = {"Recipe": schema, **schema["$defs"]}
+    return [
+        (part, key, "description" in below or "$ref" in below)
+        for part, form in parts.items()
+        for key, below in form["properties"].items()
+    ]
+
+
+def test_every_key_has_a_meaning_in_the_schema() -> None:
+    schema = json_schema()
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert schema["additionalProperties"] is False
+    assert [(part, key) for part, key, told in _descriptions(schema) if not told] == []
+
+
+def test_the_examples_of_the_schema_are_recipes() -> None:
+    for example in json_schema()["examples"]:
+        Recipe.model_validate(example)
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = Path(__file__).parents[3] / "docs" / "recipe.md"
+    assert page.read_text() == markdown(), "run `make docs`"

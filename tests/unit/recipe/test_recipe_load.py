@@ -1,0 +1,267 @@
+"""Loading: YAML with places, overrides, variables, and errors that say what to do."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(text: str | bytes, *overrides: str) -> str:
+    """What is said about `r.yaml` with this text."""
+    Path("r.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(Path("r.yaml"), overrides)
+    return str(caught.value)
+
+
+def recipe(text: str, *overrides: str) -> Recipe:
+    Path("r.yaml").write_text(text)
+    return load_recipe("r.yaml", overrides).recipe
+
+
+def test_an_empty_recipe_is_the_example(folder: Path) -> None:
+    assert recipe("") == load_recipe(None).recipe
+    assert recipe("# nothing\n").name == "gpt-python"
+
+
+def test_missing_keys_take_the_defaults(folder: Path) -> None:
+    found = recipe("optim: {lr: 0.5}\n")
+    assert (found.optim.lr, found.optim.name, found.steps, found.batch.global_) == (0.5, "adamw", 300, 16)
+
+
+def test_loaded_knows_its_file_its_folder_and_what_was_given(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "r.yaml").write_text("steps: 5\n")
+    loaded = load_recipe("sub/r.yaml", ["seed=3"])
+    assert loaded.path == Path("sub/r.yaml")
+    assert loaded.folder == folder / "sub"
+    assert loaded.given == {"steps": 5, "seed": 3}
+
+
+def test_a_key_is_named_with_its_file_and_line(folder: Path) -> None:
+    Path("r.yaml").write_text("name: a\nmodel:\n  build: x:y\n")
+    loaded = load_recipe("r.yaml", ["seed=3"])
+    assert loaded.at("model.build") == "r.yaml:3: model.build"
+    assert loaded.at("seed") == "override seed=3: seed"
+    assert loaded.at("task") == "r.yaml: task"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("-2E5", -2e5),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("010", 10),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("no", "no"),
+        ("on", "on"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+        ("'1e-3'", "1e-3"),
+        ("-.inf", float("-inf")),
+        ("[1, {a: 2}]", [1, {"a": 2}]),
+        ("!!str 5", "5"),
+    ],
+)
+def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value: object) -> None:
+    found = recipe(f"model: {{args: {{x: {text}}}}}\n").model.args["x"]
+    assert found == value
+    assert type(found) is type(value)
+    assert load_recipe(None, [f"model.args.x={text}"]).recipe.model.args["x"] == value
+
+
+def test_the_word_no_is_not_false(folder: Path) -> None:
+    assert recipe("exchange: {exact: no}\n").exchange.exact == "no"
+
+
+def test_steps_may_be_written_with_their_unit(folder: Path) -> None:
+    assert recipe("evaluate: {every: 7 steps}\nsteps: 1 step\n").evaluate.every == 7
+
+
+def test_an_anchor_is_used_again(folder: Path) -> None:
+    found = recipe("model: {args: {a: &x {k: 1}, b: *x}}\n")
+    assert found.model.args["b"] == {"k": 1}
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_gets_the_nearest_name(folder: Path) -> None:
+    assert refusal("name: x\noptim:\n  lrr: 3\n") == "r.yaml:3: optim.lrr: unknown key; did you mean lr?"
+
+
+def test_an_unknown_key_that_stands_elsewhere_is_found_there(folder: Path) -> None:
+    assert refusal("lr: 3\n") == "r.yaml:1: lr: unknown key; did you mean optim.lr?"
+
+
+def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
+    assert "known are every, keep" in refusal("checkpoint: {zzz: 3}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: soon", '1: steps: found "soon", expected a whole number above 0 or `N steps`'),
+        ("optim: [1]", "1: optim: found [1], expected a mapping (name, lr, "),
+        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number above 0 or auto"),
+        ("layout: 3", "1: layout: found 3, expected a mapping (replicate, "),
+        ("layout:\n  shrad: 3", "2: layout.shrad: unknown key; did you mean shard?"),
+        ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
+        ("callbacks: a:b", '1: callbacks: found "a:b", expected a list of texts'),
+        ("data: {source: {txt: a}}", "1: data.source.txt: unknown key; did you mean text?"),
+        ("data:\n  source:\n  - text: a\n  - {text: b, weight: x}", "4: data.source.1.weight: found "),
+        ("data:\n  source: {weight: 2}", "2: data.source: give exactly one of text, "),
+        ("data: {source: {idx: {images: a}}}", "1: data.source.idx.labels: missing, expected text"),
+        ("data: {tokenizer: {bpe: 3}}", "1: data.tokenizer.bpe: found 3, expected a whole number of at least 257"),
+        ("optim: {betas: [1, 2, 3]}", "1: optim.betas: found [1, 2, 3], expected a list of 2"),
+        ("evaluate: {share: 1.5}", "1: evaluate.share: found 1.5, expected a number of at least 0 and below 1"),
+        ("- 1", "1: found [1], expected a mapping"),
+        ("name: 5", "1: name: found 5, expected text"),
+        ("a: [", "2: not valid YAML: "),
+        ("a: 1\n\tb: 2", "2: not valid YAML: "),
+        ("a: 1\nb: \x01", "2: not valid YAML: control character"),
+        ("seed: 1\nseed: 2", "2: seed: stands here twice, first at r.yaml:1"),
+        ("x: !!python/object:os.system 3", "1: the tag !!python/object:os.system cannot be used"),
+        ("x: &x [*x]", "1: an anchor that contains itself"),
+        ("? [a]\n: 1", "1: found a sequence as a key"),
+        ("steps: 1\n---\nsteps: 2", "2: not valid YAML: "),
+    ],
+)
+def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, text: str, expected: str) -> None:
+    message = refusal(text + "\n")
+    assert message.startswith(f"r.yaml:{expected}")
+    assert len(message.splitlines()) == 1
+
+
+def test_several_problems_are_told_in_the_order_of_the_file(folder: Path) -> None:
+    lines = refusal("seed: -1\noptim: {lrr: 1, clip: x}\nsteps: 0\n").splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["seed", "optim.lrr", "optim.clip", "steps"]
+
+
+def test_of_many_problems_the_first_five_are_told(folder: Path) -> None:
+    lines = refusal("".join(f"zzz{index}: 1\n" for index in range(8))).splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "... and 3 more"
+
+
+def test_a_file_that_does_not_exist_is_named_with_the_nearest(folder: Path) -> None:
+    Path("small.yaml").write_text("")
+    with pytest.raises(RecipeError, match=r"^smal\.yaml: there is no such file; did you mean small\.yaml\?$"):
+        load_recipe("smal.yaml")
+
+
+def test_a_folder_is_not_a_recipe(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(folder)
+
+
+def test_a_file_that_is_not_utf8_is_told_with_its_line(folder: Path) -> None:
+    assert refusal(b"name: a\nx: \xff\n") == "r.yaml:2: not UTF-8 text (byte 0xff)"
+
+
+def test_a_byte_order_mark_is_no_matter(folder: Path) -> None:
+    Path("r.yaml").write_bytes(b"\xef\xbb\xbfsteps: 4\n")
+    assert load_recipe("r.yaml").recipe.steps == 4
+
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_change_what_the_file_says_in_their_order(folder: Path) -> None:
+    found = recipe("steps: 5\noptim: {lr: 1}\n", "optim.lr=3e-4", "batch.global=8", "steps=6", "steps=7")
+    assert (found.optim.lr, found.batch.global_, found.steps) == (3e-4, 8, 7)
+
+
+@pytest.mark.parametrize("text", ["", "layout: auto\n", "layout: null\n"])
+def test_an_override_below_auto_or_nothing_makes_the_mapping(folder: Path, text: str) -> None:
+    layout = recipe(text, "layout.shard=2").layout
+    assert not isinstance(layout, str)
+    assert (layout.shard, layout.replicate, layout.world) == (2, 1, 2)
+
+
+def test_a_number_picks_from_a_list(folder: Path) -> None:
+    found = recipe("data: {source: [{text: a}, {text: b}]}\n", "data.source.1.weight=2")
+    assert isinstance(found.data.source, list)
+    assert [source.weight for source in found.data.source] == [1, 2]
+
+
+def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
+    for argument in ("steps", "=3", "a..b=1"):
+        with pytest.raises(UsageError, match="expected KEY=VALUE"):
+            load_recipe(None, [argument])
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "expected"),
+    [
+        ("", "optim.lrr=3", "optim.lrr: unknown key; did you mean lr?"),
+        ("", "steps=soon", 'steps: found "soon", expected '),
+        ("", "steps=", "steps: found null, expected "),
+        ("", "steps={", "not valid YAML: "),
+        ("steps: 3", "steps.x=2", "steps is 3, not a mapping"),
+        ("data: {source: [{text: a}]}", "data.source.1.weight=2", "data.source is a list of 1: found '1'"),
+        ("data: {source: [{text: a}]}", "data.source.0.wight=2", "data.source.0.wight: unknown key"),
+    ],
+)
+def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, expected: str) -> None:
+    assert refusal(text, argument).startswith(f"override {argument}: {expected}")
+
+
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_replaced_in_values_and_defaults(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/there")
+    monkeypatch.setenv("RATE", "1e-2")
+    found = recipe("init: ${env.WHERE}/x\nmodel: {args: {a: ['${recipe.folder}/y']}}\noptim: {lr: '${env.RATE}'}\n")
+    assert found.init == "/there/x"
+    assert found.model.args["a"] == [f"{folder}/y"]
+    assert found.optim.lr == 1e-2
+    assert not isinstance(found.data.source, list)
+    assert found.data.source.text == f"{sysconfig.get_path('stdlib')}/**/*.py"
+
+
+def test_a_recipe_made_in_python_can_be_expanded(folder: Path) -> None:
+    assert expanded(Recipe(), folder) == load_recipe(None).recipe
+
+
+def test_an_unknown_variable_is_told_with_the_known_ones(folder: Path) -> None:
+    message = refusal("name: a\ninit: ${foo}\n")
+    assert message.startswith("r.yaml:2: init: unknown variable ${foo}; known are ${python.stdlib}, ")
+    assert "NOPE_NOT_SET is not set" in refusal("init: ${env.NOPE_NOT_SET}\n")
+
+
+# -- dump --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_dumped_loads_to_the_same_recipe(folder: Path) -> None:
+    first = recipe(
+        "name: x\nlayout: {replicate: 2}\nexchange: {exact: no}\noptim: {clip: null, lr: 1e-5}\n"
+        "evaluate: {every: null}\nbatch: {global: 8, micro: 2}\ncompile: false\n"
+        "model: {args: {a: '1e-3', b: 'no', c: '010', d: null, e: 'über: x', f: '2024-01-01', g: [1, [2]], h: ''}}\n"
+        "data: {tokenizer: {bpe: 300}, source: [{text: [a, b], exclude: c}, {idx: {images: i, labels: k}}]}\n"
+    )
+    Path("again.yaml").write_text(dump_recipe(first))
+    assert load_recipe("again.yaml").recipe == first
+
+
+def test_a_dump_keeps_the_order_of_the_schema_and_the_names_of_files() -> None:
+    text = dump_recipe(load_recipe(None).recipe)
+    assert text.startswith("name: gpt-python\nmodel:\n")
+    assert "batch: {global: 16, micro: auto}" in text
+    assert "exact: world" in text
