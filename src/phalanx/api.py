@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, peak, this_machine
-from phalanx.data import Progress, cached
+from phalanx.data import Progress, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
 from phalanx.plan import choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
 from phalanx.recipe import Difference, Recipe, check, dump_recipe, load_recipe, refused
 from phalanx.recipe.load import Loaded
-from phalanx.recipe.schema import Source
 from phalanx.run import Event, Run, read_events
 from phalanx.run.directory import write_json, write_whole
 from phalanx.train.schedule import factor
@@ -124,42 +123,34 @@ def make_ready(
             raise RecipeError(changed(run, differing))
         notes += [f"forced: {difference}" for difference in differing]
         old = None if differing else old
-    prepared = [prepare(source, loaded, progress) for source in sources_of(given)]
-    held_out = prepare(given.evaluate.source, loaded, progress) if given.evaluate.source else None
+    data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
+    prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
     attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] == "start"]
     first_attempt = max(attempts, default=-1) + 1
     if old is not None:
-        recipe = go_on(old[1], given, prepared, held_out, world)
+        recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         notes += continuing(old[1], recipe)
         plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
-    recipe, plan, cluster = first_resolution(given, folder, prepared, held_out, machine, world, call)
+    recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call)
     check(recipe, folder, world, loaded.at)
     return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 
 def first_resolution(
-    given: Recipe,
-    folder: Path,
-    prepared: list[dict[str, Any]],
-    held_out: dict[str, Any] | None,
-    machine: Machine,
-    world: int,
-    call: Call,
+    given: Recipe, folder: Path, machine: Machine, world: int, call: Call
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """Trials, choices, and the recipe, plan and cluster facts that follow."""
+    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
     threads = choose_threads(given, machine.cores, world)
-    trial = given.model_dump(mode="json", by_alias=True)
-    trial["data"]["source"], trial["evaluate"]["source"] = prepared, held_out
-    payload = {"recipe": trial, "folder": str(folder), "threads": threads.value}
+    payload = {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder), "threads": threads.value}
     profile = call("phalanx.train.trial:profile", payload)
     memory = machine.device_memory_bytes // (world if machine.device == "cpu" else 1)
     micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
     candidates = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
     seconds = call("phalanx.train.trial:race", {**payload, "micro": micro.value, "precisions": candidates})
     choices = [threads, micro, choose_precision(given, seconds)]
-    recipe = resolve(given, prepared, held_out, choices, world)
+    recipe = resolve(given, choices, world)
     rates = call("phalanx.train.trial:matmul", {"threads": threads.value})
     sheet = peak(machine)
     cluster = {
@@ -175,17 +166,6 @@ def first_resolution(
         "data_sheet_source": None if sheet is None else sheet.source,
     }
     return recipe, plan_of(profile, choices, seconds, recipe), cluster
-
-
-def sources_of(recipe: Recipe) -> list[Source]:
-    """The training sources, always as a list."""
-    return recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-
-
-def prepare(source: Source, loaded: Loaded, progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """The source as a prepared one, found in the cache or put there."""
-    path = cached(source, loaded.recipe.data, loaded.folder, progress=progress)
-    return {"prepared": str(path.absolute()), "weight": source.weight}
 
 
 def previous(run: Run) -> tuple[Recipe, Recipe] | None:
@@ -235,8 +215,18 @@ def write_run(ready: Ready, loaded: Loaded) -> None:
     write_whole(run.recipe, dump_recipe(loaded.recipe))
     write_whole(run.resolved, dump_recipe(ready.recipe))
     write_json(run.plan, ready.plan)
+    keep_tokenizer(ready)
     write_json(run.cluster, ready.cluster)
     write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder)})
+
+
+def keep_tokenizer(ready: Ready) -> None:
+    """Copy the tokenizer into the run, so that the run stays whole without the data."""
+    source = ready.recipe.data.source
+    first = source[0] if isinstance(source, list) else source
+    stored = Path(str(first.prepared)) / ready.run.tokenizer.name
+    if stored.is_file():
+        write_whole(ready.run.tokenizer, stored.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_(path: Where, as_json: AsJson = False) -> None:
-    """List checkpoints, newest first: size, when it was written, and whether it is the best. Data are not read."""
+    """List checkpoints, newest first.
+
+    Their data are not read; `verify` does that."""
     found = _checkpoints(path)
     best = _best_step(found[0].parent)
     rows = [_facts(checkpoint, best) for checkpoint in found]
@@ -38,8 +40,9 @@ def list_(path: Where, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint and compare it with its checksums. Exit code 65, with the file's name, if one
-    differs."""
+    """Read and check every byte of a checkpoint.
+
+    Exit code 65, and the file's name, if one differs from its checksum."""
     from phalanx.train.checkpoint import CorruptError
     from phalanx.train.checkpoint import verify as read_all
 
@@ -61,7 +64,9 @@ def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def digest(path: Where, step: Step = None, as_json: AsJson = False) -> None:
-    """Print the digest of a checkpoint's state. Two runs are the same run if their digests are equal."""
+    """Print the digest of a checkpoint's state.
+
+    Two runs are the same run if their digests are equal."""
     from phalanx.train.checkpoint import digest_checkpoint
 
     checkpoint = _chosen(path, step)
@@ -76,7 +81,9 @@ def export(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model's weights as a Hugging Face style directory, which the safetensors library reads."""
+    """Write the weights for other tools.
+
+    OUT becomes a Hugging Face style directory, which the safetensors library reads."""
     from phalanx.train.checkpoint import export_huggingface
 
     checkpoint = _chosen(path, step)

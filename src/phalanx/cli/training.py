@@ -11,6 +11,7 @@ from phalanx.cli.data import preparing
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.jobs.agent import NurseryProcess, TrialError
 from phalanx.observe.live import display_for, facts_of
+from phalanx.observe.units import duration
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.run import Run
 
@@ -60,7 +61,9 @@ def introduction(ready: Ready) -> str:
         if choice["why"] != "given" and choice["key"] != "threads":
             lines.append(f"chosen   {choice['key']} = {choice['value']}: {choice['why']}")
     if predicted := plan.get("predicted_step_seconds"):
-        lines.append(f"predicted {predicted:.3g} s a step for forward and backward, {recipe.steps} steps")
+        lines.append(
+            f"predicted {predicted:.3g} s a step, {duration(predicted * recipe.steps)} for {recipe.steps} steps"
+        )
     return "\n".join(lines)
 
 

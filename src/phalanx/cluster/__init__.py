@@ -5,7 +5,7 @@
 from phalanx.cluster.datasheet import DataSheet, peak
 from phalanx.cluster.discover import Accelerator, Cpu, Machine, accelerators, this_machine
 from phalanx.cluster.environment import environment
-from phalanx.cluster.matmul import cached_matmul, faster_precision, measure_matmul
+from phalanx.cluster.matmul import cached_matmul, measure_matmul
 
 __all__ = [
     "Accelerator",
@@ -15,7 +15,6 @@ __all__ = [
     "accelerators",
     "cached_matmul",
     "environment",
-    "faster_precision",
     "measure_matmul",
     "peak",
     "this_machine",

@@ -1,5 +1,5 @@
-"""How fast this very machine multiplies matrices, by precision: the yardstick that speeds are compared with, and the
-ground on which `precision: auto` decides. Measured once and kept in the cache. Not a benchmark of training.
+"""How fast this very machine multiplies matrices, by precision: the yardstick that speeds are compared with.
+Kept in the cache. Not a benchmark of training.
 """
 
 import hashlib
@@ -7,16 +7,17 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.cluster.discover import Machine
+from phalanx.run.directory import cache_root
 
 Clock = Callable[[], float]
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
-GAIN = 1.3
-"""So much faster must bf16 multiply to be worth its fewer digits: what is not matrix products gains less."""
+FRESH = 86400.0
+"""Seconds for which a measurement is taken as it is."""
 
 
 def measure_matmul(
@@ -82,35 +83,17 @@ def median_seconds(run: Callable[[], None], budget: float, clock: Clock, least: 
     return statistics.median(times)
 
 
-def faster_precision(rates: Mapping[str, float]) -> tuple[str, str]:
-    """The precision to train in by measured rates, and why, in words for the user: bf16 if it multiplies at least 1.3
-    times as fast as fp32, else fp32. fp16 is never chosen: it needs a scaler and can still overflow."""
-    if "bf16" not in rates:
-        return "fp32", "this machine has no bf16"
-    ratio = rates["bf16"] / rates["fp32"]
-    if ratio >= GAIN:
-        return "bf16", f"bf16 matmul is {ratio:.1f} x fp32 on this machine"
-    return "fp32", f"bf16 matmul is only {ratio:.1f} x fp32 on this machine; from {GAIN} x on it pays"
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
-    if given := environ.get("PHALANX_CACHE"):
-        return Path(given)
-    if shared := environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".cache" / "phalanx"
-
-
 def cached_matmul(
     machine: Machine,
     threads: int,
     seconds: float = 0.5,
     folder: Path | None = None,
     measure: Callable[[str, int, float], dict[str, float]] = measure_matmul,
+    now: Callable[[], float] = time.time,
 ) -> dict[str, float]:
-    """`measure_matmul` of this machine, or what it said the last time for the same CPU, accelerator, number of threads
-    and torch. A file in the cache that cannot be read is measured anew."""
+    """`measure_matmul` of this machine, or what it said within the last day for the same CPU, accelerator, number of
+    threads and torch. Measured again later, the higher rates count: a busy machine can only look slower than it is. A
+    file in the cache that cannot be read is measured anew."""
     cpu = machine.cpu
     key = {
         "device": machine.device,
@@ -120,10 +103,12 @@ def cached_matmul(
         "torch": version("torch"),
     }
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    path = (cache_folder() if folder is None else folder) / "matmul" / f"{digest}.json"
-    if (kept := _kept(path, key)) is not None:
+    path = (cache_root() if folder is None else folder) / "matmul" / f"{digest}.json"
+    kept = _kept(path, key)
+    if kept is not None and now() - path.stat().st_mtime < FRESH:
         return kept
     rates = measure(machine.device, threads, seconds)
+    rates = {precision: max(rate, (kept or {}).get(precision, 0.0)) for precision, rate in rates.items()}
     _keep(path, {"key": key, "tflops": rates})
     return rates
 

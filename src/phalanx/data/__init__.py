@@ -4,7 +4,7 @@ Everything is numpy; torch is never imported here. `prepare_source` or `cached` 
 `open_data` opens what a recipe names, `Feed` keeps a step's batches ready. See `reader.py` for what a sample is.
 """
 
-from phalanx.data.cache import cache_root, cached, prepare_all
+from phalanx.data.cache import cached, prepare_all
 from phalanx.data.feed import Feed
 from phalanx.data.inspection import inspect, verify
 from phalanx.data.prepare import Progress, prepare_source
@@ -19,7 +19,6 @@ __all__ = [
     "Feed",
     "Progress",
     "Tokenizer",
-    "cache_root",
     "cached",
     "inspect",
     "load_tokenizer",

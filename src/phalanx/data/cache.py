@@ -1,7 +1,6 @@
 """Where `phalanx train` keeps what it prepared by itself, so that it does so once for each source."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.data.manifest import is_dataset
@@ -9,15 +8,7 @@ from phalanx.data.pieces import make_plan
 from phalanx.data.prepare import Progress, prepare_source, silent
 from phalanx.data.tokenizers import TOKENIZER
 from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
-
-
-def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
-    if given := environ.get("PHALANX_CACHE"):
-        return Path(given)
-    if shared := environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".cache" / "phalanx"
+from phalanx.run.directory import cache_root
 
 
 def cached(

@@ -131,9 +131,15 @@ class Data:
     """Everything that a run trains on and is scored on. Made by `open_data`."""
 
     def __init__(
-        self, facts: Facts, fingerprint: str, train: Pool, train_samples: int, held_out: Pool, held_out_samples: int,
+        self,
+        facts: Facts,
+        fingerprint: str,
+        train: Pool,
+        train_samples: int,
+        held_out: Pool,
+        held_out_samples: int,
         separate: bool,
-    ):  # fmt: skip
+    ):
         self.facts = facts
         self.fingerprint = fingerprint
         self.train_samples = train_samples  # in one epoch of every source

@@ -34,6 +34,8 @@ def main() -> None:
     except BrokenPipeError:
         # Whoever started this process is gone; what it finished is on disk. Keep Python from flushing into the pipe.
         sys.stdout = None
+    except OSError as error:  # a full disk, as a rule; source files that cannot be read are a PhalanxError
+        say(error="UsageError", text=f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from phalanx.recipe.schema import Layout
 GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
 COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
+PREDICTION = (
+    "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
+    "the exchange of gradients between workers is not in it yet"
+)
 STATE_BYTES = 16
 """Bytes a parameter: fp32 weight, gradient and two moments of AdamW."""
 
@@ -78,15 +82,11 @@ def choose_precision(recipe: Recipe, seconds: Mapping[str, float]) -> Choice:
     return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
 
 
-def resolve(
-    recipe: Recipe, prepared: list[dict[str, Any]], held_out: dict[str, Any] | None, choices: list[Choice], world: int
-) -> Recipe:
-    """The recipe with `choices` for threads, micro-batch and precision made, sources replaced by prepared ones, and the
-    remaining `auto` set to what this version does."""
+def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
+    """The recipe with `choices` for threads, micro-batch and precision made, and the remaining `auto` set to what this
+    version does."""
     chosen = {choice.key: choice.value for choice in choices}
     values = recipe.model_dump(by_alias=True)
-    values["data"]["source"] = prepared
-    values["evaluate"]["source"] = held_out
     values["threads"] = chosen["threads"]
     values["batch"]["micro"] = chosen["batch.micro"]
     values["precision"] = chosen["precision"]
@@ -102,17 +102,16 @@ def replicated(world: int) -> dict[str, int]:
     return Layout(replicate=world).model_dump()
 
 
-def go_on(
-    resolved: Recipe, given: Recipe, prepared: list[dict[str, Any]], held_out: dict[str, Any] | None, world: int
-) -> Recipe:
-    """The recipe of a run that goes on: what was resolved, with the keys that are free to change as given now."""
+def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:
+    """The recipe of a run that goes on: what was resolved, with the keys that are free to change, and the places of
+    prepared data, as given now."""
     values, new = resolved.model_dump(by_alias=True), given.model_dump(by_alias=True)
     for key in ("name", "steps", "checkpoint", "recovery", "callbacks"):
         values[key] = new[key]
     for key in ("every", "samples"):
         values["evaluate"][key] = new["evaluate"][key]
-    values["data"]["source"] = prepared
-    values["evaluate"]["source"] = held_out
+    values["data"]["source"] = new["data"]["source"]
+    values["evaluate"]["source"] = new["evaluate"]["source"]
     values["layout"] = replicated(world)
     return Recipe.model_validate(values)
 
@@ -124,10 +123,10 @@ def plan_of(
     micro, world = recipe.batch.micro, recipe.layout.world if isinstance(recipe.layout, Layout) else 1
     assert isinstance(micro, int)
     own = recipe.batch.global_ // (micro * world)
-    predicted = own * seconds[recipe.precision] if recipe.precision in seconds else None
+    predicted = own * seconds[recipe.precision] + seconds["update"]
     return {
         **profile,
         "chosen": [asdict(choice) for choice in choices],
         "predicted_step_seconds": predicted,
-        "predicted_rule": "forward and backward of a micro-batch, timed alone, times a worker's micro-batches",
+        "predicted_rule": PREDICTION,
     }

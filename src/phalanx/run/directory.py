@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,16 @@ from typing import Any
 from phalanx.errors import DataError, UsageError
 
 RESULT_FORMAT = 1
+
+
+def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where Phalanx keeps what it can make again (prepared data, measurements): $PHALANX_CACHE, else
+    $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
+    if given := environ.get("PHALANX_CACHE"):
+        return Path(given)
+    if shared := environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "phalanx"
+    return Path.home() / ".cache" / "phalanx"
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,11 @@ class Run:
     @property
     def result(self) -> Path:
         return self.path / "result.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer.json of a model that needs one."""
+        return self.path / "tokenizer.json"
 
     @property
     def report(self) -> Path:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.errors import RecipeError
 from phalanx.train.tree import Node, cover, merges_after, total
 
 ALIGNMENT = 16
@@ -59,9 +60,12 @@ class Bucket:
 
 
 def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length: int) -> Slab:
-    """A zeroed buffer with a view for each parameter."""
+    """A zeroed buffer with a view for each parameter, of the parameter's own memory layout: fused optimizers go over
+    both as they lie in memory (channels_last, for one, is not in the order of the indices)."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
-    return Slab(flat, [flat[a : a + p.numel()].view_as(p) for a, p in zip(starts, parameters, strict=True)])
+    strides = [torch.empty_like(p).stride() for p in parameters]
+    parts = zip(parameters, strides, starts, strict=True)
+    return Slab(flat, [flat.as_strided(p.shape, stride, start) for p, stride, start in parts])
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int) -> list[Bucket]:
@@ -98,7 +102,8 @@ class GradientExchange:
     """Sums gradients over micro-batches and workers.
 
     For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
-    of the sum. A parameter that got no gradient at all counts as zero. Workers own consecutive micro-batches: rank r of
+    of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
+    all counts as zero. Workers own consecutive micro-batches: rank r of
     `world` those from r x micro_batches / world on.
     """
 
@@ -186,6 +191,11 @@ class GradientExchange:
         if not self._armed:
             return
         bucket, index = self._home[parameter]
+        if parameter not in bucket.missing:
+            raise RecipeError(
+                f"model.build: one backward made the gradient of a parameter of shape {list(parameter.shape)} twice; "
+                "checkpoint activations with use_reentrant=False"
+            )
         assert parameter.grad is not None
         bucket.slab.views[index].copy_(parameter.grad)
         parameter.grad = None

@@ -8,7 +8,7 @@ import gc
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,24 @@ class Loop:
 
     def run(self) -> str:
         """Train; returns `done` or `stopped`. The last state is saved either way."""
+        improved = False
+        for improved in self.steps():
+            pass
+        self._save_last(improved)
+        status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
+        self._tell("end", {"status": status, "step": self.progress.step}, moment="end")
+        return status
+
+    def steps(self) -> Iterator[bool]:
+        """Train step by step, for whoever wants to do something between them. Handed out is a whole step, with the
+        evaluation and checkpoint that were due, as whether its held-out score was the best so far. Nothing is saved
+        at the end."""
         recipe, parts, progress = self.parts.recipe, self.parts, self.progress
         parts.callbacks.view.step = progress.step
         parts.callbacks.start()
         gc.collect()
         gc.freeze()  # what exists now stays; later collections need not look at it again
-        stopping = improved = False
+        stopping = False
         with Feed(
             parts.data,
             global_batch=recipe.batch.global_,
@@ -122,10 +134,7 @@ class Loop:
                 if progress.step < recipe.steps and not stopping:
                     self._save_if_due(improved)
                     self.watch.lap("checkpoint")
-        self._save_last(improved)
-        status = "done" if progress.step >= recipe.steps else "stopped"
-        self._tell("end", {"status": status, "step": progress.step}, moment="end")
-        return status
+                yield improved
 
     def _step(self, feed: Feed) -> Outcome:
         """One step: compute, agree, judge, update, count, report."""

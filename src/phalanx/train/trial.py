@@ -6,6 +6,7 @@ from which `plan` chooses.
 
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import cached_matmul, this_machine
+from phalanx.compat import scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, import_object, told
+from phalanx.run import Run
 from phalanx.train.callbacks import load_callbacks
+from phalanx.train.loop import StopRequest
 from phalanx.train.model import build_model
-from phalanx.train.optimizers import trainable
+from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.place import from_environment
 from phalanx.train.precision import computing
+from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
 from phalanx.train.tasks import Task, TensorBatch, load_task
-from phalanx.train.worker import units_per_sample
+from phalanx.train.trace import trace
+from phalanx.train.worker import assemble, prepare_torch, units_per_sample
 
 FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
@@ -56,6 +62,7 @@ def profile(payload: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in trainable(model).values()),
         "flops_per_sample": 3.0 * (flops[1] - flops[0]),
         "flops_rule": FLOPS_RULE,
+        "facts": asdict(data.facts),
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
         "saved_bytes_per_sample": max(0, saved[1] - saved[0]),
@@ -63,8 +70,9 @@ def profile(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def race(payload: dict[str, Any]) -> dict[str, float]:
-    """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`: the median of a few, taken
-    in turn after a warm-up, with the run's own model, micro-batch and threads."""
+    """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`, and of an `update`: norm,
+    clipping, optimizer. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch
+    and threads."""
     model, task, data = _open(payload)
     place = from_environment({})
     torch.set_num_threads(payload["threads"])
@@ -78,12 +86,34 @@ def race(payload: dict[str, Any]) -> dict[str, float]:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
             model.zero_grad(set_to_none=True)
-    return {precision: statistics.median(seconds[1:]) for precision, seconds in times.items()}
+    optimizer = Optimizer(model, Recipe.model_validate(payload["recipe"]).optim)
+    _forward(model, task, batch, payload["precisions"][0], place.device).backward()
+    times["update"] = []
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        gradients = [parameter.grad for parameter in optimizer.names if parameter.grad is not None]
+        scale_in_place(gradients, 1.0 / (1.0 + float(nn.utils.get_total_norm(gradients))))
+        optimizer.step(0.0)
+        if place.device.type == "cuda":
+            torch.cuda.synchronize()
+        times["update"].append(time.perf_counter() - begun)
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def matmul(payload: dict[str, Any]) -> dict[str, float]:
     """The machine's matmul rate in TFLOP/s by precision, with the threads of one worker."""
     return cached_matmul(this_machine(), payload["threads"])
+
+
+def traced(payload: dict[str, Any]) -> dict[str, Any]:
+    """A profile of a few steps of a resolved recipe, as plain values."""
+    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    place = from_environment({})
+    prepare_torch(recipe, place)
+    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    nowhere = Run(Path(payload["out"]).parent)
+    parts = assemble(nowhere, recipe, folder, place, data, ToRun(nowhere, leads=False), StopRequest())
+    return asdict(trace(parts, payload["steps"], 3, Path(payload["out"])))
 
 
 def importable(payload: dict[str, Any]) -> None:

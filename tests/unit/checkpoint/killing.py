@@ -31,13 +31,14 @@ from phalanx.train.checkpoint import (
     verify,
 )
 
+SIZE = 200_000
 CALLS = ("write", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 def child(directory: Path, first: int, count: int, tell: Callable[[int], None]) -> None:
     saver = Saver(directory, 0, 1)
     for number in range(first, first + count):
-        tensors = {"a": torch.full((1_000_000,), float(number)), "b": torch.tensor(number)}
+        tensors = {"a": torch.full((SIZE,), float(number)), "b": torch.tensor(number)}
         saver.start(1 + number % 3, [Piece.whole(*item) for item in tensors.items()], {"number": number})
         saver.wait_copied()
         saver.wait()
@@ -55,7 +56,7 @@ def look(directory: Path, told: list[int], retained: bool) -> None:
         number = read_manifest(path).meta["number"]
         tensors = load_tensors(path)
         assert tensors["b"] == number, path
-        assert torch.equal(tensors["a"], torch.full((1_000_000,), float(number))), path
+        assert torch.equal(tensors["a"], torch.full((SIZE,), float(number))), path
         numbers[step_of(path)] = number
     left = {path.name for path in directory.iterdir()}
     assert left == {path.name for path in list_checkpoints(directory)}, left

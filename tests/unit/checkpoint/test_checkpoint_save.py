@@ -127,6 +127,19 @@ def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
+def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Saver(tmp_path, 0, 2), Saver(tmp_path, 1, 2)
+    good.start(1, pieces({"a": torch.zeros(10)}), {})
+    assert good.wait().phase == "written"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        bad.start(1, pieces({"b": torch.zeros(10)}), {})
+        assert bad.wait().reason.endswith("rank-00001.safetensors: Input/output error")
+    good.abandon()
+    bad.abandon()
+    assert names_in(tmp_path) == []
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 60, {"w": torch.zeros(3)})
     path = save(tmp_path, 60, {"w": torch.ones(3)})

@@ -1,6 +1,7 @@
 """Measuring matrix products, with clocks that tick as they are told."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.matmul import cache_folder, cached_matmul, faster_precision, measure_matmul, median_seconds
+from phalanx.cluster.matmul import cached_matmul, measure_matmul, median_seconds
 
 MACHINE = Machine("node", "cpu", "EPYC", 1, 4, 8, 1, 1, Cpu("EPYC"))
 
@@ -61,21 +62,6 @@ def test_the_number_of_threads_is_put_back() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(
-    ("rates", "precision", "why"),
-    [
-        ({"fp32": 0.1, "bf16": 0.34}, "bf16", "bf16 matmul is 3.4 x fp32 on this machine"),
-        ({"fp32": 0.1, "bf16": 0.12}, "fp32", "only 1.2 x"),
-        ({"fp32": 0.1, "bf16": 0.01}, "fp32", "only 0.1 x"),
-        ({"fp32": 15.0, "fp16": 120.0}, "fp32", "has no bf16"),
-    ],
-)
-def test_bf16_is_chosen_where_it_pays(rates: dict[str, float], precision: str, why: str) -> None:
-    chosen, reason = faster_precision(rates)
-    assert chosen == precision
-    assert why in reason
-
-
 class Counter:
     """Stands for measuring, and counts how often it was needed."""
 
@@ -118,7 +104,9 @@ def test_a_cache_that_cannot_be_written_costs_only_measuring(tmp_path: Path) -> 
     assert cached_matmul(MACHINE, 2, folder=tmp_path / "file", measure=Counter()) == {"fp32": 1.0}
 
 
-def test_the_cache_lies_where_the_user_says() -> None:
-    assert cache_folder({"PHALANX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/phalanx")
-    assert cache_folder({}) == Path.home() / ".cache/phalanx"
+def test_after_a_day_the_machine_is_measured_again_and_the_higher_rate_counts(tmp_path: Path) -> None:
+    falling = iter([{"fp32": 2.0, "bf16": 3.0}, {"fp32": 1.0, "bf16": 4.0}])
+    later = time.time() + 2 * 86400
+    cached_matmul(MACHINE, 2, folder=tmp_path, measure=lambda *_: next(falling))
+    again = cached_matmul(MACHINE, 2, folder=tmp_path, measure=lambda *_: next(falling), now=lambda: later)
+    assert again == {"fp32": 2.0, "bf16": 4.0}

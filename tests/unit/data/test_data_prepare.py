@@ -241,3 +241,15 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
     orphan.communicate()
     thread.join()
     verify(tmp_path / "out")
+
+
+def test_a_worker_that_cannot_write_says_so(texts, tmp_path, small_pieces):
+    (tmp_path / "out.partial").mkdir()
+    partial = tmp_path / "out.partial"
+
+    def obstruct(now: Progress):
+        if now.note.startswith("training"):
+            (partial / "shard-00000.bin.tmp").mkdir()
+
+    with pytest.raises(UsageError, match=r"shard-00000\.bin\.tmp: cannot be written: Is a directory"):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 260}, workers=2, progress=obstruct)

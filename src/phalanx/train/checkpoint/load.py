@@ -165,13 +165,13 @@ def _flat(position: Sequence[int], offset: Sequence[int], extent: Sequence[int])
 def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]], threads: int) -> None:
     """Read the spans of each file, and verify each chunk that they touch and each file's head."""
     works = []
+    heads: dict[str, int] = {}
+    for piece in itertools.chain.from_iterable(tensor.pieces for tensor in manifest.tensors.values()):
+        heads[piece.file] = min(piece.bytes[0], heads.get(piece.file, piece.bytes[0]))
     for name in spans:
         file, size = manifest.files[name], manifest.chunk_bytes
         ordered = sorted((span for span in spans[name] if span.end > span.start), key=lambda span: span.start)
-        head = min(
-            (p.bytes[0] for t in manifest.tensors.values() for p in t.pieces if p.file == name), default=file.bytes
-        )
-        wanted = set(range(math.ceil(head / size)))
+        wanted = set(range(math.ceil(heads[name] / size)))
         for span in ordered:
             wanted.update(range(span.start // size, math.ceil(span.end / size)))
         chunks = sorted(wanted)
@@ -193,12 +193,18 @@ def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], sp
             raise CorruptError(path, f"has {actual:,} bytes, its manifest says {file.bytes:,}")
         for chunk in chunks:
             start, end = chunk * size, min((chunk + 1) * size, file.bytes)
-            hasher, at = xxhash.xxh3_64(), start
-            for part in _parts(start, end, spans, unwanted):
-                _read_exactly(fd, part.data, at, path)
-                hasher.update(part.data)
-                at += len(part)
-            if hasher.hexdigest() != file.chunks[chunk]:
+            parts, at = list(_parts(start, end, spans, unwanted)), start
+            if len(parts) == 1:  # nearly always; hashing in one call is a third faster than through a hasher
+                _read_exactly(fd, parts[0].data, at, path)
+                found = xxhash.xxh3_64_hexdigest(parts[0].data)
+            else:
+                hasher = xxhash.xxh3_64()
+                for part in parts:
+                    _read_exactly(fd, part.data, at, path)
+                    hasher.update(part.data)
+                    at += len(part)
+                found = hasher.hexdigest()
+            if found != file.chunks[chunk]:
                 raise CorruptError(path, f"damaged between bytes {start:,} and {end:,} (their checksum differs)")
     finally:
         os.close(fd)
@@ -248,10 +254,15 @@ def verify(path: Path, threads: int = 2) -> Manifest:
 
 
 def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:
-    """Do all the works; the first error, in their order, is raised."""
+    """Do all the works. The first error, in their order, is raised, and what was not begun by then is left."""
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work) for work in works]:
-            done.result()
+        jobs = [pool.submit(work) for work in works]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
 
 
 def load_newest(

@@ -117,7 +117,7 @@ class Saver:
         self._began = self._clock()
         self.reserve(pieces)
         assert self._staging is not None
-        self._meta = meta
+        self._meta, pieces = dict(meta), tuple(pieces)
         self._state = SaveState(Phase.WRITING, step)
         self._staging.begin(self._layout, pieces, eager)
         self._copied.clear()
@@ -195,8 +195,7 @@ class Saver:
             write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
             sync_directory(share.parent)
         except OSError as error:
-            with suppress(OSError):  # a disk that fails may refuse this too; `clean` removes the rest
-                self._remove_own(step)
+            self._remove_own(step)
             return self._ended(Phase.FAILED, step, reason=_reason(error, share.parent / self._file))
         return self._ended(Phase.WRITTEN, step, bytes=layout.nbytes)
 
@@ -213,11 +212,12 @@ class Saver:
         return SaveState(phase, step, seconds=self._clock() - self._began, **facts)
 
     def _remove_own(self, step: int) -> None:
-        """Remove this rank's files; the last rank to do so removes the directory."""
+        """Remove this rank's files; the last rank to do so removes the directory. What a failing disk will not let go
+        of is left to `clean`."""
         share = self._share(step, self._rank)
-        share.unlink(missing_ok=True)
-        (share.parent / self._file).unlink(missing_ok=True)
-        with suppress(OSError):  # not empty yet, or gone already
+        with suppress(OSError):
+            share.unlink(missing_ok=True)
+            (share.parent / self._file).unlink(missing_ok=True)
             share.parent.rmdir()
 
 

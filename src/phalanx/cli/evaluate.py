@@ -1,0 +1,58 @@
+"""`phalanx evaluate`: score a run's checkpoint on held-out data."""
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.errors import UsageError
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Score at most N held-out samples.", show_default="all")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Score a trained model on the data that training never saw: loss and the task's metrics."""
+    from phalanx.run import Run
+
+    found = Run.existing(run)
+
+    from phalanx.data import open_data
+    from phalanx.train.evaluation import evaluate as score
+    from phalanx.train.place import from_environment
+    from phalanx.train.tasks import load_task
+    from phalanx.train.trained import load_trained
+
+    place = from_environment({})
+    trained = load_trained(found, step, best, place.device)
+    recipe = trained.recipe
+    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    if data.held_out_samples == 0:
+        raise UsageError(f"{run}: nothing was held out (evaluate.share = 0 and no evaluate.source)")
+    assert isinstance(recipe.batch.micro, int)
+    scores = score(
+        trained.model,
+        load_task(recipe.task, trained.folder),
+        data,
+        place=place,
+        precision=recipe.precision,
+        samples=samples or data.held_out_samples,
+        micro=recipe.batch.micro,
+    )
+    assert scores is not None
+    facts = {"checkpoint": trained.checkpoint.name, "loss": scores.loss, **scores.metrics, "samples": scores.samples}
+    if json:
+        typer.echo(json_.dumps({**facts, "seconds": scores.seconds}))
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name:<11} {value:.6g}" if isinstance(value, float) else f"{name:<11} {value}")
+    if recipe.task == "language-modeling":
+        import math
+
+        typer.echo(f"{'perplexity':<11} {math.exp(scores.loss):.6g}")

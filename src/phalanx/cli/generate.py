@@ -1,0 +1,67 @@
+"""`phalanx generate`: text from a run's checkpoint, printed as it comes."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.errors import UsageError
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How many tokens to add.")] = 300,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token, 1 samples freely.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample among the K likeliest.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+) -> None:
+    """Continue a text with a language model that a run trained."""
+    import codecs
+
+    from phalanx.run import Run
+
+    found = Run.existing(run)
+    import torch
+
+    from phalanx.data import load_tokenizer
+    from phalanx.train.generate import generate as continuation
+    from phalanx.train.trained import load_trained
+
+    trained = load_trained(found, step, best, torch.device("cpu"))
+    if trained.facts.kind != "tokens" or trained.facts.sequence is None:
+        raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
+    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.is_file() else "bytes")
+    start = [int(token) for token in tokenizer.encode(prompt)]
+    if not start:
+        raise UsageError("--prompt: give at least one character to continue")
+    stream = continuation(
+        trained.model,
+        start,
+        tokens=tokens,
+        window=trained.facts.sequence,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
+    sys.stdout.write(prompt)
+    if tokenizer.name == "bytes":
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in stream:
+            sys.stdout.write(decoder.decode(bytes([token])))
+            sys.stdout.flush()
+    else:
+        # Tokens of a byte-pair tokenizer may end within a character: decode all of it, print what is new.
+        written, produced = "", list[int]()
+        for token in stream:
+            produced.append(token)
+            text = tokenizer.decode(produced)
+            if not text.endswith("\ufffd"):
+                sys.stdout.write(text[len(written) :])
+                sys.stdout.flush()
+                written = text
+    sys.stdout.write("\n")

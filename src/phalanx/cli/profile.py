@@ -1,0 +1,52 @@
+"""`phalanx profile`: trace a few steps of a recipe and print where the time goes."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def profile(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides.")] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to trace, after three that do not count.")] = 5,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The Chrome trace (chrome://tracing, Perfetto).")] = Path(
+        "trace.json"
+    ),
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="How many operations to list.")] = 12,
+) -> None:
+    """Trace a few training steps on one worker; nothing is saved but the trace."""
+    from phalanx.api import starting
+    from phalanx.cli.data import preparing
+    from phalanx.errors import UsageError
+    from phalanx.jobs.agent import NurseryProcess
+    from phalanx.recipe import load_recipe
+    from phalanx.run import Run
+
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    loaded = load_recipe(recipe, overrides or [])
+    with NurseryProcess() as nursery, preparing() as progress:
+        nowhere = Run(Path(".phalanx-profile-writes-nothing"))
+        with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False) as ready:
+            payload = {"recipe": ready.recipe.model_dump(mode="json", by_alias=True), "folder": str(ready.folder)}
+            answer = nursery.call("phalanx.train.trial:traced", {**payload, "steps": steps, "out": str(out.absolute())})
+    typer.echo(_page(answer, top))
+    typer.echo(f"\nwrote {out}")
+
+
+def _page(answer: dict[str, Any], top: int) -> str:
+    seconds = answer["seconds"]
+    lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler itself slows them a little)", ""]
+    lines += _table("part of the step", answer["parts"], seconds)
+    lines += ["", *_table("kind of operation", answer["kinds"], sum(answer["kinds"].values()))]
+    lines += ["", f"{'operation':<48} {'ms a step':>10} {'calls':>7}"]
+    lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["operations"][:top]]
+    return "\n".join(lines)
+
+
+def _table(title: str, values: dict[str, float], whole: float) -> list[str]:
+    rows = [f"{title:<48} {'ms a step':>10} {'share':>7}"]
+    for name, value in sorted(values.items(), key=lambda item: -item[1]):
+        rows.append(f"{name:<48} {value * 1e3:>10.3f} {value / whole if whole else 0:>7.1%}")
+    return rows
