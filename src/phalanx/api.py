@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from phalanx.data import Progress, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
 from phalanx.plan import choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
-from phalanx.recipe import Difference, Recipe, check, dump_recipe, load_recipe, refused
+from phalanx.recipe import Difference, Recipe, check, dump_recipe, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events
+from phalanx.run.cache import remembered
 from phalanx.run.directory import write_json, write_whole
 from phalanx.train.schedule import factor
 
@@ -56,9 +58,9 @@ def train(
     a run that was asked to stop returns with `status: stopped`.
     """
     if isinstance(recipe, Recipe):
-        loaded = Loaded(Recipe.model_validate(recipe.model_dump(by_alias=True)), None, Path.cwd(), {})
         if overrides:
             raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
+        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
     with NurseryProcess() as nursery:
@@ -88,7 +90,8 @@ def starting(
     world = nproc or (machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
     importable = {"build": loaded.recipe.model.build, "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
+    code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
+    call = remembering(call, machine, code)
     if not write:
         yield make_ready(loaded, run, machine, world, call, force, progress)
         return
@@ -102,6 +105,18 @@ def starting(
             run.create()
         write_run(ready, loaded)
         yield ready
+
+
+def remembering(call: Call, machine: Machine, code: str) -> Call:
+    """`call` for trials, with what they found on this machine within the last day: a second start is quicker, and
+    chooses alike although times vary."""
+
+    def trial(function: str, payload: dict[str, Any]) -> Any:
+        key = {"trial": function, "payload": payload, "code": code, "machine": [machine.name, machine.cores]}
+        key["torch"] = version("torch")
+        return remembered("trials", key, lambda: call(function, payload))
+
+    return trial
 
 
 def make_ready(
@@ -143,7 +158,7 @@ def first_resolution(
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
     """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
     threads = choose_threads(given, machine.cores, world)
-    payload = {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder), "threads": threads.value}
+    payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
     profile = call("phalanx.train.trial:profile", payload)
     memory = machine.device_memory_bytes // (world if machine.device == "cpu" else 1)
     micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
@@ -151,7 +166,7 @@ def first_resolution(
     seconds = call("phalanx.train.trial:race", {**payload, "micro": micro.value, "precisions": candidates})
     choices = [threads, micro, choose_precision(given, seconds)]
     recipe = resolve(given, choices, world)
-    rates = call("phalanx.train.trial:matmul", {"threads": threads.value})
+    rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
     sheet = peak(machine)
     cluster = {
         "host": machine.host,
@@ -197,6 +212,12 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
     if old.layout != new.layout and new.exchange.exact != "replicas":
         notes.append("the number of workers changed under exchange.exact = world: the digest will differ by rounding")
     return notes
+
+
+def trial_recipe(given: Recipe) -> dict[str, Any]:
+    """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
+    kept = given.model_dump(mode="json", by_alias=True)
+    return {key: kept[key] for key in ("model", "task", "data", "batch", "optim", "seed")}
 
 
 def finished(run: Run, recipe: Recipe) -> str | None:

@@ -5,7 +5,7 @@
 from phalanx.cluster.datasheet import DataSheet, peak
 from phalanx.cluster.discover import Accelerator, Cpu, Machine, accelerators, this_machine
 from phalanx.cluster.environment import environment
-from phalanx.cluster.matmul import cached_matmul, measure_matmul
+from phalanx.cluster.matmul import measure_matmul
 
 __all__ = [
     "Accelerator",
@@ -13,7 +13,6 @@ __all__ = [
     "DataSheet",
     "Machine",
     "accelerators",
-    "cached_matmul",
     "environment",
     "measure_matmul",
     "peak",

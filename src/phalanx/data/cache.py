@@ -8,7 +8,7 @@ from phalanx.data.pieces import make_plan
 from phalanx.data.prepare import Progress, prepare_source, silent
 from phalanx.data.tokenizers import TOKENIZER
 from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
-from phalanx.run.directory import cache_root
+from phalanx.run.cache import cache_root
 
 
 def cached(

@@ -237,7 +237,8 @@ class Agent:
 
 
 def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None, str | None]:
-    """The exit code that an attempt means for the run, with a message; None as code means: start again."""
+    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
+    again, and why."""
     codes = attempt.codes
     if all(code == 0 for code in codes.values()):
         return ExitCode.DONE, None
@@ -246,7 +247,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
         if final in FINAL_CODES:
             return final, attempt.error["text"]
     if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
-        return ExitCode.UNFINISHED, None
+        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
     rank, code = first_to_fall(codes)
     log = logs / f"attempt-{number}-rank-{rank}.log"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,6 @@ from typing import Any
 from phalanx.errors import DataError, UsageError
 
 RESULT_FORMAT = 1
-
-
-def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where Phalanx keeps what it can make again (prepared data, measurements): $PHALANX_CACHE, else
-    $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
-    if given := environ.get("PHALANX_CACHE"):
-        return Path(given)
-    if shared := environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".cache" / "phalanx"
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class Run:
     def read_json(self, path: Path) -> dict[str, Any] | None:
         """One of the run's JSON files, or None when it was not written yet. DataError when it is not JSON."""
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -109,11 +98,15 @@ class Run:
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import import_object
+from phalanx.recipe import import_object, told
 from phalanx.run import Event
 
 MOMENTS = ("start", "step", "evaluation", "checkpoint", "fault", "end")
@@ -47,7 +47,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Any], view: RunView):
         self.view = view
         self._by_moment = {
-            moment: [method for callback in callbacks if (method := getattr(callback, moment, None)) is not None]
+            moment: [method for callback in callbacks if callable(method := getattr(callback, moment, None))]
             for moment in MOMENTS
         }
 
@@ -66,8 +66,13 @@ def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
     """The recipe's callbacks. RecipeError when one does not exist or has no method that would ever be called."""
     callbacks = []
     for index, name in enumerate(names):
-        callback = import_object(name, folder, key=f"callbacks.{index}")()
+        key = f"callbacks.{index}"
+        kind = import_object(name, folder, key=key)
+        try:
+            callback = kind()
+        except Exception as error:
+            raise RecipeError(f"{key}: {name}() failed: {told(error, folder)}") from error
         if not any(callable(getattr(callback, moment, None)) for moment in MOMENTS):
-            raise RecipeError(f"callbacks.{index}: {name} has none of the methods {', '.join(MOMENTS)}")
+            raise RecipeError(f"{key}: {name} has none of the methods {', '.join(MOMENTS)}")
         callbacks.append(callback)
     return callbacks

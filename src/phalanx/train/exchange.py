@@ -103,8 +103,8 @@ class GradientExchange:
 
     For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
-    all counts as zero. Workers own consecutive micro-batches: rank r of
-    `world` those from r x micro_batches / world on.
+    all counts as zero. Workers own consecutive micro-batches: rank r of `world` those from r x micro_batches / world
+    on. RecipeError when one backward makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
     def __init__(

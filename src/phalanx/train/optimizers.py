@@ -4,13 +4,21 @@ Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalises
 leaves embeddings, the output layer and everything that is not a matrix to AdamW (Jordan et al. 2024).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import Optim
+
+PREFIX = "optimizer/"
+ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+    torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Muon: frozenset({"momentum_buffer"}),
+}
+"""Tensors that each kind of optimizer keeps for a parameter."""
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -30,11 +38,10 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 class Optimizer:
-    """One or two torch optimizers that act as one. `rate` multiplies the recipe's learning rate."""
+    """One or two torch optimizers that act as one. `names` are its parameters, in the model's order."""
 
     def __init__(self, model: nn.Module, spec: Optim):
         self.names = {parameter: name for name, parameter in trainable(model).items()}
-        self.lr = spec.lr
         self.parts = _build(model, list(self.names), spec)
 
     def step(self, lr: float) -> None:
@@ -47,26 +54,42 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """All tensors of the state as `optimizer/<parameter>/<state>`: the live tensors, not copies."""
         return {
-            f"optimizer/{name}/{key}": value
+            f"{PREFIX}{name}/{key}": value
             for part in self.parts
             for parameter, name in self.names.items()
             for key, value in part.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over a state that `state` gave, copied to where it belongs. DataError when an entry is not known."""
+    def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take over a state that `state` gave; the tensors may become the optimizer's own.
+
+        State of another kind of optimizer (a run forced to go on with a new one) is left out: this one starts afresh.
+        DataError naming the tensor and `where` when it belongs to no parameter of this model or has another shape.
+        """
         parameters = {name: parameter for parameter, name in self.names.items()}
         owners = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
         for part in self.parts:
             part.state.clear()
         for key, value in tensors.items():
-            _, name, entry = key.split("/")
+            name, _, entry = key.removeprefix(PREFIX).rpartition("/")
             if name not in parameters:
-                raise DataError(f"checkpoint: optimizer state for {name!r}, which this model does not train")
+                raise DataError(f"{where}: has optimizer state for {name!r}, which this model does not train")
             parameter = parameters[name]
-            device = torch.device("cpu") if value.dim() == 0 and not parameter.is_cuda else parameter.device
-            owners[parameter].state[parameter][entry] = value.to(device)
+            if value.dim() and value.shape != parameter.shape:
+                shapes = f"{list(value.shape)}, the model's parameter has {list(parameter.shape)}"
+                raise DataError(f"{where}: {key} has shape {shapes}")
+            owner = owners[parameter]
+            if entry in ENTRIES[type(owner)]:
+                owner.state[parameter][entry] = _laid_out_like(parameter, value)
+
+
+def _laid_out_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """The value on the parameter's device and in its memory layout, which fused optimizers take for granted."""
+    value = value.to(parameter.device)
+    if not value.dim() or value.stride() == torch.empty_like(parameter, device="meta").stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _build(model: nn.Module, parameters: list[nn.Parameter], spec: Optim) -> list[torch.optim.Optimizer]:
@@ -75,18 +98,20 @@ def _build(model: nn.Module, parameters: list[nn.Parameter], spec: Optim) -> lis
         return [torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=True)]
     if spec.name == "adamw":
         return [_adamw(parameters, spec)]
-    hidden = hidden_matrices(model)
+    matrices = hidden_matrices(model)
+    hidden = [p for p in parameters if p in matrices]
     if not hidden:
-        raise RecipeError("optim.name: muon is for hidden matrices, and this model has none; use adamw")
+        raise RecipeError("optim.name: muon is for hidden matrices, and this model has none to train; use adamw")
     # match_rms_adamw scales updates like AdamW's, so that one learning rate fits both.
     muon = torch.optim.Muon(
-        [p for p in parameters if p in hidden],
+        hidden,
         lr=spec.lr,
         weight_decay=spec.weight_decay,
         momentum=spec.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return [muon, _adamw([p for p in parameters if p not in hidden], spec)]
+    others = [p for p in parameters if p not in matrices]
+    return [muon, _adamw(others, spec)] if others else [muon]
 
 
 def _adamw(parameters: list[nn.Parameter], spec: Optim) -> torch.optim.Optimizer:

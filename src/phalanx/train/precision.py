@@ -68,7 +68,7 @@ class LossScale:
         return {f"scaler/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the state of a checkpoint."""
-        if self.dynamic:
+        """Take over the state of a checkpoint; one of a run without a dynamic scale (empty) changes nothing."""
+        if self.dynamic and state:
             self.scale = float(state["scaler/scale"])
             self.good_steps = int(state["scaler/good_steps"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.train.optimizers import Optimizer
+from phalanx.train.optimizers import PREFIX, Optimizer
 from phalanx.train.precision import LossScale
 
 
@@ -65,8 +65,8 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
 def load_state(
     model: nn.Module, optimizer: Optimizer, scale: LossScale, tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Take over a whole state."""
+    """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
     with torch.no_grad():
         load_model(model, tensors, where)
-    optimizer.load({name: t for name, t in tensors.items() if name.startswith("optimizer/")})
+    optimizer.load({name: t for name, t in tensors.items() if name.startswith(PREFIX)}, where)
     scale.load({name: t for name, t in tensors.items() if name.startswith("scaler/")})

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import import_object
+from phalanx.recipe import import_object, told
 
 TensorBatch = dict[str, Tensor]
 
@@ -67,7 +67,11 @@ def load_task(name: str, folder: Path | None) -> Task:
         return task
     if ":" not in name:
         raise RecipeError(f"task: no task {name!r}; expected {', '.join(BUILT_IN)} or module:Class")
-    task = import_object(name, folder, key="task")()
+    kind = import_object(name, folder, key="task")
+    try:
+        task = kind()
+    except Exception as error:
+        raise RecipeError(f"task: {name}() failed: {told(error, folder)}") from error
     missing = [method for method in ("inputs", "loss") if not callable(getattr(task, method, None))]
     if missing:
         raise RecipeError(f"task: {name} has no method {' and no method '.join(missing)}; a task needs inputs and loss")

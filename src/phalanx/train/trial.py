@@ -4,17 +4,20 @@ Each function runs in a short process of its own (it may fail or fill memory wit
 from which `plan` chooses.
 """
 
+import inspect
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.cluster import cached_matmul, this_machine
+from phalanx.cluster import measure_matmul
 from phalanx.compat import scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
@@ -36,7 +39,7 @@ FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
     "recomputation not counted"
 )
-REPEATS = 3
+REPEATS = 5
 
 
 def profile(payload: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def race(payload: dict[str, Any]) -> dict[str, float]:
 
 def matmul(payload: dict[str, Any]) -> dict[str, float]:
     """The machine's matmul rate in TFLOP/s by precision, with the threads of one worker."""
-    return cached_matmul(this_machine(), payload["threads"])
+    return measure_matmul(payload["device"], payload["threads"])
 
 
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
@@ -116,12 +119,15 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
     return asdict(trace(parts, payload["steps"], 3, Path(payload["out"])))
 
 
-def importable(payload: dict[str, Any]) -> None:
-    """RecipeError unless everything that a recipe names by import path exists."""
+def importable(payload: dict[str, Any]) -> str:
+    """RecipeError unless everything that a recipe names by import path exists. Returns a hash of the source files of
+    model and task, by which one knows that earlier trials still hold."""
     folder = Path(payload["folder"])
-    import_object(payload["build"], folder, key="model.build")
-    load_task(payload["task"], folder)
+    build = import_object(payload["build"], folder, key="model.build")
+    task = load_task(payload["task"], folder)
     load_callbacks(payload["callbacks"], folder)
+    files = sorted({inspect.getsourcefile(sys.modules[o.__module__]) or "" for o in (build, type(task))})
+    return xxhash.xxh3_64_hexdigest(b"".join(Path(file).read_bytes() for file in files if file))
 
 
 def _open(payload: dict[str, Any]) -> tuple[nn.Module, Task, Data]:

@@ -12,7 +12,7 @@ from phalanx.data import cached, open_data, prepare_all, verify
 from phalanx.data import prepare as prepare_module
 from phalanx.data.cache import prepare_source
 from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
-from phalanx.run.directory import cache_root
+from phalanx.run.cache import cache_root
 
 SOURCE = Path(prepare_module.__file__).parents[2]
 
