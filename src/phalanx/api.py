@@ -18,12 +18,12 @@ from phalanx.cluster import Machine, environment, peak, this_machine
 from phalanx.data import Progress, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
-from phalanx.plan import choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan import check_memory, choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
 from phalanx.recipe import Difference, Recipe, check, dump_recipe, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
-from phalanx.run import Event, Run, read_events
+from phalanx.run import Event, Run, read_events, steps_of
 from phalanx.run.cache import remembered
-from phalanx.run.directory import write_json, write_whole
+from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.train.schedule import factor
 
 Call = Callable[[str, Any], Any]
@@ -162,6 +162,7 @@ def first_resolution(
     profile = call("phalanx.train.trial:profile", payload)
     memory = machine.device_memory_bytes // (world if machine.device == "cpu" else 1)
     micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
+    check_memory(micro.value, profile["parameters"], profile["saved_bytes_per_sample"], memory)
     candidates = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
     seconds = call("phalanx.train.trial:race", {**payload, "micro": micro.value, "precisions": candidates})
     choices = [threads, micro, choose_precision(given, seconds)]
@@ -283,25 +284,29 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
 
 
 def last_step(run: Run) -> int:
-    """The step of the newest event that has one."""
-    return max((event["step"] for event in read_events(run.events) if event["kind"] == "step"), default=0)
+    """The step that was done last; steps beyond it may have been done by an attempt before."""
+    done = [event["step"] for event in read_events(run.events) if event["kind"] == "step"]
+    return done[-1] if done else 0
 
 
 def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     """result.json: what the worker reported, or what the events tell when it did not come to that; `seconds` is the
-    time of all attempts together."""
-    seconds, restarts, begun, last = 0.0, -1, 0.0, None
-    steps, loss, tokens = 0, None, 0
-    for event in read_events(run.events):
+    time of all attempts together, each from its `start` event on, without what lies between them."""
+    events = list(read_events(run.events))
+    seconds, restarts, last = 0.0, -1, None
+    for event in events:
         if event["kind"] == "start":
-            restarts, begun = restarts + 1, event["t"]
-        elif event["kind"] == "step":
-            steps, loss, tokens = event["step"], event["loss"], tokens + event["tokens"]
-        if begun:
-            seconds += event["t"] - max(begun, last or begun) if event["kind"] != "start" else 0.0
-        last = event["t"]
+            restarts, last = restarts + 1, event["t"]
+        elif event["kind"] == "worker":  # the next attempt gets ready
+            last = None
+        elif event["kind"] != "warning" and last is not None:  # some warnings are given before an attempt
+            seconds, last = seconds + event["t"] - last, event["t"]
     if outcome.result is not None:
         return {**outcome.result, "seconds": seconds}
     status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
-    facts = {"format": 1, "status": status, "steps": steps, "final_loss": loss, "tokens": tokens, "seconds": seconds}
-    return {**facts, "restarts": max(0, restarts), "digest": None, "message": outcome.message}
+    steps = last_step(run)
+    good = [event for event in steps_of(events) if event["step"] <= steps and not event.get("skipped")]
+    facts = {"format": RESULT_FORMAT, "status": status, "steps": steps}
+    facts |= {"final_loss": good[-1]["loss"] if good else None, "tokens": sum(event["tokens"] for event in good)}
+    facts |= {"seconds": seconds, "restarts": max(0, restarts), "digest": None}
+    return {**facts, "message": outcome.message}

@@ -11,7 +11,7 @@ import typer
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="Overrides, such as steps=50 optim.lr=3e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=50 optim.lr=3e-4.")
     ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run's directory.", show_default="runs/<name>")

@@ -251,6 +251,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     rank, code = first_to_fall(codes)
     log = logs / f"attempt-{number}-rank-{rank}.log"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code == -signal.SIGKILL:
+        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
     return None, f"worker {rank} {how}{last_words(log)}"
 
 

@@ -10,6 +10,7 @@ their events to a second socket, which they inherit and whose number stands in P
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import selectors
@@ -43,6 +44,7 @@ class Nursery:
         self.events = events
         self.children: dict[int, int] = {}
         self.port = 0
+        self.starts = 0
 
     def run(self) -> None:
         """Serve the agent until it says `exit` or is gone; then kill whatever is left."""
@@ -85,6 +87,7 @@ class Nursery:
     def start(self, message: Message) -> None:
         """Fork the workers of one attempt, and before the first attempt of several workers the store."""
         world = message["world"]
+        self.starts += 1
         if world > 1 and not self.port:
             self.port = self.start_store()
         for rank in range(world):
@@ -97,6 +100,7 @@ class Nursery:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
                 "PHALANX_ATTEMPT": str(message["attempt"]),
+                "PHALANX_MEETING": str(self.starts),
                 "PHALANX_EVENTS": str(self.events.fileno()),
             }
             log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
@@ -233,8 +237,12 @@ def main() -> None:
     # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
     # comes before a worker has its handler waits for it instead of being lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    import torch.distributed  # noqa: F401 - what every worker needs, loaded once
+    # What every worker needs, loaded once. torch's optimizers load torch._dynamo in their first step, which takes a second.
 
+    import phalanx.train.worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # collections in the children leave all this alone, and so its memory shared
     Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd)).run()
 
 

@@ -3,6 +3,24 @@
 Nothing is measured here: what trials and probes found comes in as plain numbers.
 """
 
-from phalanx.plan.resolve import Choice, choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan.resolve import (
+    Choice,
+    check_memory,
+    choose_micro,
+    choose_precision,
+    choose_threads,
+    go_on,
+    plan_of,
+    resolve,
+)
 
-__all__ = ["Choice", "choose_micro", "choose_precision", "choose_threads", "go_on", "plan_of", "resolve"]
+__all__ = [
+    "Choice",
+    "check_memory",
+    "choose_micro",
+    "choose_precision",
+    "choose_threads",
+    "go_on",
+    "plan_of",
+    "resolve",
+]

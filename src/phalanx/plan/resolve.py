@@ -73,6 +73,20 @@ def choose_micro(recipe: Recipe, parameters: int, saved_bytes: int, memory: int,
     return Choice("batch.micro", share, why)
 
 
+def check_memory(micro: int, parameters: int, saved_bytes: int, memory: int) -> None:
+    """RecipeError, naming a micro-batch that would fit, when what a step must hold at least (training state and saved
+    activations) is more than all of a worker's memory."""
+    needed = micro * saved_bytes + STATE_BYTES * parameters
+    if needed <= memory:
+        return
+    fitting = (memory // 2 - STATE_BYTES * parameters) // saved_bytes  # half, as `choose_micro` would
+    dividing = max((size for size in range(1, max(1, fitting) + 1) if micro % size == 0), default=1)
+    raise RecipeError(
+        f"batch.micro: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
+        f"{memory / 1e9:.1f} GB; batch.micro={dividing} would fit"
+    )
+
+
 def choose_precision(recipe: Recipe, seconds: Mapping[str, float]) -> Choice:
     """The precision, by the time that this very model takes for forward and backward."""
     if recipe.precision != "auto":

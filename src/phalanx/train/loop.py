@@ -98,8 +98,8 @@ class Loop:
     def run(self) -> str:
         """Train; returns `done` or `stopped`. The last state is saved either way."""
         improved = False
-        for improved in self.steps():
-            pass
+        for best in self.steps():
+            improved = best
         self._save_last(improved)
         status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
         self._tell("end", {"status": status, "step": self.progress.step}, moment="end")
@@ -234,6 +234,7 @@ class Loop:
         if improved:
             progress.best = scores.loss
         event = {"step": progress.step, **asdict(scores), "loss": _finite(scores.loss), "best": improved}
+        event["metrics"] = {name: _finite(value) for name, value in scores.metrics.items()}
         self._tell("eval", event, moment="evaluation")
         return improved
 
@@ -269,7 +270,7 @@ class Loop:
         self.saving.start(self.progress, tensors, self._buffers, improved)
 
     def _tell_save(self, kind: str, event: dict[str, Any]) -> None:
-        self._tell(kind, event, moment="checkpoint" if kind == "checkpoint" else "fault")
+        self._tell(kind, event, moment={"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
 
     def _reject(self, path: Path, file: str, reason: str) -> None:
         reject(self.parts, path, file, reason)

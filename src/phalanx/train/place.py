@@ -53,7 +53,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
 def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
     """Enter the process group of this attempt; nothing to do for a world of one.
 
-    Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died.
+    Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
+    nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
     """
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
@@ -63,7 +64,7 @@ def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"attempt{place.attempt}", store),
+        store=PrefixStore(f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}", store),
         rank=place.rank,
         world_size=place.world,
         timeout=PATIENCE,

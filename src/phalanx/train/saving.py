@@ -8,7 +8,7 @@ step: written by all -> rank 0 commits -> committed; or failed on one -> all dro
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ SAVE_FLAGS = ("written", "failed", "committed")
 
 
 class Saving:
-    """Saves of one worker. `tell(kind, event)` reports what became of them, on every worker alike."""
+    """Saves of one worker. `tell(kind, event)` reports what became of them: `checkpoint` and `checkpoint_failed` on
+    every worker alike, `warning` on the leading one."""
 
     def __init__(
         self, run: Run, place: Place, keep: int, common: dict[str, Any], tell: Callable[[str, dict[str, Any]], None]
@@ -40,6 +41,7 @@ class Saving:
         self._tell = tell
         self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
         self._stall = 0.0
         self._waiting_for_copy = False
         self._shares: list[list[str]] | None = None
@@ -109,6 +111,7 @@ class Saving:
         """Finish, and wait until old checkpoints are removed."""
         self.finish()
         self._janitor.shutdown()
+        self._look_after_removals()
 
     def _agree(self) -> dict[str, int]:
         flags = torch.tensor([float(flag) for flag in self.flags()], device=self._place.device)
@@ -125,10 +128,21 @@ class Saving:
                 write_json(best_file(self._run), {"step": step, "loss": self._best})
             best = self._run.read_json(best_file(self._run))
             protected = [] if best is None else [best["step"]]
-            self._janitor.submit(retain, self._run.checkpoints, self._keep, protected)
+            self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
+            self._look_after_removals()
         self._end()
         self.last_saved = step
         self._tell("checkpoint", event)
+
+    def _look_after_removals(self) -> None:
+        """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""
+        done = [removal for removal in self._removals if removal.done()]
+        self._removals = [removal for removal in self._removals if removal not in done]
+        for removal in done:
+            try:
+                removal.result()
+            except OSError as error:
+                self._tell("warning", {"text": f"an old checkpoint could not be removed: {error}"})
 
     def _end(self) -> None:
         self._saver.abandon()
