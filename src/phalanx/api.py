@@ -9,7 +9,7 @@ import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events, steps_of
 from phalanx.run.cache import remembered
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
+from phalanx.run.events import NO_ROOM
 from phalanx.train.schedule import factor
 
 Call = Callable[[str, Any], Any]
@@ -54,8 +55,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe (a file's path or a value) as `phalanx train` does, and return the content of `result.json`.
 
-    Goes on where the run in `run` (default `runs/<name>`) stopped. Raises PhalanxError for whatever the user can mend;
-    a run that was asked to stop returns with `status: stopped`.
+    Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
+    PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: stopped`.
     """
     if isinstance(recipe, Recipe):
         if overrides:
@@ -63,10 +64,14 @@ def train(
         loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    with NurseryProcess() as nursery:
-        where = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
-        with starting(loaded, where, nproc, nursery.call, force, lambda progress: None) as ready:
-            outcome = supervise(ready, nursery, show or (lambda event: None), force)
+    where = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
+    if finished(where, loaded.recipe):
+        return where.read_json(where.result) or {}
+    with (
+        NurseryProcess() as nursery,
+        starting(loaded, where, nproc, nursery.call, force, lambda progress: None) as ready,
+    ):
+        outcome = supervise(ready, nursery, show or (lambda event: None), force)
     if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
         error = GaveUpError(outcome.message or "the run failed")
         error.code = outcome.code
@@ -256,10 +261,12 @@ def locked(run: Run) -> Iterator[None]:
     """Only one process may train a run. The lock is on the directory itself and goes with its holder."""
     fd = os.open(run.path, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = f"{run.path}: another process is training this run; wait, or choose another --run"
+            raise UsageError(busy) from None
         yield
-    except BlockingIOError:
-        raise UsageError(f"{run.path}: another process is training this run; wait, or choose another --run") from None
     finally:
         os.close(fd)
 
@@ -272,14 +279,22 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
         "function": "phalanx.train.worker:work",
         "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
     }
-    with Agent(run, nursery, show, recipe.recovery.attempts) as agent:
-        for note in ready.notes:
-            agent.emit("warning", text=note)
-        outcome = agent.supervise(world, command, {}, ready.first_attempt)
-        if outcome.result is None:
-            status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
-            agent.emit("end", status=status, step=last_step(run))
-    write_json(run.result, result_of(run, outcome))
+    outcome = None
+    try:
+        with Agent(run, nursery, show, recipe.recovery.attempts) as agent:
+            for note in ready.notes:
+                agent.emit("warning", text=note)
+            outcome = agent.supervise(world, command, {}, ready.first_attempt)
+            if outcome.result is None:
+                status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
+                agent.emit("end", status=status, step=last_step(run))
+        write_json(run.result, result_of(run, outcome))
+    except OSError as error:
+        if outcome is None or error.errno not in NO_ROOM:
+            raise
+        said = f"{outcome.message}; " if outcome.message else ""
+        code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
+        return replace(outcome, code=code, message=f"{said}{run.path}: no room left for the run's events and result")
     return outcome
 
 

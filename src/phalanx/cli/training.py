@@ -1,6 +1,7 @@
 """What `phalanx train` prints around a run, on this machine or as one worker of an outside launcher."""
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def train_here(
         return 1
     if outcome.message:
         print(f"error: {outcome.message}", file=out)
-    print(conclusion(run, outcome.code, path, overrides), file=out)
+    print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
     return int(outcome.code)
 
 
@@ -67,14 +68,17 @@ def introduction(ready: Ready) -> str:
     return "\n".join(lines)
 
 
-def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str]) -> str:
+def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """How it ended, and what to type next."""
     result = run.read_json(run.result) or {}
-    again = " ".join(["phalanx train", str(path), *overrides, "--run", str(run.path)])
+    workers = [] if nproc is None else ["--nproc", str(nproc)]
+    again = shlex.join(["phalanx", "train", str(path), *overrides, "--run", str(run.path), *workers])
     if code is ExitCode.DONE:
         return f"digest   {result.get('digest')}\nreport   phalanx report {run.path}"
     if code is ExitCode.UNFINISHED:
-        return f"saved at step {result.get('steps')}; go on with: {again}"
+        # Only a state that was saved has a digest: a second Ctrl-C or a full disk leaves the checkpoint before.
+        saved = f"saved at step {result.get('steps')}" if result.get("digest") else "the last steps were not saved"
+        return f"{saved}; go on with: {again}"
     return f"details  {run.logs}"
 
 

@@ -11,6 +11,9 @@ from typing import Protocol, Self
 
 from phalanx.data.reader import Batch
 
+AHEAD_BYTES = 1 << 26
+"""About so much may lie read ahead, but always two steps."""
+
 
 class Samples(Protocol):
     """What a feed needs of `Data`."""
@@ -22,12 +25,15 @@ class Feed(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
     Sample i of a step belongs to micro-batch i // micro; rank r of `world` owns micro-batches r * M / world up to
-    (r + 1) * M / world of the step's M. Up to `depth` steps are read ahead. An error in the thread is raised here, when
-    its step is asked for. `close` ends the thread; so does leaving a `with`.
+    (r + 1) * M / world of the step's M. Up to `depth` steps are read ahead, fewer where they are large. An error in the
+    thread is raised here, when its step is asked for. `close` ends the thread; so does leaving a `with`.
+
+    The thread fills the store, then sleeps until half of it is used up: waking it for every step would cost several
+    times what reading a small step does.
     """
 
     def __init__(
-        self, data: Samples, *, global_batch: int, micro: int, rank: int, world: int, consumed: int, depth: int = 2
+        self, data: Samples, *, global_batch: int, micro: int, rank: int, world: int, consumed: int, depth: int = 16
     ):
         if global_batch % (micro * world):
             raise ValueError(f"a global batch of {global_batch} is not micro-batch {micro} x ranks {world} x a number")
@@ -43,27 +49,36 @@ class Feed(Iterator[list[Batch]]):
         self._thread.start()
 
     def __next__(self) -> list[Batch]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
-            if self._closed:
-                raise StopIteration
-            if not self._ready:
-                assert self._error is not None
-                raise self._error
-            step = self._ready.popleft()
-            self._changed.notify_all()
-            return step
+        if not self._ready:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+        if self._closed:
+            raise StopIteration
+        if not self._ready:
+            assert self._error is not None
+            raise self._error
+        step = self._ready.popleft()
+        if self._low():
+            with self._changed:
+                self._changed.notify_all()
+        return step
+
+    def _low(self) -> bool:
+        return len(self._ready) <= self._depth // 2
 
     def _work(self) -> None:
         try:
-            while True:
-                step = self._read()
+            step = self._read()
+            size = sum(values.nbytes for batch in step for values in batch.values())
+            self._depth = min(self._depth, max(2, AHEAD_BYTES // size))
+            while not self._closed:
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
-                    if self._closed:
-                        return
                     self._ready.append(step)
                     self._changed.notify_all()
+                    if len(self._ready) == self._depth:
+                        self._changed.wait_for(lambda: self._low() or self._closed)
+                if not self._closed:
+                    step = self._read()
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that trains
             with self._changed:
                 self._error = error

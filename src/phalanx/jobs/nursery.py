@@ -237,7 +237,9 @@ def main() -> None:
     # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
     # comes before a worker has its handler waits for it instead of being lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    # What every worker needs, loaded once. torch's optimizers load torch._dynamo in their first step, which takes a second.
+    # What every worker needs, loaded once. An optimizer's first step would load torch._dynamo, which takes a second.
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
 
     import phalanx.train.worker  # noqa: F401
 

@@ -38,6 +38,11 @@ def whole(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
+def file_of(event: Event) -> str:
+    """The file that a `checkpoint_rejected` event names, relative to the run."""
+    return "/".join(str(part) for part in (event.get("path"), event.get("file")) if part) or "?"
+
+
 @dataclass(frozen=True)
 class Steps:
     """Every step that counts, ascending, as columns of length n. `parts` is [n, 7] in seconds, in the order of PARTS;
@@ -147,7 +152,8 @@ class _Reader:
         if kind == "start":
             self.start(event, t)
         else:
-            if self.attempts and t == t:
+            # What comes behind an attempt's end belongs to the next one, which tells of its workers before it starts.
+            if self.attempts and t == t and self.attempts[-1].ended is None:
                 self.attempts[-1].last = t
                 if kind in ("step", "eval", "checkpoint"):
                     self.attempts[-1].last_work = t

@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.observe import units
 from phalanx.observe.advice import Advice
 from phalanx.observe.figures import run_figures
-from phalanx.observe.history import PARTS, History, number
+from phalanx.observe.history import PARTS, History, file_of, number
 from phalanx.observe.report import (
     PART_NAMES,
     duration_facts,
@@ -168,10 +168,7 @@ def _events(history: History) -> str:
             *((life.began, life.from_step, "start", _start(life.number, life.world)) for life in history.attempts),
             *((*_when(e), "guard", f"{e.get('what')}: {e.get('action')}") for e in history.guards),
             *((*_when(e), "fault", f"rank {e.get('rank', '?')}: {e.get('what')}") for e in history.faults),
-            *(
-                (*_when(e), "rejected", f"{e.get('file') or e.get('path')}: {e.get('reason')}")
-                for e in history.rejected
-            ),
+            *((*_when(e), "rejected", f"{file_of(e)}: {e.get('reason')}") for e in history.rejected),
             *((*_when(e), "save failed", str(e.get("reason"))) for e in history.failed),
             *((*_when(e), "warning", str(e.get("text"))) for e in history.warnings),
             *((life.last, history.last_step, "end", life.ended) for life in history.attempts[-1:] if life.ended),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from phalanx.observe import units
+from phalanx.observe.history import file_of
 from phalanx.run import Event, Run
 
 if TYPE_CHECKING:
@@ -357,11 +358,11 @@ def sentence(event: Event, tally: Tally) -> str:
             f"checkpoint at step {get('step')}: {units.size(get('bytes'))}, stood still {units.duration(get('stall'))}"
         )
     if kind == "checkpoint_rejected":
-        return f"checkpoint rejected: {get('file') or get('path')}: {get('reason', 'no reason given')}"
+        return f"checkpoint rejected: {file_of(event)}: {get('reason', 'no reason given')}"
     if kind == "checkpoint_failed":
         return f"checkpoint failed at step {get('step')}: {get('reason', 'no reason given')}; training goes on"
     if kind == "guard":
-        return f"guard at step {get('step')}: {get('what')}, {get('action')} ({get('count', 1)} in a row)"
+        return f"guard at step {get('step')}: {get('what')}, {get('action')} (skipped steps so far: {get('count', 1)})"
     if kind == "fault":
         detail = f" ({get('detail')})" if get("detail") else ""
         return f"fault: rank {get('rank', '?')}: {get('what')}{detail}"

@@ -40,7 +40,7 @@ def step_parts(steps: Steps) -> Floats:
     parts = np.clip(np.nan_to_num(steps.parts), 0.0, None)
     seconds = np.clip(np.nan_to_num(steps.seconds), 0.0, None)
     total = parts.sum(axis=1)
-    scale = np.where(total > seconds, seconds / np.where(total > 0, total, 1.0), 1.0)
+    scale = np.divide(seconds, total, out=np.ones_like(total), where=total > seconds)
     parts = parts * scale[:, None]
     parts[:, -1] += np.clip(seconds - parts.sum(axis=1), 0.0, None)
     return parts

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe import metrics
-from phalanx.observe.history import History, Steps, number, read_history
+from phalanx.observe.history import History, Steps, file_of, number, read_history
 from phalanx.observe.what import What, read_recipe, what_ran
 from phalanx.run import Event, Run
 
@@ -288,10 +288,7 @@ def _checkpoints(history: History) -> Checkpoints:
         stall_longest=max(stalls, default=0.0),
         background=sum(written),
         last_step=_whole_or_none(saves[-1].get("step")) if saves else None,
-        rejected=tuple(
-            f"{event.get('file') or event.get('path', '?')}: {event.get('reason', 'no reason given')}"
-            for event in history.rejected
-        ),
+        rejected=tuple(f"{file_of(event)}: {event.get('reason', 'no reason given')}" for event in history.rejected),
         failed=tuple(
             f"step {event.get('step', '?')}: {event.get('reason', 'no reason given')}" for event in history.failed
         ),

@@ -79,11 +79,12 @@ def check_memory(micro: int, parameters: int, saved_bytes: int, memory: int) -> 
     needed = micro * saved_bytes + STATE_BYTES * parameters
     if needed <= memory:
         return
-    fitting = (memory // 2 - STATE_BYTES * parameters) // saved_bytes  # half, as `choose_micro` would
-    dividing = max((size for size in range(1, max(1, fitting) + 1) if micro % size == 0), default=1)
+    room = memory // 2 - STATE_BYTES * parameters  # half, as `choose_micro` would
+    fitting = [size for size in range(1, micro) if micro % size == 0 and size * saved_bytes <= room]
     raise RecipeError(
         f"batch.micro: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
-        f"{memory / 1e9:.1f} GB; batch.micro={dividing} would fit"
+        f"{memory / 1e9:.1f} GB; "
+        + (f"batch.micro={fitting[-1]} would fit" if fitting else "not even one would fit: use a smaller model")
     )
 
 

@@ -4,6 +4,7 @@ Kinds and their fields are listed in DESIGN.md, Run directory. Readers skip a to
 restart appear again, and the highest attempt counts.
 """
 
+import errno
 import json
 import os
 import time
@@ -14,25 +15,44 @@ from typing import Any
 Event = dict[str, Any]
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
 class EventLog:
     """The one writer of a run's events. Each event is one `write` of a whole line, so a reader never sees half of one
-    unless the machine dies within it; opening after such a death ends the torn line first."""
+    unless the machine dies within it; opening after such a death ends the torn line first.
+
+    A full disk does not stop a run for its events: they wait in memory and are written when there is room again.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        torn = size and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._waiting = b"\n" if torn else b""
 
     def write(self, kind: str, **fields: Any) -> Event:
         """Append one event and return it as it was written; `t` is now unless it is among the fields."""
         event = {"t": fields.pop("t", None) or self._clock(), "kind": kind, **fields}
-        os.write(self._fd, (json.dumps(event) + "\n").encode())
+        self._waiting += (json.dumps(event) + "\n").encode()
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
         return event
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file. OSError when the disk is still too full for events that wait: they are lost."""
+        try:
+            self._write()
+        finally:
+            os.close(self._fd)
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -239,9 +239,11 @@ class Loop:
         return improved
 
     def _save_if_due(self, improved: bool) -> None:
-        """Begin a save if it is time, or if the state is the best so far."""
+        """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
         every, step = self.parts.recipe.checkpoint.every, self.progress.step
         if every is None or (step % every and not improved):
+            return
+        if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
             return
         if self.saving.in_flight is not None and not improved:
             busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"

@@ -51,6 +51,13 @@ def arguments(builder: Callable[..., Any], given: dict[str, Any], facts: Facts) 
     return {**given, **filled}
 
 
+def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
+    """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in.
+    It stands in checkpoints, and in the config.json of an export."""
+    builder = import_object(spec.build, folder, key="model.build")
+    return {"build": spec.build, "args": arguments(builder, spec.args, facts)}
+
+
 def build_model(spec: Model, facts: Facts, folder: Path | None, seed: int, device: torch.device) -> nn.Module:
     """The model with its initial weights, which depend on `seed` only. RecipeError for what the user can mend."""
     builder = import_object(spec.build, folder, key="model.build")

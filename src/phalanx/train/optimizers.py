@@ -71,6 +71,7 @@ class Optimizer:
         owners = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
         for part in self.parts:
             part.state.clear()
+        entries = []
         for key, value in tensors.items():
             name, _, entry = key.removeprefix(PREFIX).rpartition("/")
             if name not in parameters:
@@ -79,8 +80,9 @@ class Optimizer:
             if value.dim() and value.shape != parameter.shape:
                 shapes = f"{list(value.shape)}, the model's parameter has {list(parameter.shape)}"
                 raise DataError(f"{where}: {key} has shape {shapes}")
-            owner = owners[parameter]
-            if entry in ENTRIES[type(owner)]:
+            entries.append((owners[parameter], parameter, entry, value))
+        if all(entry in ENTRIES[type(owner)] for owner, _, entry, _ in entries):
+            for owner, parameter, entry, value in entries:
                 owner.state[parameter][entry] = _laid_out_like(parameter, value)
 
 

@@ -81,7 +81,8 @@ class ToRun:
             write_json(self._run.result, value)
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        if self._log is not None:
+            self._log.close()
 
 
 def reporter(run: Run, leads: bool, events: str | None) -> Reporter:

@@ -44,7 +44,8 @@ class Saving:
         self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
         self._stall = 0.0
         self._waiting_for_copy = False
-        self._shares: list[list[str]] | None = None
+        self._sizes: dict[str, int] = {}  # of what was saved last
+        self._shares: list[list[str]] = []  # who saves which of it
         self.in_flight: int | None = None  # the step being saved, alike on all workers
         self._best: float | None = None
         self.last_saved: int | None = None
@@ -56,9 +57,9 @@ class Saving:
         step = progress.step
         self.in_flight = step
         self._best = progress.best if best else None
-        if self._shares is None:
-            sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-            self._shares = share_out(sizes, self._place.world)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
+            self._sizes, self._shares = sizes, share_out(sizes, self._place.world)
         own = self._shares[self._place.rank]
         pieces = [Piece.whole(name, tensors[name]) for name in own]
         meta = {**self._common, **asdict(progress)}
@@ -125,14 +126,21 @@ class Saving:
         event |= {"bytes": state.bytes, "seconds": state.seconds, "stall": self._stall}
         if self._place.leads:
             if self._best is not None:
-                write_json(best_file(self._run), {"step": step, "loss": self._best})
+                self._remember_best(step, self._best)
             best = self._run.read_json(best_file(self._run))
             protected = [] if best is None else [best["step"]]
-            self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
             self._look_after_removals()
+            self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
         self._end()
         self.last_saved = step
         self._tell("checkpoint", event)
+
+    def _remember_best(self, step: int, loss: float) -> None:
+        try:
+            write_json(best_file(self._run), {"step": step, "loss": loss})
+        except OSError as error:  # the checkpoint may have taken the last room; training goes on
+            text = f"step {step} is the best so far, but this could not be written: {error}"
+            self._tell("warning", {"text": text})
 
     def _look_after_removals(self) -> None:
         """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""

@@ -19,10 +19,11 @@ from phalanx.train.model import seed_everything, seed_for
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale, computing
+from phalanx.train.saving import SAVE_FLAGS
 from phalanx.train.tasks import Task, TensorBatch
 from phalanx.train.timing import Stopwatch
 
-FLAGS = ("stop", "written", "failed", "committed")
+FLAGS = ("stop", *SAVE_FLAGS)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from phalanx.data import Data, Facts, open_data
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError
 from phalanx.recipe import Recipe, load_recipe
 from phalanx.run import Run
+from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean, digest, list_checkpoints, load_tensors
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.loop import Loop, Parts, StopRequest, reject, restore
 from phalanx.train.memory import explain_memory
-from phalanx.train.model import build_model, has_batch_norm
+from phalanx.train.model import build_model, described, has_batch_norm
 from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.place import Place, from_environment, join, leave
 from phalanx.train.precision import LossScale
@@ -65,14 +66,13 @@ def _train(run: Run, folder: Path, place: Place, stop: StopRequest, report: Repo
     if place.leads:
         _tell_start(parts, progress)
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
-    meta["model_args"] = recipe.model.args
-    restarts = place.attempt
+    meta["model"] = described(recipe.model, data.facts, folder)
     with explain_memory(micro, run.read_json(run.plan)):
         status = Loop(parts, progress, meta).run()
     if place.leads:
         tensors = state_tensors(parts.model, parts.optimizer, parts.scale)
-        result: dict[str, Any] = {"format": 1, "status": status, "steps": progress.step}
-        result |= {"final_loss": progress.last_loss, "tokens": progress.units, "restarts": restarts}
+        result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": progress.step}
+        result |= {"final_loss": progress.last_loss, "tokens": progress.units, "restarts": place.attempt}
         report.result({**result, "digest": digest(tensors.items(), progress.samples)})
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
@@ -103,8 +103,6 @@ def assemble(
         _initialise(model, folder / recipe.init)
     model.train()
     optimizer = Optimizer(model, recipe.optim)
-    micro = recipe.batch.micro
-    assert isinstance(micro, int)
     units = units_per_sample(data.facts)
     scale = LossScale.for_precision(recipe.precision, recipe.batch.global_ * units)
     stepper = make_stepper(recipe, place, model, task, optimizer, scale)
@@ -162,11 +160,15 @@ def _resume(parts: Parts, force: bool) -> Progress:
             )
         return Progress()
     meta = loaded.manifest.meta
-    if meta.get("fingerprint") != parts.data.fingerprint and not force:
-        raise DataError(
-            f"{loaded.path}: was trained on other data (fingerprint {meta.get('fingerprint')}, "
-            f"now {parts.data.fingerprint}); restore the files that the recipe's data.source matched"
-        )
+    if meta.get("fingerprint") != parts.data.fingerprint:
+        fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {parts.data.fingerprint})"
+        if not force:
+            raise DataError(
+                f"{loaded.path}: was trained on other data {fingerprints}; "
+                "restore the files that the recipe's data.source matched"
+            )
+        if parts.place.leads:
+            parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
     return Progress(**{field.name: meta[field.name] for field in fields(Progress)})
 
 
@@ -202,7 +204,7 @@ def main(arguments: list[str]) -> None:
         run = Run.existing(arguments[0])
         environment = run.read_json(run.environment)
         if environment is None:
-            raise RecipeError(f"{run.environment}: missing; `phalanx train --dry-run` makes a run ready to start")
+            raise RecipeError(f"{run.environment}: missing; `phalanx train RECIPE --run {run.path}` writes it")
         work({"run": str(run.path), "folder": environment["folder"]})
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr)

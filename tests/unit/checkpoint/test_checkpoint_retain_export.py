@@ -95,3 +95,9 @@ def test_an_export_does_not_overwrite_and_leaves_nothing_when_it_fails(tmp_path:
 def test_a_checkpoint_without_weights_has_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no model weights"):
         export_huggingface(save(tmp_path, 1, STATE), tmp_path / "out")
+
+
+def test_whoever_may_read_the_folder_may_read_the_export(tmp_path: Path) -> None:
+    out = export_huggingface(save(tmp_path, 1, WEIGHTS | STATE, {"model": {}}), tmp_path / "out")
+    modes = {file.stat().st_mode & 0o777 for file in out.iterdir()}
+    assert modes == {out.stat().st_mode & 0o666}

@@ -46,15 +46,27 @@ def test_ranks_own_consecutive_micro_batches(world):
 
 def test_it_reads_ahead_but_not_further_than_told():
     data = Counting()
-    with feed(data, depth=3) as steps, data.changed:
-        # three steps wait in the queue, and the fourth is in the thread's hands
+    with feed(data, depth=4), data.changed:
         assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
         assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
-    next_in_line = Counting()
-    with feed(next_in_line, depth=3) as steps:
+
+
+def test_it_fills_its_store_again_once_half_of_it_is_used_up():
+    data = Counting()
+    with feed(data, depth=4) as steps, data.changed:
+        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
         next(steps)
-        with next_in_line.changed:
-            assert next_in_line.changed.wait_for(lambda: len(next_in_line.asked) == 5, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
+        next(steps)
+        assert data.changed.wait_for(lambda: len(data.asked) == 6, timeout=10)
+
+
+def test_it_holds_no_more_than_two_steps_when_they_are_large(monkeypatch):
+    monkeypatch.setattr("phalanx.data.feed.AHEAD_BYTES", 100)
+    data = Counting()
+    with feed(data), data.changed:
+        assert data.changed.wait_for(lambda: len(data.asked) == 2, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 2, timeout=0.1)
 
 
 def test_an_error_is_raised_when_its_step_is_asked_for():

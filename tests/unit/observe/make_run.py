@@ -100,6 +100,8 @@ class Maker:
 
     def start(self, from_step: int = 0) -> None:
         self.attempt += 1
+        for rank in range(self.world):  # workers tell of themselves as soon as they live, before the attempt starts
+            self.event("worker", pid=1000 + rank, rank=rank, node="node-1", attempt=self.attempt)
         self.event(
             "start",
             world=self.world,
@@ -109,8 +111,6 @@ class Maker:
             device="cpu",
             micro_batches=2,
         )
-        for rank in range(self.world):
-            self.event("worker", pid=1000 + rank, rank=rank, node="node-1", attempt=self.attempt)
         self.t += 1.2
 
     def true_loss(self, step: int) -> float:
@@ -191,7 +191,7 @@ def troubled(path: Path, **shape: Any) -> Path:
     maker.event(
         "checkpoint_rejected",
         path="checkpoints/step-000000100",
-        file="checkpoints/step-000000100/rank-00001.safetensors",
+        file="rank-00001.safetensors",
         reason="chunk 3 has another checksum",
     )
     maker.start(from_step=50)

@@ -2,6 +2,7 @@
 tests. Everything is seeded and needs no file and no process."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data import Batch, Facts
+from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
+from phalanx.run import Run
+from phalanx.train.callbacks import Callbacks, RunView
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.loop import Parts, StopRequest
 from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
@@ -19,6 +24,7 @@ from phalanx.train.tasks import LanguageModeling, Task
 from phalanx.train.timing import HostStopwatch
 
 VOCAB, SEQUENCE = 11, 6
+GLOBAL, MICRO = 4, 2
 
 
 class TinyLM(nn.Module):
@@ -156,3 +162,33 @@ def mean_gradients(stepper: Stepper, batches: Sequence[Batch], step: int = 1) ->
     outcome, factor = stepper.settle(stepper.gradients(step, batches, lambda: (), watch))
     gradients = [p.grad.detach() * factor for p in stepper.parameters if p.grad is not None]
     return outcome.loss, gradients
+
+
+def make_parts(
+    path: Path, task: LanguageModeling | None = None, callbacks: tuple[Any, ...] = (), **changes: Any
+) -> Parts:
+    """What a loop needs to train a tiny model for 6 steps of two micro-batches; `changes` go into the recipe."""
+    run = Run(path)
+    run.create()
+    values = {"steps": 6, "batch": {"global": GLOBAL, "micro": MICRO}, "precision": "fp32", "threads": 1}
+    values |= {"evaluate": {"every": None}, "checkpoint": {"every": None}, "layout": {"replicate": 1}}
+    recipe = Recipe.model_validate({**values, **changes})
+    model = tiny_lm()
+    task = task or LanguageModeling()
+    scale = LossScale.for_precision(recipe.precision, GLOBAL)
+    stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)
+    return Parts(
+        run,
+        recipe,
+        Place(),
+        Samples(token_batch(20), token_batch(5, seed=1)),  # type: ignore[arg-type]
+        model,
+        task,
+        stepper.optimizer,
+        scale,
+        stepper,
+        Callbacks(callbacks, RunView(path, 0, 1, model)),
+        Remembering(),
+        StopRequest(),
+        units_per_sample=6,
+    )

@@ -1,6 +1,7 @@
 """The learning rate over a run."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_decay_ends_at_the_final_share_at_the_last_step(decay: str) -> None:
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_rate_never_rises_after_warm_up(decay: str) -> None:
     rates = [factor(schedule(decay), step, 100) for step in range(10, 101)]
-    assert all(after <= before for before, after in zip(rates, rates[1:], strict=False))
+    assert all(after <= before for before, after in pairwise(rates))
 
 
 def test_a_constant_rate_stays_at_one() -> None:

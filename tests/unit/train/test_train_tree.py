@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from phalanx.train.tree import Node, cover, merges_after, split, total
 
-
 seeded = settings(derandomize=True, deadline=None)
 
 

@@ -54,6 +54,7 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int) 
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = load_tensors(checkpoint, names, manifest=manifest)
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only its owner read what it writes
         with open(folder / file, "rb") as written:
             os.fsync(written.fileno())
         where |= dict.fromkeys(names, file)

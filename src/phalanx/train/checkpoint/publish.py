@@ -98,5 +98,8 @@ def clean(directory: Path) -> list[Path]:
         elif path.name.endswith(_OLD) or _TEMPORARY in path.name:
             discard(path)
             removed.append(path)
+        elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file that was being written
+            path.unlink()
+            removed.append(path)
     sync_directory(directory)
     return removed

@@ -1,0 +1,109 @@
+"""A bit flips in the newest checkpoint, in whichever file: it is found, told, and the one before is used."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lab import Lab, Values, fault
+
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+from phalanx.train.checkpoint import list_checkpoints
+
+QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
+"""Checkpoints at steps 4, 8 and 12, none for being the best."""
+FILES = {1: ["rank-00000.safetensors"], 3: [f"rank-{rank:05d}.safetensors" for rank in range(3)]}
+CASES = [(nproc, file) for nproc in FILES for file in [*FILES[nproc], "MANIFEST.json", "MANIFEST.xxh3"]]
+
+
+def broken_run(lab: Lab, nproc: int) -> Run:
+    """A copy of a run that died in step 15, with its checkpoints."""
+    original = Run(lab.runs / f"broken-{nproc}")
+    if not original.path.exists():
+        lab.lose(QUIET, nproc, original, [fault(15, ranks=[0])])
+        assert newest(original).name == "step-000000012"
+    copy = lab.place()
+    shutil.copytree(original.path, copy.path)
+    return copy
+
+
+def newest(run: Run) -> Path:
+    return list_checkpoints(run.checkpoints)[0]
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def truncate(file: Path, rng: random.Random) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: rng.randrange(len(content))])
+
+
+def remove(file: Path, rng: random.Random) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(("nproc", "file"), CASES)
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: Lab, nproc: int, file: str) -> None:
+    run = broken_run(lab, nproc)
+    flip(newest(run) / file, random.Random(f"{nproc} {file}"))
+    ended = lab.train(QUIET, nproc, run)
+    (rejected,) = ended.kind("checkpoint_rejected")
+    assert (rejected["path"], rejected["file"]) == ("checkpoints/step-000000012", file)
+    assert "damaged" in rejected["reason"] or "malformed" in rejected["reason"]
+    assert ended.kind("start")[-1]["from_step"] == 8
+    assert ended.digest == lab.reference(QUIET, nproc).digest
+
+
+@pytest.mark.parametrize("damage", [truncate, remove])
+@pytest.mark.parametrize("file", ["rank-00002.safetensors", "MANIFEST.json"])
+def test_a_torn_or_missing_file_is_found_too(
+    lab: Lab, file: str, damage: Callable[[Path, random.Random], None]
+) -> None:
+    run = broken_run(lab, 3)
+    damage(newest(run) / file, random.Random(file))
+    ended = lab.train(QUIET, 3, run)
+    assert [event["file"] for event in ended.kind("checkpoint_rejected")] == [file]
+    assert ended.digest == lab.reference(QUIET, 3).digest
+
+
+def test_two_damaged_checkpoints_in_a_row(lab: Lab) -> None:
+    run, rng = broken_run(lab, 1), random.Random(2)
+    for checkpoint in list_checkpoints(run.checkpoints)[:2]:
+        flip(checkpoint / "rank-00000.safetensors", rng)
+    ended = lab.train(QUIET, 1, run)
+    assert [event["path"][-2:] for event in ended.kind("checkpoint_rejected")] == ["12", "08"]
+    assert ended.kind("start")[-1]["from_step"] == 4
+    assert ended.digest == lab.reference(QUIET, 1).digest
+
+
+def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: Lab) -> None:
+    """Without anybody starting the run again: the agent's own restart finds it."""
+    run, rng = lab.place(), random.Random(3)
+
+    def show(event: dict[str, object]) -> None:
+        if event["kind"] == "fault":
+            flip(newest(run) / "rank-00000.safetensors", rng)
+
+    ended = lab.train(QUIET, 2, run, faults=[fault(15, ranks=[1])], show=show)
+    assert [event["file"] for event in ended.kind("checkpoint_rejected")] == ["rank-00000.safetensors"]
+    assert ended.digest == lab.reference(QUIET, 2).digest
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_starts_nothing_over(lab: Lab, nproc: int) -> None:
+    run, rng = broken_run(lab, nproc), random.Random(4)
+    for checkpoint in list_checkpoints(run.checkpoints):
+        flip(checkpoint / "MANIFEST.json", rng)
+    ended = lab.train(QUIET, nproc, run)
+    assert ended.code == ExitCode.DATA
+    assert ended.message is not None
+    assert "no checkpoint here is good" in ended.message
+    assert len(ended.kind("checkpoint_rejected")) == 3
+    assert len(list_checkpoints(run.checkpoints)) == 3
+    assert not [event for event in ended.kind("step") if event["t"] > ended.kind("checkpoint_rejected")[0]["t"]]

@@ -1,0 +1,121 @@
+"""No room while saving: training goes on, the old checkpoint stays whole, and what could not be kept is told."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import Ended, Lab, Values, fault
+
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+from phalanx.train.checkpoint import list_checkpoints, step_of, verify
+
+QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
+"""Checkpoints at steps 4, 8 and 12, none for being the best."""
+SLOW = fault(1, "slow", delay=0.03)
+"""Steps so slow that a save is done before the next is due."""
+
+
+def kept(run: Run) -> list[int]:
+    """Steps of the checkpoints, each verified; nothing else lies beside them."""
+    checkpoints = list_checkpoints(run.checkpoints)
+    for checkpoint in checkpoints:
+        verify(checkpoint)
+    assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
+    return [step_of(checkpoint) for checkpoint in checkpoints]
+
+
+def failed(ended: Ended) -> list[int]:
+    return [event["step"] for event in ended.kind("checkpoint_failed")]
+
+
+@pytest.mark.parametrize(("nproc", "ranks"), [(1, None), (2, [1]), (2, [0]), (3, None)])
+def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_while(
+    lab: Lab, nproc: int, ranks: list[int] | None
+) -> None:
+    faults = [SLOW, fault(8, "limit-files", ranks=ranks), fault(12, "free-files", ranks=ranks)]
+    ended = lab.train(QUIET, nproc, faults=faults)
+    assert failed(ended) == [8]
+    assert ended.digest == lab.reference(QUIET, nproc).digest
+    assert kept(ended.run) == [16, 12, 4]
+
+
+@pytest.mark.parametrize(("nproc", "ranks"), [(1, None), (2, [1]), (2, [0])])
+def test_a_disk_that_stays_full_leaves_the_old_checkpoint_and_the_run_can_be_finished_later(
+    lab: Lab, nproc: int, ranks: list[int] | None
+) -> None:
+    ended = lab.train(QUIET, nproc, faults=[SLOW, fault(8, "limit-files", ranks=ranks)])
+    assert ended.code == ExitCode.UNFINISHED
+    assert ended.message is not None
+    assert "step 16: the last checkpoint could not be written" in ended.message
+    assert "the last good checkpoint is of step 4" in ended.message
+    assert failed(ended) == [8, 12, 16]
+    assert "File too large" in ended.kind("checkpoint_failed")[0]["reason"] or ranks == [1]
+    assert max(event["step"] for event in ended.kind("step")) == 16
+    assert kept(ended.run) == [4]
+    assert ended.result["status"] == "stopped"
+    again = lab.train(QUIET, nproc, ended.run)
+    assert again.digest == lab.reference(QUIET, nproc).digest
+    assert again.kind("start")[-1]["from_step"] == 4
+
+
+@pytest.fixture
+def small_disk(lab: Lab) -> Iterator[Path]:
+    """A small file system of its own."""
+    place = lab.runs / "small-disk"
+    place.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    """Leave not a byte free."""
+    with open(place / "ballast", "ab", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def test_a_really_full_file_system_under_the_whole_run(lab: Lab, small_disk: Path) -> None:
+    """Events, logs and checkpoints, all on the disk that fills up."""
+    run = Run(small_disk / "run")
+    filled = threading.Event()
+
+    def show(event: dict[str, Any]) -> None:
+        if event["kind"] == "checkpoint" and not filled.is_set():
+            filled.set()
+            fill(small_disk)
+
+    ended = lab.train(QUIET, 2, run, faults=[SLOW], show=show)
+    assert filled.is_set()
+    assert ended.code == ExitCode.UNFINISHED, ended.message
+    assert ended.message is not None
+    assert "could not be written" in ended.message
+    assert 4 in [step_of(path) for path in list_checkpoints(run.checkpoints)]
+    verify(list_checkpoints(run.checkpoints)[-1])
+    (small_disk / "ballast").unlink()
+    again = lab.train(QUIET, 2, run)
+    assert again.digest == lab.reference(QUIET, 2).digest
+
+
+def test_events_that_found_no_room_are_written_when_there_is_room_again(lab: Lab, small_disk: Path) -> None:
+    def show(event: dict[str, Any]) -> None:
+        if event["kind"] == "checkpoint" and event["step"] == 4:
+            fill(small_disk)
+        if event["kind"] == "checkpoint_failed":
+            (small_disk / "ballast").unlink()
+
+    ended = lab.train(QUIET, 2, Run(small_disk / "run"), faults=[SLOW], show=show)
+    assert failed(ended) == [8]
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 17))

@@ -1,0 +1,111 @@
+"""Steps that would poison the weights: skipped by all workers alike, counted, and after three in a row undone."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from lab import Lab, Values, fault, merged
+
+from phalanx.data import open_data
+from phalanx.errors import ExitCode
+from phalanx.recipe import load_recipe
+from phalanx.train.checkpoint import list_checkpoints, load_tensors
+
+POISONED: Values = {
+    "task": "lab_tasks:Poisoned",
+    "data": {"source": {"text": "many.txt"}},
+    "evaluate": {"every": 12},
+    "exchange": {"exact": "replicas"},
+}
+LOSS, GRADIENT = "non-finite loss", "non-finite gradient"
+
+
+@pytest.fixture
+def folder(lab: Lab, tmp_path: Path) -> Path:
+    """Recipes whose poison is this test's own."""
+    return lab.furnish(tmp_path / "recipes")
+
+
+def poison(lab: Lab, folder: Path, loss: Sequence[tuple[int, int]] = (), gradient: Sequence[tuple[int, int]] = ()) -> None:
+    """Poison samples, each given as the step that meets it first and its place in the global batch."""
+    recipe = load_recipe(lab.reference({"data": POISONED["data"]}).run.resolved).recipe
+    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+
+    def checksums(places: Sequence[tuple[int, int]]) -> list[int]:
+        return [zlib.crc32(data.train(12 * (step - 1) + place, 1)["tokens"].tobytes()) for step, place in places]
+
+    (folder / "poison.json").write_text(json.dumps({"loss": checksums(loss), "gradient": checksums(gradient)}))
+
+
+@pytest.mark.parametrize(("kind", "what"), [("loss", LOSS), ("gradient", GRADIENT)])
+@pytest.mark.parametrize("place", [1, 7])
+def test_a_poisoned_step_on_one_worker_is_skipped_by_all(
+    lab: Lab, folder: Path, kind: str, what: str, place: int
+) -> None:
+    poison(lab, folder, **{kind: [(3, place), (6, place)]})
+    ended = lab.train(POISONED, 2, folder=folder)
+    alone = lab.train(POISONED, 1, folder=folder)
+    assert ended.digest == alone.digest != lab.reference(merged(POISONED, {"task": "lab_tasks:Plain"}), 1).digest
+    guards = [(event["step"], event["what"], event["action"], event["count"]) for event in ended.kind("guard")]
+    assert guards == [(3, what, "skip", 1), (6, what, "skip", 2)]
+    assert [event["step"] for event in ended.kind("step") if event.get("skipped") == what] == [3, 6]
+    assert all(event["loss"] is None or event["loss"] < 6 for event in ended.kind("step"))
+    assert all(tensor.isfinite().all() for tensor in load_tensors(list_checkpoints(ended.run.checkpoints)[0]).values())
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
+    lab: Lab, folder: Path, nproc: int
+) -> None:
+    poison(lab, folder, [(6, 0), (7, 5), (8, 11)])
+    ended = lab.train(POISONED, nproc, folder=folder)
+    assert [event["action"] for event in ended.kind("guard")] == ["skip", "skip", "rollback"]
+    steps = [event["step"] for event in ended.kind("step")]
+    assert steps == [*range(1, 9), *range(5, 13)]
+    assert ended.code == ExitCode.DONE
+    assert ended.result["steps"] == 12
+    assert ended.result["tokens"] == 12 * 12 * 32
+    assert [event["from_step"] for event in ended.kind("start")] == [0]
+
+
+@pytest.mark.parametrize(("step", "delay"), [(5, 0.0), (7, 0.005), (8, 0.001), (11, 0.0)])
+def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
+    lab: Lab, folder: Path, step: int, delay: float
+) -> None:
+    poison(lab, folder, [(6, 0), (7, 5), (8, 11)])
+    undisturbed = lab.train(POISONED, 2, folder=folder)
+    killed = lab.train(POISONED, 2, folder=folder, faults=[fault(step, ranks=[0], when="within", delay=delay)])
+    assert killed.result["restarts"] == 1
+    assert killed.digest == undisturbed.digest
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_without_a_checkpoint_to_go_back_to_the_run_is_given_up(lab: Lab, folder: Path, nproc: int) -> None:
+    poison(lab, folder, [(1, 0), (2, 0), (3, 0)])
+    ended = lab.train(POISONED, nproc, folder=folder)
+    assert ended.code == ExitCode.GAVE_UP
+    assert ended.message is not None
+    assert f"step 3: {LOSS} 3 times in a row, and no checkpoint to go back to" in ended.message
+    assert "lower optim.lr" in ended.message
+    assert len(ended.kind("start")) == 1
+    assert ended.result["status"] == "failed"
+
+
+def test_rolling_back_over_and_over_is_given_up(lab: Lab, folder: Path) -> None:
+    poison(lab, folder, [(step, 0) for step in range(5, 25)])
+    ended = lab.train(POISONED, 1, folder=folder)
+    assert ended.code == ExitCode.GAVE_UP
+    assert ended.message is not None
+    assert "step 4: rolled back to it 3 times" in ended.message
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_overflow_of_fp16_lowers_the_loss_scale_and_is_no_reason_to_roll_back(lab: Lab, nproc: int) -> None:
+    ended = lab.reference({"precision": "fp16", "task": "lab_tasks:Loud"}, nproc)
+    assert ended.code == ExitCode.DONE
+    actions = {event["action"] for event in ended.kind("guard")}
+    assert actions == {"rescale"}
+    assert len(ended.kind("guard")) > 3
+    assert ended.losses[-1] < ended.losses[0]

@@ -1,0 +1,105 @@
+"""Workers that are killed at any moment: the run goes on by itself and ends in the weights that it would have had."""
+
+import random
+
+import pytest
+from lab import Lab, Values, fault
+
+from phalanx.run import Run
+from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints, verify
+
+VARIANTS: dict[str, Values] = {
+    "accumulation": {},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "task": "lab_tasks:Loud"},
+    "muon": {"optim": {"name": "muon"}},
+    "dropout": {"model": {"args": {"dropout": 0.2}}},
+    "replicas": {"exchange": {"exact": "replicas"}},
+    "small-buckets": {"exchange": {"bucket": 0.004}, "optim": {"name": "sgd", "lr": 0.1}},
+}
+
+
+def left_whole(run: Run) -> None:
+    """Nothing but whole checkpoints is left."""
+    checkpoints = list_checkpoints(run.checkpoints)
+    for checkpoint in checkpoints:
+        verify(checkpoint)
+    assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str, nproc: int) -> None:
+    changes, rng = VARIANTS[variant], random.Random(f"{variant} {nproc}")
+    early = fault(rng.randint(1, 9), ranks=[rng.randrange(nproc)], when="within", delay=rng.uniform(0, 0.015))
+    late = fault(rng.randint(9, 11), ranks=[rng.randrange(nproc)], attempt=1)
+    reference = lab.reference(changes, nproc)
+    ended = lab.train(changes, nproc, faults=[early, late])
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+    assert ended.result["restarts"] == len(ended.kind("fault")) == 2
+    left_whole(ended.run)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_without_accumulation_too(lab: Lab, nproc: int) -> None:
+    changes = {"batch": {"micro": 12 // nproc}}
+    killed = lab.train(changes, nproc, faults=[fault(7, ranks=[nproc - 1], when="within", delay=0.005)])
+    assert killed.digest == lab.reference(changes, nproc).digest
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_all_workers_killed_at_once(lab: Lab, nproc: int) -> None:
+    ended = lab.train({}, nproc, faults=[fault(6), fault(10, attempt=1, when="within", delay=0.01)])
+    assert ended.digest == lab.reference({}, nproc).digest
+    assert ended.result["restarts"] == 2
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12])
+def test_killed_at_each_kind_of_boundary(lab: Lab, step: int) -> None:
+    """First step, before and after a save, at a save and an evaluation, at the border of an epoch, after the last."""
+    ended = lab.train({}, 2, faults=[fault(step, ranks=[step % 2])])
+    assert ended.digest == lab.reference({}, 2).digest
+    assert ended.result["restarts"] == 1
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002, 0.004, 0.008])
+@pytest.mark.parametrize(("nproc", "rank"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_killed_during_a_save(lab: Lab, nproc: int, rank: int, delay: float) -> None:
+    changes = {"model": {"args": {"layers": 2, "width": 64}}}
+    faults = [fault(4, ranks=[rank], when="saving", delay=delay)]
+    faults.append(fault(8, ranks=[rank], attempt=1, when="saving", delay=delay))
+    ended = lab.train(changes, nproc, faults=faults)
+    assert ended.digest == lab.reference(changes, nproc).digest
+    assert ended.result["restarts"] == 2
+    left_whole(ended.run)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_killed_over_and_over_and_started_again_by_hand(lab: Lab, nproc: int) -> None:
+    """The agent goes down each time, too; a new one goes on from what is on disk."""
+    run, rng = lab.place(), random.Random(nproc)
+    for attempt in range(5):
+        step = rng.randint(2 * attempt + 1, 2 * attempt + 3)
+        lab.lose({}, nproc, run, [fault(step, ranks=[rng.randrange(nproc)], attempt=attempt)])
+    ended = lab.train({}, nproc, run)
+    assert ended.digest == lab.reference({}, nproc).digest
+    assert ended.digest == digest_checkpoint(list_checkpoints(run.checkpoints)[0])
+    assert ended.result["restarts"] == 5
+
+
+def test_progress_resets_the_count_of_failed_attempts(lab: Lab) -> None:
+    faults = [fault(5, attempt=0), fault(6, attempt=1), fault(9, attempt=2), fault(10, attempt=3)]
+    ended = lab.train({"recovery": {"attempts": 2}}, 1, faults=faults)
+    assert ended.digest == lab.reference({}, 1).digest
+
+
+def test_a_run_without_progress_is_given_up(lab: Lab) -> None:
+    ended = lab.train({"recovery": {"attempts": 3}}, 2, faults=[fault(2, ranks=[1], attempt=None)])
+    assert ended.code == 93
+    assert ended.message is not None
+    assert "worker 1 was killed by SIGKILL" in ended.message
+    assert "no progress in 3 attempts" in ended.message
+    assert len(ended.kind("start")) == 3
+    assert ended.result["status"] == "failed"
+    assert lab.train({}, 2, ended.run).digest == lab.reference({}, 2).digest

@@ -1,0 +1,77 @@
+"""The agent, the nursery or the store is killed: nothing outlives the run, and another start ends in the same weights."""
+
+import os
+import signal
+import subprocess
+
+import psutil
+import pytest
+from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
+
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+
+
+def train(lab: Lab, run: Run, faults: list[Values], nproc: int = 2) -> "subprocess.CompletedProcess[str]":
+    plan_faults(run, faults)
+    return lab.command("train", lab.recipe_file({}), "--run", run.path, "--nproc", str(nproc))
+
+
+def gone(lab: Lab) -> bool:
+    """Whether nothing of what this lab's command lines started lives any more."""
+    return lab.processes() == set()
+
+
+def pids(ended: Ended) -> list[int]:
+    return [event["pid"] for event in ended.kind("worker")]
+
+
+@pytest.mark.parametrize(("nproc", "step", "more"), [(2, 7, {}), (1, 9, {"when": "within", "delay": 0.004})])
+def test_a_killed_agent_takes_everything_with_it_and_the_next_start_ends_the_same(
+    lab: Lab, nproc: int, step: int, more: Values
+) -> None:
+    run = lab.place()
+    killed = train(lab, run, [fault(step, "kill-agent", ranks=[0], **more)], nproc)
+    assert killed.returncode == -signal.SIGKILL
+    wait_until(lambda: gone(lab), 5, "workers, nursery and store to end with their agent")
+    assert not any(psutil.pid_exists(pid) for pid in pids(lab.ended(run, 0)))
+    again = train(lab, run, [], nproc)
+    assert again.returncode == ExitCode.DONE, again.stderr
+    ended = lab.ended(run, again.returncode)
+    assert ended.digest == lab.reference({}, nproc).digest
+    assert ended.digest in again.stderr
+    assert gone(lab)
+
+
+def test_nothing_outlives_a_run_whose_worker_crashed_nor_one_that_gave_up(lab: Lab) -> None:
+    run = lab.place()
+    crashed = train(lab, run, [fault(5, ranks=[1])])
+    assert crashed.returncode == ExitCode.DONE, crashed.stderr
+    assert gone(lab)
+    ended = lab.ended(run, crashed.returncode)
+    assert len(pids(ended)) == 4
+    assert not any(psutil.pid_exists(pid) for pid in pids(ended))
+    assert ended.digest == lab.reference({}, 2).digest
+
+
+def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_again(lab: Lab) -> None:
+    run = lab.place()
+    plan_faults(run, [fault(6, "block")])
+    with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
+        wait_until(lambda: steps_seen(run) >= 6 or process.poll() is not None)
+        worker = psutil.Process(pids(lab.ended(run, 0))[0])
+        os.kill(worker.ppid(), signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.UNFINISHED
+    assert "error: the nursery died" in errors
+    assert "Traceback" not in errors
+    wait_until(lambda: gone(lab), 5)
+    assert lab.train({}, 2, run).digest == lab.reference({}, 2).digest
+
+
+def test_workers_end_between_runs_of_one_nursery(lab: Lab) -> None:
+    """Also that several runs of several workers can share one: their meetings do not mix."""
+    for nproc in (2, 3, 2):
+        ended = lab.train({}, nproc, faults=[fault(3, ranks=[0])])
+        assert ended.code == ExitCode.DONE
+        assert not any(psutil.pid_exists(pid) for pid in pids(ended))

@@ -1,0 +1,102 @@
+"""What a restart would only repeat: mistakes in the user's code and damaged data end a run at once, and say where."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from lab import Lab, Values, fault
+
+from phalanx.errors import ExitCode, PhalanxError
+
+
+@pytest.fixture
+def folder(lab: Lab, tmp_path: Path) -> Path:
+    """Recipes whose task fails where this test says."""
+    return lab.furnish(tmp_path / "recipes")
+
+
+@pytest.mark.parametrize(("nproc", "ranks"), [(1, [0]), (2, [0, 1]), (2, [1]), (3, [0])])
+def test_an_exception_in_a_task_ends_the_run_at_once_and_names_the_log(
+    lab: Lab, folder: Path, nproc: int, ranks: list[int]
+) -> None:
+    (folder / "mistaken.json").write_text(json.dumps(ranks))
+    ended = lab.train({"task": "lab_tasks:Mistaken"}, nproc, folder=folder)
+    assert ended.code == ExitCode.GAVE_UP
+    assert ended.message is not None
+    assert "\n" not in ended.message
+    assert "KeyError: \"no such column: 'label'\"" in ended.message
+    assert str(ended.run.logs) in ended.message
+    assert len(ended.kind("worker")) == nproc
+    assert ended.kind("fault")[0]["rank"] in ranks
+    log = ended.run.logs / f"attempt-0-rank-{ended.kind('fault')[0]['rank']}.log"
+    assert "lab_tasks.py" in log.read_text()
+
+
+def test_an_exception_that_comes_back_in_every_attempt_ends_the_run(lab: Lab) -> None:
+    ended = lab.train({}, 2, faults=[fault(3, "raise", ranks=[1], attempt=None)])
+    assert ended.code == ExitCode.GAVE_UP
+    assert ended.message is not None
+    assert "a mistake in the user's own code" in ended.message
+    assert len(ended.kind("start")) <= 5
+
+
+def test_an_exception_that_does_not_come_back_costs_one_restart(lab: Lab) -> None:
+    ended = lab.train({}, 2, faults=[fault(7, "raise", ranks=[1])])
+    assert ended.digest == lab.reference({}, 2).digest
+    assert ended.result["restarts"] == 1
+
+
+def test_a_crash_of_native_code_is_told_as_its_signal(lab: Lab) -> None:
+    ended = lab.train({}, 1, faults=[fault(7, "crash")])
+    assert ended.kind("fault")[0]["what"] == "SIGSEGV"
+    assert ended.digest == lab.reference({}, 1).digest
+
+
+def prepared(lab: Lab, place: Path) -> Path:
+    """A copy of the data that runs here train on."""
+    lab.reference({}, 1)
+    few = next(
+        folder
+        for folder in (lab.cache / "data").iterdir()
+        if json.loads((folder / "manifest.json").read_text())["shards"][0]["count"] < 5000
+    )
+    return Path(shutil.copytree(few, place))
+
+
+def flip(data: Path) -> Path:
+    """Flip a bit of the first shard's tokens."""
+    entry = json.loads((data / "manifest.json").read_text())["shards"][0]
+    shard = data / entry["file"]
+    content = bytearray(shard.read_bytes())
+    content[random.Random(5).randrange(entry["count"])] ^= 8
+    shard.write_bytes(content)
+    return shard
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_flipped_bit_in_the_data_ends_a_resumed_run_naming_file_and_block(
+    lab: Lab, tmp_path: Path, nproc: int
+) -> None:
+    data = prepared(lab, tmp_path / "data")
+    changes: Values = {"data": {"source": {"text": None, "prepared": str(data)}}}
+    stopped = lab.train(changes, nproc, faults=[fault(6, "term")])
+    assert stopped.code == ExitCode.UNFINISHED
+    shard = flip(data)
+    ended = lab.train(changes, nproc, stopped.run)
+    assert ended.code == ExitCode.DATA
+    assert ended.message is not None
+    assert str(shard) in ended.message
+    assert "block 0" in ended.message
+    assert len(ended.kind("start")) == 2
+
+
+def test_a_flipped_bit_in_the_data_is_found_before_a_run_begins(lab: Lab, tmp_path: Path) -> None:
+    data = prepared(lab, tmp_path / "data")
+    shard, run = flip(data), lab.place()
+    with pytest.raises(PhalanxError, match="block 0") as caught:
+        lab.train({"data": {"source": {"text": None, "prepared": str(data)}}}, 1, run)
+    assert caught.value.code == ExitCode.DATA
+    assert str(shard) in str(caught.value)
+    assert not run.path.exists()

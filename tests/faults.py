@@ -1,0 +1,92 @@
+"""A callback that brings about planned faults, for the tests: copied beside their recipes, it never imports phalanx.
+
+`RUN.faults.json` lists faults as {"step", "do", "ranks", "attempt", "when", "delay"}. `attempt` null means every one.
+when: `boundary` (default) strikes between the step and what follows it; `within` so many seconds (`delay`) later, in
+the middle of whatever is done then; `saving` as soon as a checkpoint that is being written has its temporary directory,
+plus `delay`; `start` before the first step; `evaluation` after one at or beyond the step.
+do: `kill` or `term` this worker, `kill-agent`, `raise`, `block`, `slow` (every step from there on), `limit-files`
+(no file of this process may grow beyond a few bytes, as on a full disk), `free-files`.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+NOW = "boundary"
+
+
+class Faults:
+    def start(self, run):
+        plan = run.path.with_name(run.path.name + ".faults.json")
+        attempt = int(os.environ.get("PHALANX_ATTEMPT", "0"))
+        self.faults = [
+            fault
+            for fault in (json.loads(plan.read_text()) if plan.exists() else [])
+            if fault["attempt"] in (None, attempt) and (fault["ranks"] is None or run.rank in fault["ranks"])
+        ]
+        for fault in self.faults:
+            if fault.get("when") == "start":
+                strike(fault)
+
+    def step(self, run, event):
+        for fault in self.faults:
+            when = fault.get("when", NOW)
+            if fault["do"] == "slow" and event["step"] >= fault["step"]:
+                time.sleep(fault["delay"])
+            elif event["step"] != fault["step"]:
+                continue
+            elif when == NOW:
+                strike(fault)
+            elif when == "within":
+                later(lambda fault=fault: (time.sleep(fault["delay"]), strike(fault)))
+            elif when == "saving":
+                later(lambda fault=fault: strike_while_saving(run.path / "checkpoints", fault))
+
+    def evaluation(self, run, event):
+        for fault in self.faults:
+            if fault.get("when") == "evaluation" and event["step"] >= fault["step"]:
+                strike(fault)
+
+
+def later(work):
+    threading.Thread(target=work, daemon=True).start()
+
+
+def strike_while_saving(checkpoints: Path, fault):
+    while not any(".tmp-" in name for name in os.listdir(checkpoints)):
+        pass
+    time.sleep(fault.get("delay", 0.0))
+    strike(fault)
+
+
+def strike(fault):
+    do = fault["do"]
+    if do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif do == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif do == "kill-agent":
+        os.kill(agent(), signal.SIGKILL)
+    elif do == "raise":
+        raise RuntimeError("a mistake in the user's own code")
+    elif do == "block":
+        time.sleep(600)
+    elif do == "limit-files":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault.get("bytes", 1000), resource.RLIM_INFINITY))
+    elif do == "free-files":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    elif do == "crash":
+        ctypes.string_at(0)
+    else:
+        raise ValueError(f"no fault {do!r}")
+
+
+def agent():
+    """The parent of our parent, the nursery."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])

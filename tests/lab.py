@@ -1,0 +1,285 @@
+"""Trains small runs for the tests of whole worlds: with our agent in this process, or by the command line.
+
+All runs of a session share one nursery, so that a run costs about half a second. Faults are planned per run in a file
+that the callback `faults:Faults` (see `faults.py`) reads, so that they strike at exactly the step they are meant for.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+import yaml
+
+from phalanx.api import starting, supervise
+from phalanx.errors import ExitCode
+from phalanx.jobs.agent import NurseryProcess
+from phalanx.recipe import Recipe
+from phalanx.recipe.load import Loaded
+from phalanx.run import Event, Run, read_events, steps_of
+from phalanx.run.channel import drain, send
+
+Values = dict[str, Any]
+
+FAULTS = "faults:Faults"
+BASE: Values = {
+    "name": "lab",
+    "model": {"args": {"layers": 1, "width": 32, "heads": 2}},
+    "data": {"source": {"text": "few.txt"}, "sequence": 32},
+    "evaluate": {"every": 5, "share": 0.05, "samples": 6},
+    "batch": {"global": 12, "micro": 1},
+    "steps": 12,
+    "optim": {"lr": 3e-3, "schedule": {"warmup": 3}},
+    "precision": "fp32",
+    "compile": False,
+    "checkpoint": {"every": 4},
+    "recovery": {"attempts": 5},
+    "callbacks": [FAULTS],
+    "threads": 1,
+}
+"""About 100 training samples: an epoch ends in step 9 of 12, so every run crosses the border of one."""
+
+
+class AgentLost(Exception):
+    """Thrown out of the agent, which leaves a run as an agent that died between two attempts would."""
+
+
+@dataclass
+class Ended:
+    """How a run ended here: its exit code, the message for the user, and what stands in its directory."""
+
+    run: Run
+    code: int
+    message: str | None
+
+    @property
+    def events(self) -> list[Event]:
+        return list(read_events(self.run.events))
+
+    def kind(self, kind: str) -> list[Event]:
+        """All events of a kind."""
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def result(self) -> Values:
+        return self.run.read_json(self.run.result) or {}
+
+    @property
+    def digest(self) -> str:
+        """The digest of a run that is done."""
+        assert self.code == ExitCode.DONE, (self.code, self.message, [e for e in self.events if e["kind"] != "step"])
+        digest = self.result["digest"]
+        assert isinstance(digest, str)
+        return digest
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step, from the attempt that counts."""
+        return [event["loss"] for event in steps_of(self.events)]
+
+
+def fault(step: int, do: str = "kill", *, ranks: Sequence[int] | None = None, attempt: int = 0, **more: Any) -> Values:
+    """A planned fault; see `faults.py`. `ranks` None means every worker."""
+    return {"step": step, "do": do, "ranks": ranks, "attempt": attempt, **more}
+
+
+def merged(base: Values, changes: Values) -> Values:
+    """`base` with the keys of `changes`, mapping by mapping."""
+    both = {key: changes.get(key, value) for key, value in base.items()} | changes
+    return {
+        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in both.items()
+    }
+
+
+def words(seed: int, count: int) -> str:
+    """Text that a model can learn a little about."""
+    rng = random.Random(seed)
+    known = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(200)]
+    return " ".join(rng.choices(known, k=count))[: 5 * count]
+
+
+class Lab:
+    """Where runs are trained. `folder` holds the recipes' files: texts, tasks and callbacks of the tests' own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "recipes"
+        self.cache = folder / "cache"
+        self.runs = folder / "runs"
+        self.mark = f"phalanx-lab-{os.getpid()}-{random.getrandbits(64):x}"
+        self._references: dict[str, Ended] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self.furnish(self.folder)
+        with self.environment():
+            self.nursery = NurseryProcess()
+        self.nursery.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nursery.__exit__()
+
+    def furnish(self, folder: Path) -> Path:
+        """Make a folder for recipes: a small text, and the modules that recipes here name."""
+        (folder / "samples").mkdir(parents=True)
+        (folder / "few.txt").write_text(words(1, 700))
+        (folder / "many.txt").write_text(words(2, 3000))
+        for name in ("faults.py", "lab_tasks.py"):
+            (folder / name).write_text(Path(__file__).with_name(name).read_text())
+        return folder
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """This process with the environment that runs have here."""
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in self.variables().items():
+                patch.setenv(key, value)
+            yield
+
+    def variables(self) -> dict[str, str]:
+        return {"PHALANX_CACHE": str(self.cache), "PHALANX_LAB": self.mark}
+
+    def place(self) -> Run:
+        """A run directory that does not exist yet."""
+        self._count += 1
+        return Run(self.runs / f"run-{self._count}")
+
+    def train(
+        self,
+        changes: Values | None = None,
+        nproc: int = 1,
+        run: Run | None = None,
+        *,
+        faults: Sequence[Values] = (),
+        show: Callable[[Event], None] = lambda event: None,
+        force: bool = False,
+        folder: Path | None = None,
+    ) -> Ended:
+        """Train BASE with `changes` as `phalanx train` would, and return how it ended. PhalanxError as it raises."""
+        run = run or self.place()
+        plan_faults(run, faults)
+        recipe = Recipe.model_validate(merged(BASE, changes or {}))
+        loaded = Loaded(recipe, None, folder or self.folder, {})
+        call = self.nursery.call
+        with self.environment(), starting(loaded, run, nproc, call, force, lambda progress: None) as ready:
+            try:
+                outcome = supervise(ready, self.nursery, show, force)
+            except BaseException:
+                self.sweep()
+                raise
+        return Ended(run, int(outcome.code), outcome.message)
+
+    def lose(self, changes: Values | None, nproc: int, run: Run, faults: Sequence[Values]) -> None:
+        """Train until the first worker falls, and let the agent go down with it."""
+
+        def show(event: Event) -> None:
+            if event["kind"] == "fault":
+                raise AgentLost
+
+        with pytest.raises(AgentLost):
+            self.train(changes, nproc, run, faults=faults, show=show)
+
+    def reference(self, changes: Values | None = None, nproc: int = 1) -> Ended:
+        """The same run without any fault, trained once in a session."""
+        key = json.dumps([changes, nproc], sort_keys=True)
+        if key not in self._references:
+            self._references[key] = self.train(changes, nproc)
+        return self._references[key]
+
+    def recipe_file(self, changes: Values | None = None, name: str = "recipe") -> Path:
+        """BASE with `changes` as a file."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(merged(BASE, changes or {}), sort_keys=False))
+        return path
+
+    def start(self, *arguments: str | Path, module: str = "phalanx", **options: Any) -> "subprocess.Popen[str]":
+        """The command line, `python -m phalanx ...`, as a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            env={**os.environ, **self.variables(), "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def command(self, *arguments: str | Path, timeout: float = 100, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """The command line, run to its end."""
+        with self.start(*arguments, **options) as process:
+            try:
+                out, errors = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+    def ended(self, run: Run, code: int) -> Ended:
+        """A run that the command line trained."""
+        return Ended(run, code, None)
+
+    def processes(self) -> set[int]:
+        """Every process that descends from this lab, except its own nursery's."""
+        own = psutil.Process(self.nursery.process.pid)
+        known = {own.pid, *(child.pid for child in own.children(recursive=True)), os.getpid()}
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get("PHALANX_LAB") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.add(process.pid)
+        return found - known
+
+    def sweep(self) -> None:
+        """End the workers of a run whose agent failed here, so that the next run finds the nursery as it should be."""
+        send(self.nursery.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+        below = psutil.Process(self.nursery.process.pid)
+        wait_until(lambda: len(below.children(recursive=True)) <= 1, what="only the store to be left")
+        time.sleep(0.1)
+        for sock in (self.nursery.control, self.nursery.events):
+            list(drain(sock))
+
+
+def plan_faults(run: Run, faults: Sequence[Values]) -> None:
+    """Write the faults of a run beside its directory, where `faults.py` looks for them."""
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    faults_file(run).write_text(json.dumps(list(faults)))
+
+
+def faults_file(run: Run) -> Path:
+    return run.path.with_name(run.path.name + ".faults.json")
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+    """The condition's first true value; fails when it does not come."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain{': ' + what if what else ''}"
+        time.sleep(0.01)
+    return value
+
+
+def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[Event], None]:
+    """A `show` that sends this process, the agent, a signal when it hears of a step not before `step`."""
+    sent: list[int] = []
+
+    def show(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] >= step and not sent:
+            sent.append(event["step"])
+            os.kill(os.getpid(), number)
+
+    return show
+
+
+def steps_seen(run: Run) -> int:
+    """The highest step in the events so far."""
+    return max((event["step"] for event in read_events(run.events) if event["kind"] == "step"), default=0)

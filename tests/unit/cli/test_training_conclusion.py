@@ -1,0 +1,35 @@
+"""What `phalanx train` says at its end: it promises nothing that was not saved, and its command can be pasted."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.training import conclusion
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_a_run_that_stopped_and_saved_says_at_which_step(run: Run) -> None:
+    write_json(run.result, {"status": "stopped", "steps": 40, "digest": "ab" * 16})
+    told = conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    assert told == f"saved at step 40; go on with: phalanx train r.yaml --run {run.path}"
+
+
+def test_a_run_that_could_not_save_does_not_say_that_it_did(run: Run) -> None:
+    write_json(run.result, {"status": "stopped", "steps": 40, "digest": None})
+    told = conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    assert told.startswith("the last steps were not saved; go on with: phalanx train")
+
+
+def test_the_command_to_go_on_keeps_the_workers_and_is_quoted_for_the_shell(run: Run) -> None:
+    write_json(run.result, {"status": "stopped", "steps": 40, "digest": "ab" * 16})
+    told = conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), ["model.args={layers: 2}"], 3)
+    assert f"'model.args={{layers: 2}}' --run {run.path} --nproc 3" in told

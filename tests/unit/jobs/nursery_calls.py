@@ -1,0 +1,61 @@
+"""What the tests of the nursery let it run, in processes of their own."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError
+
+seen: list[Any] = []
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+def remember(value: Any) -> list[Any]:
+    seen.append(value)
+    return seen
+
+
+def refuse(text: str) -> None:
+    raise DataError(text)
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def kill_oneself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def write_place(path: str) -> None:
+    """A worker that tells its place and leaves with its rank's number."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_ATTEMPT", "EXTRA")
+    print("worker", os.environ["RANK"], "speaks")
+    (Path(path) / os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+    sys.exit(10 + int(os.environ["RANK"]))
+
+
+def wait_for_term_at(path: str) -> None:
+    """A worker that lets SIGTERM through when the gate (a FIFO) is written to, and leaves with 75 if it came."""
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    Path(os.environ["GATE"]).read_text()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    sys.exit(75 if came else 1)
+
+
+def wait_for_ever(path: str) -> None:
+    """A worker with a child of its own; both tell their process ids through FIFOs and never end."""
+    name = "child" if os.fork() == 0 else "worker"
+    (Path(path) / name).write_text(str(os.getpid()))
+    while True:
+        signal.pause()

@@ -1,0 +1,303 @@
+"""The agent's decisions: what an attempt's end means, when to start again, what signals do. No process is started."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.agent import (
+    Agent,
+    Attempt,
+    NurseryProcess,
+    TrialError,
+    fault,
+    first_to_fall,
+    last_words,
+    local_network,
+    verdict,
+)
+from phalanx.run import Run, read_events
+from phalanx.run.channel import drain, pair, send
+
+
+def attempt(codes: dict[int, int], **fields: Any) -> Attempt:
+    return Attempt(len(codes), codes=codes, **fields)
+
+
+def error(code: ExitCode, text: str = "what the worker said") -> dict[str, Any]:
+    return {"kind": "error", "text": text, "code": int(code)}
+
+
+CRASHED = {0: -11, 1: -9}
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "message"),
+    [
+        (attempt({0: 0, 1: 0}), ExitCode.DONE, None),
+        (attempt({0: 75, 1: 75}), ExitCode.UNFINISHED, None),
+        (attempt({0: 0, 1: 75}), ExitCode.UNFINISHED, None),
+        (attempt({0: 75}, error=error(ExitCode.UNFINISHED)), ExitCode.UNFINISHED, "what the worker said"),
+        (attempt({0: 78, 1: -9}, error=error(ExitCode.RECIPE)), ExitCode.RECIPE, "what the worker said"),
+        (attempt({0: 65, 1: -9}, error=error(ExitCode.DATA)), ExitCode.DATA, "what the worker said"),
+        (attempt({0: 64}, error=error(ExitCode.USAGE)), ExitCode.USAGE, "what the worker said"),
+        (attempt({0: 77}, error=error(ExitCode.UNFIT_NODE)), ExitCode.UNFIT_NODE, "what the worker said"),
+        (attempt({0: 93}, error=error(ExitCode.GAVE_UP)), ExitCode.GAVE_UP, "what the worker said"),
+        (attempt({1: -6, 0: -9}), None, "worker 1 was killed by SIGABRT"),
+        (attempt({0: 75, 1: -11}), None, "worker 1 was killed by SIGSEGV"),
+        (attempt({1: 1, 0: -9}), None, "worker 1 ended with exit code 1"),
+        (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
+    ],
+)
+def test_what_the_end_of_an_attempt_means(
+    ended: Attempt, code: ExitCode | None, message: str | None, tmp_path: Path
+) -> None:
+    assert verdict(ended, tmp_path, 0) == (code, message)
+
+
+def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> None:
+    _, message = verdict(attempt({1: -9, 0: -9}), tmp_path, 0)
+    assert message is not None
+    assert message.startswith("worker 1 was killed by SIGKILL (if nobody did that, the machine ran out of memory")
+
+
+def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "attempt-4-rank-1.log"
+    log.write_text("Traceback (most recent call last):\n  ...\nMemoryError: no more\n")
+    _, message = verdict(attempt({1: 1, 0: -9}), tmp_path, 4)
+    assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
+
+
+def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
+    assert first_to_fall({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
+
+
+def test_a_fault_names_rank_and_signal_or_code() -> None:
+    assert fault(attempt({1: -9, 0: -9})) == {"rank": 1, "what": "SIGKILL"}
+    assert fault(attempt({0: 3})) == {"rank": 0, "what": "exit 3"}
+
+
+def test_last_words_of_a_worker_that_said_nothing_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty.log").write_text("\n\n")
+    assert last_words(tmp_path / "empty.log") == ""
+    assert last_words(tmp_path / "none.log") == ""
+
+
+def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"first\n" + b"x" * 500 + b"end \xff\n\n")
+    assert last_words(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
+
+
+def test_a_local_world_talks_over_loopback_unless_told_otherwise() -> None:
+    assert local_network({}) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert local_network({"GLOO_SOCKET_IFNAME": "eth0"}) == {}
+
+
+class Stage(NurseryProcess):
+    """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
+
+    def __init__(self) -> None:
+        self.control, self.says = pair()
+        self.events, self.workers = pair()
+
+    def wait_ready(self) -> None:
+        """It is."""
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    for sock in (stage.control, stage.says, stage.events, stage.workers):
+        sock.close()
+
+
+@pytest.fixture
+def shown() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def agent(tmp_path: Path, stage: Stage, shown: list[dict[str, Any]]) -> Iterator[Agent]:
+    run = Run(tmp_path)
+    run.create()
+    with Agent(run, stage, shown.append, attempts=3) as agent:
+        yield agent
+
+
+def supervise(agent: Agent, ends: list[Attempt], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
+    """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
+    numbers: list[int] = []
+    script = iter(ends)
+
+    def play(self: Agent, number: int, *_: Any) -> Attempt:
+        numbers.append(number)
+        return next(script)
+
+    monkeypatch.setattr(Agent, "attempt", play)
+    return agent.supervise(2, {}, {}, first), numbers
+
+
+def kinds(shown: list[dict[str, Any]]) -> list[str]:
+    return [event["kind"] for event in shown]
+
+
+def test_a_run_that_is_done_ends_with_its_result(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: 0}, result={"steps": 5})], monkeypatch, first=3)
+    assert (outcome.code, outcome.result, outcome.message, numbers) == (ExitCode.DONE, {"steps": 5}, None, [3])
+    assert shown == []
+
+
+def test_an_attempt_that_falls_is_told_and_followed_by_another(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert kinds(shown) == ["fault", "warning"]
+    assert (shown[0]["rank"], shown[0]["what"]) == (0, "SIGSEGV")
+    assert "starting again from the last good checkpoint" in shown[1]["text"]
+
+
+def test_attempts_that_save_nothing_new_are_given_up(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+    assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
+    assert kinds(shown) == ["fault", "warning", "fault", "warning", "fault"]
+
+
+def test_progress_forgives_the_attempts_before_it(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = [10, 10, 0, 20, 20, 20, 20]
+    ends = [attempt(CRASHED, steps=3, saved=step) for step in saved]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
+
+
+def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
+
+
+def test_a_kill_before_the_first_step_is_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: -9, 0: -9}), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+
+
+@pytest.mark.parametrize("code", [ExitCode.RECIPE, ExitCode.DATA, ExitCode.GAVE_UP, ExitCode.UNFIT_NODE])
+def test_errors_that_would_only_come_again_end_the_run(
+    agent: Agent, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: int(code)}, error=error(code), steps=9)], monkeypatch)
+    assert (outcome.code, outcome.message, len(numbers)) == (code, "what the worker said", 1)
+
+
+def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.stopping = True
+    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=4)], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
+
+
+def exited(rank: int, status: int) -> dict[str, Any]:
+    return {"kind": "exited", "rank": rank, "status": status}
+
+
+def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Agent, stage: Stage) -> None:
+    send(stage.says, exited(1, 0), exited(0, 0))
+    ended = agent.attempt(4, 2, {"function": "f"}, {"A": "b"})
+    assert ended.codes == {0: 0, 1: 0}
+    (start,) = drain(stage.says)
+    assert (start["kind"], start["attempt"], start["world"]) == ("start", 4, 2)
+    assert (start["command"], start["environment"]) == ({"function": "f"}, {"A": "b"})
+    assert start["logs"] == str(agent.run.logs)
+
+
+def test_events_of_workers_are_written_and_shown_and_count_as_progress(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+) -> None:
+    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, {"kind": "checkpoint", "t": 2.0, "step": 7})
+    send(stage.workers, {"kind": "step", "t": 3.0, "step": 8}, {"kind": "result", "t": 4.0, "value": {"steps": 8}})
+    send(stage.says, exited(0, 0))
+    ended = agent.attempt(0, 1, {}, {})
+    assert (ended.steps, ended.saved, ended.result) == (2, 7, {"steps": 8})
+    assert [(event["t"], event["kind"], event["step"]) for event in shown] == [
+        (1.0, "step", 7),
+        (2.0, "checkpoint", 7),
+        (3.0, "step", 8),
+    ]
+    assert list(read_events(agent.run.events)) == shown
+
+
+def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
+    send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
+    send(stage.says, exited(0, 65))
+    ended = agent.attempt(0, 1, {}, {})
+    assert ended.error is not None
+    assert ended.error["text"] == "first"
+
+
+def sent_signals(stage: Stage) -> list[int]:
+    return [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
+
+
+def test_when_a_worker_fails_the_others_are_killed(agent: Agent, stage: Stage) -> None:
+    send(stage.says, exited(1, 1), exited(0, -9))
+    agent.attempt(0, 2, {}, {})
+    assert sent_signals(stage) == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage: Stage, status: int) -> None:
+    send(stage.says, exited(1, status), exited(0, status))
+    agent.attempt(0, 2, {}, {})
+    assert sent_signals(stage) == []
+
+
+def test_the_end_of_the_nursery_is_no_end_of_an_attempt(agent: Agent, stage: Stage) -> None:
+    stage.says.close()
+    with pytest.raises((TrialError, BrokenPipeError)):
+        agent.attempt(0, 1, {}, {})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_first_signal_asks_the_workers_to_save_and_leave(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], number: signal.Signals
+) -> None:
+    signal.raise_signal(number)
+    send(stage.says, exited(0, 75))
+    agent.attempt(0, 1, {}, {})
+    assert agent.stopping
+    assert sent_signals(stage) == [signal.SIGTERM]
+    assert [event["text"] for event in shown] == ["stopping: saving a checkpoint first; once more stops at once"]
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (signal.SIGINT, [signal.SIGTERM, signal.SIGKILL]),
+        (signal.SIGTERM, [signal.SIGTERM, signal.SIGKILL]),
+        (signal.SIGUSR1, [signal.SIGTERM]),
+    ],
+)
+def test_a_second_one_stops_them_at_once_unless_it_only_asks_for_a_save(
+    agent: Agent, stage: Stage, second: signal.Signals, expected: list[int]
+) -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(second)
+    agent.obey_signals()
+    assert sent_signals(stage) == expected
+
+
+def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path / "run")
+    run.create()
+    with Agent(run, stage, lambda event: None, attempts=1):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,37 @@
+"""Nothing outlives a nursery: not its workers, not their children."""
+
+import os
+import select
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.jobs.agent import NurseryProcess
+from phalanx.run.channel import send
+
+
+def told(fifo: Path) -> int:
+    """The process id that comes through a FIFO."""
+    with open(fifo) as opened:
+        return int(opened.read())
+
+
+def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    for name in ("worker", "child"):
+        os.mkfifo(tmp_path / name)
+    command = {"function": "nursery_calls:wait_for_ever", "payload": str(tmp_path)}
+    message = {"kind": "start", "attempt": 0, "world": 1, "command": command, "environment": {}, "logs": str(tmp_path)}
+    with NurseryProcess() as nursery:
+        nursery.wait_ready()
+        send(nursery.control, message)
+        pids = [told(tmp_path / name) for name in ("worker", "child")]
+        handles = [os.pidfd_open(pid) for pid in pids]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        inside = nursery.process.pid
+    for handle in handles:
+        ready, _, _ = select.select([handle], [], [], 10)
+        assert ready, "a process outlived the nursery"
+        os.close(handle)
+    assert not psutil.pid_exists(inside)

@@ -1,0 +1,130 @@
+"""The nursery: trials and workers in forked processes, all of one nursery that this file starts once."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.agent import NurseryProcess, Raised, TrialError
+from phalanx.jobs.nursery import describe
+from phalanx.run.channel import receive, send
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[NurseryProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        process = NurseryProcess()
+    with process:
+        process.wait_ready()
+        yield process
+
+
+def test_no_thread_runs_where_workers_are_forked(nursery: NurseryProcess) -> None:
+    nursery.call("nursery_calls:double", 1)  # numpy's BLAS ends its threads before every fork
+    assert psutil.Process(nursery.process.pid).num_threads() == 1
+
+
+def test_a_call_returns_its_value(nursery: NurseryProcess) -> None:
+    assert nursery.call("nursery_calls:double", 21) == 42
+
+
+def test_each_call_is_a_process_of_its_own(nursery: NurseryProcess) -> None:
+    assert nursery.call("nursery_calls:remember", "a") == ["a"]
+    assert nursery.call("nursery_calls:remember", "b") == ["b"]
+
+
+def test_a_users_error_comes_back_with_its_text_and_code(nursery: NurseryProcess) -> None:
+    with pytest.raises(Raised, match=r"^the shard is torn$") as caught:
+        nursery.call("nursery_calls:refuse", "the shard is torn")
+    assert caught.value.code is ExitCode.DATA
+
+
+def test_any_other_error_comes_back_with_its_traceback(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError, match=r"^LookupError: not here$") as caught:
+        nursery.call("nursery_calls:fail", "not here")
+    assert caught.value.trace is not None
+    assert "nursery_calls.py" in caught.value.trace
+
+
+def test_a_function_that_does_not_exist_comes_back_as_an_error(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError, match="no_such_function"):
+        nursery.call("nursery_calls:no_such_function", None)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_code_that_leaves_the_process_comes_back_as_an_error(nursery: NurseryProcess, code: int) -> None:
+    with pytest.raises(TrialError, match=f"SystemExit: {code}"):
+        nursery.call("nursery_calls:leave", code)
+
+
+def test_a_trial_that_is_killed_comes_back_as_an_error(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError, match="the trial process ended with signal SIGKILL"):
+        nursery.call("nursery_calls:kill_oneself", int(signal.SIGKILL))
+
+
+def test_after_errors_the_nursery_goes_on(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError):
+        nursery.call("nursery_calls:kill_oneself", int(signal.SIGKILL))
+    assert nursery.call("nursery_calls:double", 4) == 8
+
+
+def start(nursery: NurseryProcess, function: str, folder: Path, world: int, **environment: str) -> None:
+    command = {"function": f"nursery_calls:{function}", "payload": str(folder)}
+    message = {"kind": "start", "attempt": 6, "world": world, "command": command}
+    send(nursery.control, {**message, "environment": environment, "logs": str(folder)})
+
+
+def exits(nursery: NurseryProcess, count: int) -> dict[int, int]:
+    """Ranks and statuses of so many workers, once they are gone."""
+    found: dict[int, int] = {}
+    while len(found) < count:
+        messages: Any = receive(nursery.control)
+        for message in messages:
+            assert message["kind"] == "exited"
+            found[message["rank"]] = message["status"]
+    return found
+
+
+def test_workers_get_their_place_a_log_each_and_are_reported_with_their_status(
+    nursery: NurseryProcess, tmp_path: Path
+) -> None:
+    start(nursery, "write_place", tmp_path, 2, EXTRA="more")
+    assert exits(nursery, 2) == {0: 10, 1: 11}
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0 0 2 2 6 more", "1 1 2 2 6 more"]
+    logs = [(tmp_path / f"attempt-6-rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert logs == ["worker 0 speaks\n", "worker 1 speaks\n"]
+
+
+def test_a_worker_that_dies_is_reported_with_its_signal(nursery: NurseryProcess, tmp_path: Path) -> None:
+    message = {"function": "nursery_calls:kill_oneself", "payload": int(signal.SIGKILL)}
+    base = {"kind": "start", "attempt": 7, "world": 1, "environment": {}, "logs": str(tmp_path)}
+    send(nursery.control, {**base, "command": message})
+    assert exits(nursery, 1) == {0: -signal.SIGKILL}
+
+
+def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: NurseryProcess, tmp_path: Path) -> None:
+    start(nursery, "fail", tmp_path, 1)
+    assert exits(nursery, 1) == {0: 1}
+    assert "LookupError" in (tmp_path / "attempt-6-rank-0.log").read_text()
+
+
+def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(nursery: NurseryProcess, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    # A FIFO, since descriptors of ours are not the nursery's: the worker reads from it once we open it.
+    start(nursery, "wait_for_term_at", tmp_path, 1, GATE=str(gate))
+    send(nursery.control, {"kind": "signal", "number": int(signal.SIGTERM)})
+    with open(gate, "w") as opened:
+        opened.write("x")
+    assert exits(nursery, 1) == {0: 75}
+
+
+def test_wait_statuses_are_told_in_words() -> None:
+    assert describe(9) == "signal SIGKILL"
+    assert describe(3 << 8) == "exit code 3"

@@ -1,0 +1,227 @@
+"""The pure parts of what the verbs do: what a run's result is, what is left to do in it, and what changed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx import api
+from phalanx.api import changed, continuing, finished, last_step, locked, result_of, trial_recipe
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.agent import Outcome
+from phalanx.recipe import Recipe, dump_recipe, refused
+from phalanx.run import EventLog, Run
+from phalanx.run.directory import write_json
+
+DAY = 86400.0
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate({"data": {"source": {"text": "texts/*.txt"}}, **values})
+
+
+def resolved(**values: Any) -> Recipe:
+    """A recipe as if every `auto` in it had been resolved."""
+    batch = {"global": 16, "micro": 8}
+    base = {"batch": batch, "threads": 2, "precision": "bf16", "layout": {"replicate": 2}, "compile": False}
+    return recipe(**{**base, **values})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def record(run: Run, *events: tuple[float, str, dict[str, Any]]) -> None:
+    log = EventLog(run.events)
+    for t, kind, fields in events:
+        log.write(kind, t=t, **fields)
+    log.close()
+
+
+def start(t: float, attempt: int = 0) -> tuple[float, str, dict[str, Any]]:
+    return (t, "start", {"attempt": attempt})
+
+
+def worker(t: float, attempt: int = 0) -> tuple[float, str, dict[str, Any]]:
+    return (t, "worker", {"attempt": attempt, "rank": 0})
+
+
+def step(t: float, number: int, **fields: Any) -> tuple[float, str, dict[str, Any]]:
+    return (t, "step", {"step": number, "loss": 10.0 - number, "tokens": 100, **fields})
+
+
+def ended(code: ExitCode, result: dict[str, Any] | None = None, message: str | None = None) -> Outcome:
+    return Outcome(code, result, message)
+
+
+def test_the_result_is_what_the_worker_reported_and_the_seconds_of_all_attempts(run: Run) -> None:
+    record(run, worker(9.0), start(10.0), step(12.0, 1), step(15.0, 2), (15.5, "end", {"status": "done"}))
+    reported = {"format": 1, "status": "done", "steps": 2, "digest": "d" * 32}
+    assert result_of(run, ended(ExitCode.DONE, reported)) == {**reported, "seconds": 5.5}
+
+
+def test_the_time_between_attempts_does_not_count(run: Run) -> None:
+    record(run, worker(99.0), start(100.0), step(110.0, 1), (111.0, "end", {"status": "stopped"}))
+    record(run, (DAY, "warning", {"text": "steps 1 -> 2"}), worker(DAY + 1, 1))
+    record(run, (DAY + 2, "checkpoint_rejected", {"path": "x", "file": "y"}))
+    record(run, start(DAY + 3, 1), step(DAY + 8, 2), (DAY + 10, "end", {"status": "done"}))
+    assert result_of(run, ended(ExitCode.DONE, {"steps": 2}))["seconds"] == 11.0 + 7.0
+
+
+def test_the_time_of_an_attempt_that_died_counts_up_to_what_was_seen_of_it(run: Run) -> None:
+    record(run, worker(99.0), start(100.0), step(110.0, 1))
+    record(run, worker(DAY, 1), start(DAY + 1, 1), step(DAY + 3, 2), (DAY + 4, "fault", {"rank": 0, "what": "SIGKILL"}))
+    assert result_of(run, ended(ExitCode.GAVE_UP))["seconds"] == 10.0 + 3.0
+
+
+def test_a_warning_within_an_attempt_costs_it_no_time(run: Run) -> None:
+    record(run, worker(9.0), start(10.0), (11.0, "warning", {"text": "slow disk"}), step(15.0, 1))
+    assert result_of(run, ended(ExitCode.UNFINISHED))["seconds"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(ExitCode.UNFINISHED, "stopped"), (ExitCode.GAVE_UP, "failed"), (ExitCode.RECIPE, "failed")],
+)
+def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCode, status: str) -> None:
+    record(run, worker(9.0), start(10.0), step(11.0, 1), step(12.0, 2))
+    assert result_of(run, ended(code, message="why")) == {
+        "format": 1,
+        "status": status,
+        "steps": 2,
+        "final_loss": 8.0,
+        "tokens": 200,
+        "seconds": 2.0,
+        "restarts": 0,
+        "digest": None,
+        "message": "why",
+    }
+
+
+def test_steps_done_again_count_once(run: Run) -> None:
+    record(run, start(10.0), step(11.0, 1), step(12.0, 2), step(13.0, 3))
+    record(run, start(20.0, 1), step(21.0, 2, loss=0.5))
+    result = result_of(run, ended(ExitCode.GAVE_UP))
+    assert (result["steps"], result["final_loss"], result["tokens"], result["restarts"]) == (2, 0.5, 200, 1)
+
+
+def test_skipped_steps_teach_nothing(run: Run) -> None:
+    record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skipped="non-finite loss"))
+    result = result_of(run, ended(ExitCode.UNFINISHED))
+    assert (result["steps"], result["final_loss"], result["tokens"]) == (2, 9.0, 100)
+
+
+def test_a_run_that_never_came_to_a_step_has_done_none(run: Run) -> None:
+    result = result_of(run, ended(ExitCode.RECIPE, message="no"))
+    assert (result["steps"], result["final_loss"], result["tokens"], result["restarts"]) == (0, None, 0, 0)
+
+
+def test_the_last_step_is_the_one_done_last(run: Run) -> None:
+    assert last_step(run) == 0
+    record(run, start(1.0), step(2.0, 1), step(3.0, 2), start(4.0, 1), step(5.0, 1))
+    assert last_step(run) == 1
+
+
+def write_run(run: Run, given: Recipe, result: dict[str, Any] | None = None, **values: Any) -> None:
+    run.recipe.write_text(dump_recipe(given))
+    run.resolved.write_text(dump_recipe(resolved(steps=given.steps, **values)))
+    if result is not None:
+        write_json(run.result, result)
+
+
+DONE = {"status": "done", "steps": 300}
+
+
+def test_a_run_at_its_end_has_nothing_left_to_do(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    sentence = finished(run, recipe())
+    assert sentence == f"{run.path}: done at step 300; steps=600 would go on from there"
+
+
+def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    assert finished(run, recipe(steps=100)) is not None
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (None, {}),
+        ({"status": "stopped", "steps": 300}, {}),
+        ({"status": "failed", "steps": 300}, {}),
+        (DONE, {"steps": 301}),
+        (DONE, {"optim": {"lr": 0.5}}),
+    ],
+)
+def test_otherwise_there_is_something_to_do_or_to_refuse(
+    run: Run, result: dict[str, Any] | None, wanted: dict[str, Any]
+) -> None:
+    write_run(run, recipe(), result)
+    assert finished(run, recipe(**wanted)) is None
+
+
+def test_a_directory_without_a_run_is_not_finished(run: Run) -> None:
+    assert finished(run, recipe()) is None
+
+
+def test_training_a_finished_run_from_python_returns_its_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("no process is needed")
+
+    monkeypatch.setattr(api, "NurseryProcess", refuse)
+    write_run(run, recipe(), DONE)
+    assert phalanx.train(recipe(), run=run.path) == DONE
+
+
+def test_overrides_are_for_files() -> None:
+    with pytest.raises(UsageError, match="overrides are for recipes in files"):
+        phalanx.train(recipe(), ["steps=3"])
+
+
+def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
+    old, new = recipe(), recipe(optim={"lr": 0.5}, seed=3)
+    message = changed(run, refused(old, resolved(), new))
+    assert message.startswith(f"{run.path}: this run was started with another recipe")
+    assert "\n  optim.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
+    assert message.endswith("or --force to go on all the same")
+
+
+def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
+    schedule = {"lr": 1.0, "schedule": {"warmup": 0, "decay": "linear", "final": 0.0}}
+    (note,) = continuing(resolved(steps=100, optim=schedule), resolved(steps=200, optim=schedule))
+    assert note == (
+        "steps 100 -> 200: the schedule's horizon follows; the learning rate at step 100 jumps from 0 to 0.5"
+    )
+
+
+def test_another_number_of_workers_is_told_to_change_the_digest() -> None:
+    (note,) = continuing(resolved(), resolved(layout={"replicate": 3}))
+    assert note == "the number of workers changed under exchange.exact = world: the digest will differ by rounding"
+
+
+def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
+    exact = {"exchange": {"exact": "replicas"}}
+    assert continuing(resolved(**exact), resolved(layout={"replicate": 3}, **exact)) == []
+
+
+def test_a_run_that_goes_on_as_it_was_has_nothing_to_be_told() -> None:
+    assert continuing(resolved(), resolved(checkpoint={"every": 7})) == []
+
+
+def test_trials_do_not_depend_on_what_they_do_not_measure() -> None:
+    one = trial_recipe(recipe())
+    other = trial_recipe(recipe(name="other", steps=7, callbacks=["a:B"], checkpoint={"every": 3}))
+    assert one == other
+    assert trial_recipe(recipe(batch={"global": 32})) != one
+    Recipe.model_validate(one)
+
+
+def test_only_one_process_may_train_a_run(run: Run) -> None:
+    with locked(run), pytest.raises(UsageError, match="another process is training this run"), locked(run):
+        pass
+    with locked(run):
+        pass

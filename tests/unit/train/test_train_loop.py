@@ -1,0 +1,346 @@
+"""The training loop in one process: what happens between steps, guards and rollbacks, going on after a stop."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_train import GLOBAL, Remembering, Samples, TinyLM, make_parts
+from torch import Tensor
+
+from phalanx.errors import ExitCode, GaveUpError
+from phalanx.train import saving as saving_module
+from phalanx.train.callbacks import RunView
+from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
+from phalanx.train.checkpoint import save as save_module
+from phalanx.train.guards import LIMIT
+from phalanx.train.loop import Loop, NotSaved, Parts, reject, restore
+from phalanx.train.state import Progress, state_tensors
+from phalanx.train.tasks import LanguageModeling, TensorBatch
+
+
+class Poisoned(LanguageModeling):
+    """Gives a loss that is not finite in the micro-batches (counted over the whole life) that `bad` names."""
+
+    def __init__(self, bad: Callable[[int], bool] = lambda call: False):
+        self.bad, self.calls = bad, 0
+
+    def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+        loss, terms = super().loss(output, batch)
+        if torch.is_grad_enabled():
+            self.calls += 1
+            if self.bad(self.calls):
+                loss = loss * math.nan
+        return loss, terms
+
+
+def in_steps(*steps: int) -> Callable[[int], bool]:
+    """The second micro-batch of these steps."""
+    return lambda call: call % 2 == 0 and call // 2 in steps
+
+
+def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
+    assert isinstance(parts.reporter, Remembering)
+    return parts.reporter.of(kind)
+
+
+def train(parts: Parts, progress: Progress | None = None) -> Progress:
+    progress = progress or Progress()
+    Loop(parts, progress, {}).run()
+    return progress
+
+
+def saved(parts: Parts) -> list[int]:
+    return sorted(step_of(path) for path in list_checkpoints(parts.run.checkpoints))
+
+
+def weights(parts: Parts) -> dict[str, Tensor]:
+    tensors = state_tensors(parts.model, parts.optimizer, parts.scale)
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return set(one) == set(other) and all(tensor.equal(other[name]) for name, tensor in one.items())
+
+
+def stop_at(parts: Parts, step: int) -> None:
+    """Ask for a stop while this step is computed."""
+
+    def hook(*_: Any) -> None:
+        parts.stop.asked = parts.stop.asked or parts.callbacks.view.step == step - 1
+
+    parts.model.register_forward_hook(hook)
+
+
+def resumed(path: Path, **changes: Any) -> tuple[Parts, Progress]:
+    """The run in `path` as another process would find it."""
+    parts = make_parts(path, **changes)
+    loaded = restore(parts, lambda at, file, reason: reject(parts, at, file, reason))
+    assert loaded is not None
+    return parts, Progress(**{field.name: loaded.manifest.meta[field.name] for field in fields(Progress)})
+
+
+def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    progress = train(parts)
+    steps = events(parts, "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(event["seconds"] == pytest.approx(sum(event["parts"].values())) for event in steps)
+    assert {event["tokens"] for event in steps} == {GLOBAL * 6}
+    assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
+    assert progress.last_loss == steps[-1]["loss"]
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, steps=60, optim={"lr": 3e-2, "schedule": {"warmup": 1, "decay": "constant"}})
+    train(parts)
+    losses = [event["loss"] for event in events(parts, "step")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_the_end_is_saved_and_told_last(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    train(parts)
+    assert saved(parts) == [6]
+    assert isinstance(parts.reporter, Remembering)
+    assert parts.reporter.events[-1] == {"kind": "end", "status": "done", "step": 6}
+
+
+def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
+    loop = Loop(parts, Progress(), {})
+    for _ in loop.steps():
+        loop.saving.finish()
+    assert saved(parts) == [2, 4]
+
+
+def test_samples_are_asked_in_order_and_each_once(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, steps=3)
+    train(parts)
+    assert isinstance(parts.data, Samples)
+    assert parts.data.asked[:3] == [(0, 4), (4, 4), (8, 4)]
+
+
+def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, evaluate={"every": 4})
+    train(parts)
+    assert [(event["step"], event["samples"]) for event in events(parts, "eval")] == [(4, 5), (6, 5)]
+
+
+def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, evaluate={"every": 2}, checkpoint={"every": 100, "keep": 9})
+    progress = train(parts)
+    best = [event["step"] for event in events(parts, "eval") if event["best"]]
+    assert best[0] == 2
+    assert set(best) <= set(saved(parts))
+    assert parts.run.read_json(saving_module.best_file(parts.run)) == {"step": best[-1], "loss": progress.best}
+
+
+def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
+    class Odd(LanguageModeling):
+        def metrics(self, output: Tensor, batch: TensorBatch) -> dict[str, tuple[float, int]]:
+            return {"odd": (math.nan, 1), "even": (4.0, 2)}
+
+    parts = make_parts(tmp_path, task=Odd(), evaluate={"every": 6})
+    train(parts)
+    (event,) = events(parts, "eval")
+    assert event["metrics"] == {"odd": None, "even": 2.0}
+    json.dumps(event, allow_nan=False)
+
+
+def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(2)))
+    loop = Loop(parts, Progress(), {})
+    states = []
+    for _ in loop.steps():
+        states.append(weights(parts))
+    assert same(states[0], states[1])
+    assert not same(states[1], states[2])
+    skipped = events(parts, "step")[1]
+    assert (skipped["loss"], skipped["skipped"]) == (None, "non-finite loss")
+    json.dumps(skipped, allow_nan=False)
+    assert events(parts, "guard") == [
+        {"kind": "guard", "step": 2, "what": "non-finite loss", "action": "skip", "count": 1}
+    ]
+    assert loop.progress.units == 5 * GLOBAL * 6
+
+
+def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(5, 6, 7)), checkpoint={"every": 2, "keep": 9}, steps=8)
+    loop = Loop(parts, Progress(), {})
+    for _ in loop.steps():
+        loop.saving.finish()
+    assert [(event["step"], event["action"]) for event in events(parts, "guard")] == [
+        (5, "skip"),
+        (6, "skip"),
+        (7, "rollback"),
+    ]
+    assert [event["step"] for event in events(parts, "step")] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
+    assert isinstance(parts.data, Samples)
+    assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
+    assert (loop.progress.guards, loop.progress.units) == (3, 8 * GLOBAL * 6)
+
+
+def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
+    loop = Loop(parts, Progress(), {})
+    states = []
+    for _ in loop.steps():
+        loop.saving.finish()
+        states.append((loop.progress.step, weights(parts)))
+    assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
+    assert same(states[5][1], states[1][1])
+    assert not same(states[5][1], states[2][1])
+
+
+def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
+    loop = Loop(parts, Progress(), {})
+    for _ in loop.steps():
+        loop.saving.finish()
+    assert saved(parts) == [1, 2, 3, 5, 6]
+
+
+def test_without_a_checkpoint_to_go_back_to_the_run_gives_up(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(lambda call: True))
+    with pytest.raises(GaveUpError, match="step 3: non-finite loss 3 times in a row, and no checkpoint to go back to"):
+        train(parts)
+
+
+def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(lambda call: call > 2), checkpoint={"every": 1, "keep": 1}, steps=50)
+    with pytest.raises(GaveUpError, match="step 1: rolled back to it 3 times and non-finite loss came again"):
+        train(parts)
+    assert [event["action"] for event in events(parts, "guard")].count("rollback") == LIMIT + 1
+
+
+def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    stop_at(parts, 3)
+    assert Loop(parts, Progress(), {}).run() == "stopped"
+    assert saved(parts) == [3]
+    assert events(parts, "end") == [{"kind": "end", "status": "stopped", "step": 3}]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path: Path, precision: str) -> None:
+    straight = make_parts(tmp_path / "straight", precision=precision)
+    train(straight)
+    first = make_parts(tmp_path / "broken", precision=precision)
+    stop_at(first, 3)
+    train(first)
+    parts, progress = resumed(tmp_path / "broken", precision=precision)
+    assert progress.step == 3
+    train(parts, progress)
+    assert same(weights(straight), weights(parts))
+
+
+def test_a_run_that_is_done_only_says_so_again(tmp_path: Path) -> None:
+    train(make_parts(tmp_path))
+    parts, progress = resumed(tmp_path)
+    train(parts, progress)
+    assert isinstance(parts.reporter, Remembering)
+    assert [event["kind"] for event in parts.reporter.events] == ["end"]
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, checkpoint={"every": 3, "keep": 9})
+    train(parts)
+    (data,) = (tmp_path / "checkpoints" / "step-000000006").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-5] ^= 1
+    data.write_bytes(content)
+    again, progress = resumed(tmp_path)
+    assert progress.step == 3
+    (event,) = events(again, "checkpoint_rejected")
+    assert event["path"] == "checkpoints/step-000000006"
+    assert data.name in event["file"]
+
+
+def test_a_last_state_that_cannot_be_written_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, image: Any) -> list[str]:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(save_module, "write_image", refuse)
+    parts = make_parts(tmp_path)
+    with pytest.raises(NotSaved, match="step 6: the last checkpoint could not be written") as caught:
+        train(parts)
+    assert caught.value.code is ExitCode.UNFINISHED
+    assert [event["step"] for event in events(parts, "checkpoint_failed")] == [6]
+
+
+def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    class Watching:
+        def start(self, run: RunView) -> None:
+            seen.append(("start", run.step))
+
+        def step(self, run: RunView, event: dict[str, Any]) -> None:
+            seen.append(("step", (run.step, event["step"])))
+
+        def evaluation(self, run: RunView, event: dict[str, Any]) -> None:
+            seen.append(("evaluation", event["step"]))
+
+        def checkpoint(self, run: RunView, event: dict[str, Any]) -> None:
+            seen.append(("checkpoint", event["path"]))
+
+        def fault(self, run: RunView, event: dict[str, Any]) -> None:
+            seen.append(("fault", event["action"]))
+
+        def end(self, run: RunView, event: dict[str, Any]) -> None:
+            seen.append(("end", event["status"]))
+
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluate={"every": 2})
+    train(parts)
+    assert seen == [
+        ("start", 0),
+        ("step", (1, 1)),
+        ("step", (2, 2)),
+        ("fault", "skip"),
+        ("evaluation", 2),
+        ("checkpoint", "checkpoints/step-000000002"),
+        ("end", "done"),
+    ]
+
+
+def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module.Saving, "settle", lambda self, flags: None)
+    parts = make_parts(tmp_path, checkpoint={"every": 1})
+    loop = Loop(parts, Progress(), {})
+    steps = loop.steps()
+    next(steps)
+    next(steps)
+    (warning,) = events(parts, "warning")
+    assert "step 2: not saved, because step 1 is still being written" in warning["text"]
+    monkeypatch.undo()
+    steps.close()  # type: ignore[attr-defined]
+    loop.saving.close()
+
+
+def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, precision="fp16", steps=8)
+    assert isinstance(parts.model, TinyLM)
+    parts.scale.scale = 2.0**40  # far too high for half precision
+    progress = train(parts)
+    guards = events(parts, "guard")
+    assert {event["action"] for event in guards} == {"rescale"}
+    assert parts.scale.scale == 2.0 ** (40 - len(guards))
+    assert progress.skipped_in_a_row == 0
+
+
+def test_the_scale_of_fp16_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, precision="fp16", steps=2)
+    parts.scale.scale = 32.0
+    train(parts)
+    assert "scaler/scale" in read_manifest(tmp_path / "checkpoints" / "step-000000002").tensors
+    again, _ = resumed(tmp_path, precision="fp16")
+    assert (again.scale.scale, again.scale.good_steps) == (32.0, 2)

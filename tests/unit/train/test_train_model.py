@@ -1,0 +1,125 @@
+"""The model of a recipe: arguments from the data, initial weights from the seed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.data import Facts
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import Model
+from phalanx.train.model import arguments, build_model, has_batch_norm, seed_everything, seed_for
+
+TEXT = Facts("tokens", 256, None, 64, None)
+IMAGES = Facts("images", None, 10, None, (28, 28, 1))
+CPU = torch.device("cpu")
+
+
+def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
+    def builder(vocab: int, sequence: int, layers: int = 2) -> None: ...
+
+    assert arguments(builder, {"layers": 3}, TEXT) == {"layers": 3, "vocab": 256, "sequence": 64}
+
+
+def test_classes_come_from_images() -> None:
+    def builder(classes: int) -> None: ...
+
+    assert arguments(builder, {}, IMAGES) == {"classes": 10}
+
+
+def test_what_is_given_wins_over_the_data() -> None:
+    def builder(vocab: int, sequence: int) -> None: ...
+
+    assert arguments(builder, {"vocab": 1000}, TEXT) == {"vocab": 1000, "sequence": 64}
+
+
+def test_a_default_of_the_builder_gives_way_to_the_data_but_not_to_nothing() -> None:
+    def builder(vocab: int = 5, classes: int = 7) -> None: ...
+
+    assert arguments(builder, {}, TEXT) == {"vocab": 256}
+
+
+def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
+    def builder(**options: Any) -> None: ...
+
+    assert arguments(builder, {"depth": 3}, TEXT) == {"depth": 3}
+
+
+def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
+    def builder(vocab: int, layers: int = 2) -> None: ...
+
+    with pytest.raises(RecipeError, match=r"model.args.layer: the builder takes no such argument; it takes vocab, lay"):
+        arguments(builder, {"layer": 3}, TEXT)
+
+
+def test_an_argument_that_nobody_tells_is_named() -> None:
+    def builder(classes: int, *, depth: int) -> None: ...
+
+    with pytest.raises(RecipeError, match=r"model.args.classes: the builder needs it and the data do not tell it"):
+        arguments(builder, {"depth": 3}, TEXT)
+
+
+def test_starred_parameters_of_a_builder_are_not_missing() -> None:
+    def builder(*layers: int, **options: int) -> None: ...
+
+    assert arguments(builder, {}, TEXT) == {}
+
+
+def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:
+    """Build `make` of a module that stands in a file of its own."""
+    name = f"own_model_{folder.name.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n{source}\n")
+    return build_model(Model(build=f"{name}:make", args=args), TEXT, folder, seed, CPU)
+
+
+def test_initial_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
+    source = "def make(vocab): return nn.Linear(vocab, 2)"
+    first = build(source, tmp_path).state_dict()
+    torch.rand(17)
+    again, other = build(source, tmp_path).state_dict(), build(source, tmp_path, seed=1).state_dict()
+    assert first["weight"].equal(again["weight"])
+    assert not first["weight"].equal(other["weight"])
+
+
+def test_arguments_that_the_builder_refuses_are_an_error_of_the_recipe(tmp_path: Path) -> None:
+    source = "def make(vocab, heads):\n    raise ValueError('width must be a multiple of heads')"
+    with pytest.raises(RecipeError, match=r"model.args: own_model_.*:make refuses them: width must be a multiple"):
+        build(source, tmp_path, heads=3)
+
+
+def test_a_builder_must_return_a_module(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"model.build: .*:make returned list, expected an nn.Module"):
+        build("def make(): return []", tmp_path)
+
+
+def test_seeds_stay_the_same_from_version_to_version() -> None:
+    assert seed_for(0, 1, 2) == 7448151232252714026
+    assert seed_for(0, "init") == 2843328265801480812
+
+
+def test_seeds_of_different_places_differ() -> None:
+    seeds = {seed_for(seed, step, leaf) for seed in range(3) for step in range(30) for leaf in range(30)}
+    assert len(seeds) == 3 * 30 * 30
+    assert seed_for(1, 23) != seed_for(12, 3)
+
+
+def test_seeds_fit_a_generator() -> None:
+    assert all(0 <= seed_for(i) < 2**63 for i in range(1000))
+    seed_everything(max(seed_for(i) for i in range(1000)), CPU)
+
+
+def test_seeding_everything_decides_what_is_drawn() -> None:
+    seed_everything(5, CPU)
+    first = torch.rand(4)
+    seed_everything(5, CPU)
+    assert torch.rand(4).equal(first)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [(nn.BatchNorm2d(3), True), (nn.SyncBatchNorm(3), True), (nn.GroupNorm(1, 3), False), (nn.LayerNorm(3), False)],
+)
+def test_batch_norm_is_found_wherever_it_is(module: nn.Module, expected: bool) -> None:
+    assert has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(module))) is expected

@@ -1,0 +1,42 @@
+"""A worker's place, from environment variables."""
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.train.place import Place, from_environment, leave, open_store
+
+
+def test_without_variables_a_worker_is_alone() -> None:
+    place = from_environment({})
+    assert (place.rank, place.world, place.local_rank, place.attempt, place.leads) == (0, 1, 0, 0, True)
+
+
+def test_the_variables_of_torchrun_give_the_place() -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    place = from_environment(variables)
+    assert (place.rank, place.world, place.local_rank, place.attempt, place.leads) == (3, 8, 1, 2, False)
+
+
+def test_our_own_attempt_goes_before_torchruns() -> None:
+    assert from_environment({"PHALANX_ATTEMPT": "5", "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 5
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("-1", "2"), ("0", "0")])
+def test_a_rank_outside_of_the_world_is_refused(rank: str, world: str) -> None:
+    with pytest.raises(UsageError, match=f"RANK={rank} does not lie in WORLD_SIZE={world}"):
+        from_environment({"RANK": rank, "WORLD_SIZE": world})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "PHALANX_ATTEMPT"])
+def test_variables_must_be_numbers(name: str) -> None:
+    with pytest.raises(UsageError, match="must be numbers"):
+        from_environment({name: "first"})
+
+
+def test_several_workers_need_a_place_to_meet() -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE=2 needs MASTER_ADDR and MASTER_PORT"):
+        open_store(Place(rank=1, world=2), {"MASTER_ADDR": "127.0.0.1"})
+
+
+def test_leaving_without_having_joined_does_nothing() -> None:
+    leave()

@@ -1,0 +1,150 @@
+"""Where a worker's events go: in bunches to the agent, or into the run."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_train import Clock
+
+from phalanx.run import Run, read_events
+from phalanx.run.channel import PACKET, drain, pair, receive
+from phalanx.train.reporter import ToAgent, ToRun, reporter
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = pair()
+    yield near, far
+    near.close()
+    far.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(50.0)
+
+
+@pytest.fixture
+def agent(ends: tuple[socket.socket, socket.socket], clock: Clock) -> Iterator[ToAgent]:
+    """A reporter to the agent, whose end is `ends[1]`."""
+    made = ToAgent(ends[0].fileno(), patience=0.1, clock=clock)
+    yield made
+    made._socket.close()
+
+
+def packets(far: socket.socket) -> list[list[int | str]]:
+    """What lies there, packet by packet: the steps, or the kinds of other messages."""
+    far.setblocking(False)
+    found = []
+    while True:
+        try:
+            messages = receive(far)
+        except BlockingIOError:
+            return found
+        assert messages is not None
+        found.append([message.get("step", message["kind"]) for message in messages])
+
+
+def test_steps_are_held_back_until_patience_ends(
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
+) -> None:
+    for step in (1, 2, 3):
+        agent.event("step", step=step)
+        clock.tick(0.04)
+    assert packets(ends[1]) == []
+    agent.event("step", step=4)
+    assert packets(ends[1]) == [[1, 2, 3, 4]]
+
+
+def test_patience_begins_anew_with_each_bunch(
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
+) -> None:
+    for step in (1, 2, 3, 4):
+        agent.event("step", step=step)
+        clock.tick(0.1)
+    assert packets(ends[1]) == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["eval", "checkpoint", "guard", "warning", "start", "end"])
+def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, kind: str
+) -> None:
+    agent.event("step", step=1)
+    agent.event(kind)
+    assert packets(ends[1]) == [[1, kind]]
+
+
+def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+    agent.event("step", step=1)
+    agent.close()
+    agent.close()
+    assert packets(ends[1]) == [[1]]
+
+
+def test_an_event_carries_the_time_at_which_it_was_reported(
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
+) -> None:
+    agent.event("step", step=1)
+    clock.tick(0.05)
+    agent.event("step", step=2)
+    agent.close()
+    assert [message["t"] for message in drain(ends[1])] == [50.0, 50.05]
+
+
+def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+    agent.error("out of memory", 78)
+    agent.result({"status": "done"})
+    error, result = drain(ends[1])
+    assert (error["kind"], error["text"], error["code"]) == ("error", "out of memory", 78)
+    assert (result["kind"], result["value"]) == ("result", {"status": "done"})
+
+
+def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent
+) -> None:
+    text = "x" * (PACKET // 8)
+    for step in range(8):
+        agent.event("step", step=step, text=text)
+    agent.close()
+    found = packets(ends[1])
+    assert len(found) > 1
+    assert [step for packet in found for step in packet] == list(range(8))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    run.create()
+    return run
+
+
+def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
+    report = reporter(run, leads=True, events=None)
+    report.event("step", step=1)
+    report.error("broken", 65)
+    report.result({"status": "done"})
+    report.close()
+    assert [(event["kind"], event.get("step")) for event in read_events(run.events)] == [("step", 1), ("fault", None)]
+    assert [event["detail"] for event in read_events(run.events) if event["kind"] == "fault"] == ["broken"]
+    assert json.loads(run.result.read_text()) == {"status": "done"}
+
+
+def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:
+    report = reporter(run, leads=False, events=None)
+    report.event("step", step=1)
+    report.error("broken", 65)
+    report.result({"status": "done"})
+    report.close()
+    assert not run.events.exists()
+    assert not run.result.exists()
+
+
+def test_the_number_of_the_socket_leads_to_the_agent(run: Run, ends: tuple[socket.socket, socket.socket]) -> None:
+    report = reporter(run, leads=True, events=str(ends[0].fileno()))
+    assert isinstance(report, ToAgent)
+    report.event("worker", pid=1)
+    assert packets(ends[1]) == [["worker"]]
+    report._socket.close()
+    assert isinstance(reporter(run, leads=False, events=None), ToRun)

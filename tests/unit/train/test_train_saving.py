@@ -1,0 +1,257 @@
+"""A run's checkpoints as the loop sees them, with a real saver and a world of one."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.train import saving as saving_module
+from phalanx.train.checkpoint import Saver, list_checkpoints, load_tensors, read_manifest, step_of
+from phalanx.train.checkpoint import save as save_module
+from phalanx.train.place import Place
+from phalanx.train.saving import SAVE_FLAGS, Saving, best_file
+from phalanx.train.state import Progress
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def make_saving(run: Run, told: Told, keep: int = 3) -> Saving:
+    common = {"fingerprint": "f" * 32}
+    return Saving(run, Place(), keep, common, lambda kind, event: told.append((kind, event)))
+
+
+def settle(saving: Saving) -> None:
+    """What the loop does after each step with the agreement of all workers; here there is one."""
+    saving.settle(dict(zip(SAVE_FLAGS, map(int, saving.flags()), strict=True)))
+
+
+def weights(value: float = 1.0) -> dict[str, Tensor]:
+    return {"weight": torch.full((1000,), value), "buffer": torch.full((3,), value)}
+
+
+def save(saving: Saving, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None) -> None:
+    saving.start(Progress(step=step, samples=16 * step, best=best), tensors or weights(step), [], best is not None)
+    saving.finish()
+
+
+def steps_on_disk(run: Run) -> list[int]:
+    return sorted(step_of(path) for path in list_checkpoints(run.checkpoints))
+
+
+def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    assert saving.flags() == (False, False, False)
+    saving.start(Progress(step=5, samples=80), weights(), [], best=False)
+    assert saving.in_flight == 5
+    saving.wait_copied()
+    saving._saver.wait()
+    assert saving.flags() == (True, False, False)
+    settle(saving)
+    assert not told
+    saving._saver.wait()
+    assert saving.flags() == (False, False, True)
+    settle(saving)
+    assert [kind for kind, _ in told] == ["checkpoint"]
+    assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False, False, False))
+    saving.close()
+
+
+def test_the_event_tells_where_the_checkpoint_is_and_what_it_cost(run: Run) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    save(saving, 5)
+    saving.close()
+    ((_, event),) = told
+    assert (event["step"], event["path"]) == (5, "checkpoints/step-000000005")
+    assert event["bytes"] == sum(file.stat().st_size for file in (run.path / event["path"]).iterdir())
+    assert event["seconds"] >= event["stall"] >= 0
+
+
+def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -> None:
+    saving = make_saving(run, [])
+    save(saving, 5)
+    saving.close()
+    meta = read_manifest(run.checkpoints / "step-000000005").meta
+    assert (meta["step"], meta["samples"], meta["fingerprint"], meta["best"]) == (5, 80, "f" * 32, None)
+
+
+def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
+    saving = make_saving(run, [])
+    tensors = weights(1.0)
+    saving.start(Progress(step=1), tensors, [], best=False)
+    saving.wait_copied()
+    tensors["weight"].fill_(9.0)
+    saving.close()
+    assert load_tensors(run.checkpoints / "step-000000001")["weight"].eq(1.0).all()
+
+
+def test_buffers_may_change_at_once(run: Run) -> None:
+    saving = make_saving(run, [])
+    tensors = weights(1.0)
+    saving.start(Progress(step=1), tensors, ["buffer"], best=False)
+    tensors["buffer"].fill_(9.0)
+    saving.close()
+    assert load_tensors(run.checkpoints / "step-000000001")["buffer"].eq(1.0).all()
+
+
+def test_flags_and_turns_without_a_save_do_nothing(run: Run) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    settle(saving)
+    saving.finish()
+    saving.wait_copied()
+    saving.close()
+    assert (told, steps_on_disk(run)) == ([], [])
+
+
+def test_the_newest_checkpoints_stay(run: Run) -> None:
+    saving = make_saving(run, [], keep=2)
+    for step in (1, 2, 3, 4):
+        save(saving, step)
+    saving.close()
+    assert steps_on_disk(run) == [3, 4]
+
+
+def test_the_best_checkpoint_stays_and_is_recorded(run: Run) -> None:
+    saving = make_saving(run, [], keep=1)
+    for step, best in ((1, None), (2, 0.5), (3, None), (4, None)):
+        save(saving, step, best)
+    saving.close()
+    assert run.read_json(best_file(run)) == {"step": 2, "loss": 0.5}
+    assert steps_on_disk(run) == [2, 4]
+
+
+def test_a_better_checkpoint_takes_the_place_of_the_best(run: Run) -> None:
+    saving = make_saving(run, [], keep=1)
+    for step, best in ((1, 0.5), (2, 0.4), (3, None)):
+        save(saving, step, best)
+    saving.close()
+    assert run.read_json(best_file(run)) == {"step": 2, "loss": 0.4}
+    assert steps_on_disk(run) == [2, 3]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let writes fail, or no longer."""
+    write = save_module.write_image
+
+    def switch(full: bool) -> None:
+        def refuse(path: Path, image: Any) -> list[str]:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        monkeypatch.setattr(save_module, "write_image", refuse if full else write)
+
+    return switch
+
+
+def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before(
+    run: Run, full_disk: Callable[[bool], None]
+) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    save(saving, 1)
+    full_disk(True)
+    save(saving, 2)
+    saving.close()
+    assert [kind for kind, _ in told] == ["checkpoint", "checkpoint_failed"]
+    assert told[1][1]["step"] == 2
+    assert "No space left on device" in told[1][1]["reason"]
+    assert (steps_on_disk(run), saving.last_saved) == ([1], 1)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000000001"]
+
+
+def test_after_a_failure_the_next_save_succeeds(run: Run, full_disk: Callable[[bool], None]) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    full_disk(True)
+    save(saving, 1)
+    full_disk(False)
+    save(saving, 2)
+    saving.close()
+    assert [(kind, event["step"]) for kind, event in told] == [("checkpoint_failed", 1), ("checkpoint", 2)]
+
+
+def test_a_failure_of_the_best_is_not_recorded_as_the_best(run: Run, full_disk: Callable[[bool], None]) -> None:
+    saving = make_saving(run, [])
+    full_disk(True)
+    save(saving, 1, best=0.5)
+    saving.close()
+    assert run.read_json(best_file(run)) is None
+
+
+def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Saver, *_: Any, **__: Any) -> None:
+        raise UsageError("no room: a checkpoint takes 8 GB")
+
+    monkeypatch.setattr(Saver, "start", refuse)
+    told: Told = []
+    saving = make_saving(run, told)
+    saving.start(Progress(step=3), weights(), [], best=False)
+    assert saving.flags() == (False, True, False)
+    settle(saving)
+    saving.close()
+    assert told == [("checkpoint_failed", {"step": 3, "reason": "no room: a checkpoint takes 8 GB"})]
+
+
+def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
+    told: Told = []
+    saving = make_saving(run, told)
+    saving.start(Progress(step=3), weights(), [], best=False)
+    saving.settle({"written": 0, "failed": 1, "committed": 0})
+    saving.close()
+    assert told == [("checkpoint_failed", {"step": 3, "reason": "another worker could not write its part"})]
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
+    told: Told = []
+    saving = Saving(run, Place(0, 2), 3, {}, lambda kind, event: told.append((kind, event)))
+    saving.start(Progress(step=3), weights(), [], best=False)
+    saving._saver.wait()
+    saving.settle({"written": 1, "failed": 0, "committed": 0})
+    assert saving._saver.poll().phase == "written"
+    saving.settle({"written": 0, "failed": 1, "committed": 0})
+    saving.close()
+
+
+def test_workers_divide_the_tensors_among_them(run: Run) -> None:
+    savings = [Saving(run, Place(rank, 2), 3, {}, lambda *_: None) for rank in (0, 1)]
+    for saving in savings:
+        saving.start(Progress(step=3), weights(), [], best=False)
+        saving._saver.wait()
+    shares = [json.loads(path.read_text())["tensors"] for path in sorted(run.checkpoints.glob("*/rank-*.json"))]
+    assert [list(share) for share in shares] == [["weight"], ["buffer"]]
+    for saving in savings:
+        saving.settle({"written": 0, "failed": 1, "committed": 0})
+        saving.close()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", "step-000000001")
+
+    monkeypatch.setattr(saving_module, "retain", refuse)
+    told: Told = []
+    saving = make_saving(run, told, keep=1)
+    save(saving, 1)
+    saving.close()
+    assert [kind for kind, _ in told] == ["checkpoint", "warning"]
+    assert "an old checkpoint could not be removed: " in told[1][1]["text"]
+    assert "Permission denied" in told[1][1]["text"]

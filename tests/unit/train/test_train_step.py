@@ -1,0 +1,191 @@
+"""One step of one process: random numbers, the judgement of losses and gradients, clipping, the update."""
+
+import math
+
+import pytest
+import torch
+from small_train import Clock, cut, make_stepper, mean_gradients, tiny_lm, token_batch
+from torch import Tensor, nn
+
+from phalanx.recipe.schema import Optim
+from phalanx.train.precision import LossScale
+from phalanx.train.step import FLAGS, Outcome, Stepper
+from phalanx.train.timing import HostStopwatch
+
+
+def settled(
+    losses: list[float],
+    terms: list[float],
+    gradient: list[float],
+    *,
+    clip: float | None = None,
+    scale: LossScale | None = None,
+    flags: tuple[int, ...] = (0, 0, 0, 0),
+) -> tuple[Outcome, float]:
+    """Settle a step whose micro-batches had these losses and terms, and whose summed gradient is this."""
+    model = nn.Linear(len(gradient), 1, bias=False)
+    stepper = make_stepper(model, len(losses), clip=clip, scale=scale)
+    model.weight.grad = torch.tensor([gradient])
+    return stepper.settle(torch.tensor([*losses, *terms, *flags], dtype=torch.float64))
+
+
+def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
+    outcome, factor = settled([3.0, 5.0], [1.0, 3.0], [3.0, 4.0])
+    assert outcome.loss == 2.0
+    assert outcome.grad_norm == pytest.approx(5.0 / 4)
+    assert factor == 0.25
+    assert outcome.skipped is None
+
+
+def test_a_gradient_above_the_bound_is_scaled_down_to_it() -> None:
+    outcome, factor = settled([1.0], [2.0], [6.0, 8.0], clip=1.0)
+    assert outcome.grad_norm == pytest.approx(5.0)
+    assert 10.0 * factor == pytest.approx(1.0)
+
+
+def test_a_gradient_below_the_bound_is_left_alone() -> None:
+    assert settled([1.0], [2.0], [0.6, 0.8], clip=1.0)[1] == 0.5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_skips_the_step(value: float) -> None:
+    outcome, _ = settled([1.0, value], [1.0, 1.0], [1.0], clip=1.0)
+    assert outcome.skipped == "non-finite loss"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step(value: float) -> None:
+    outcome, _ = settled([1.0], [1.0], [value, 1.0], clip=1.0)
+    assert outcome.skipped == "non-finite gradient"
+    assert not math.isfinite(outcome.grad_norm)
+
+
+def test_losses_that_cancel_each_others_infinity_are_not_finite() -> None:
+    assert settled([math.inf, -math.inf], [1.0, 1.0], [1.0])[0].skipped == "non-finite loss"
+
+
+def test_a_batch_without_terms_teaches_nothing() -> None:
+    outcome, factor = settled([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], clip=1.0)
+    assert (outcome.loss, outcome.grad_norm, outcome.skipped, factor) == (0.0, 0.0, None, 1.0)
+
+
+def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> None:
+    outcome, factor = settled([8.0], [2.0], [3.0 * 1024, 4.0 * 1024], scale=LossScale(1024.0, dynamic=True))
+    assert (outcome.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)
+
+
+def test_flags_count_the_workers_that_raised_them() -> None:
+    outcome, _ = settled([1.0], [1.0], [1.0], flags=(2, 0, 1, 3))
+    assert outcome.flags == dict(zip(FLAGS, (2, 0, 1, 3), strict=True))
+
+
+def agreement_of(stepper: Stepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * 4) -> Tensor:
+    watch = HostStopwatch()
+    watch.start()
+    return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
+
+
+def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
+    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, False, False, True)).tolist()
+    assert len(agreement) == 2 * 3 + len(FLAGS)
+    assert all(loss > 0 for loss in agreement[:3])
+    assert agreement[3:6] == [12.0] * 3
+    assert agreement[6:] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> None:
+    model = tiny_lm()
+    moments: list[str] = []
+    model.register_forward_hook(lambda *_: moments.append("forward"))
+    model.hidden.weight.register_post_accumulate_grad_hook(lambda _: moments.append("backward"))
+    watch = HostStopwatch()
+    watch.start()
+
+    def flags() -> tuple[bool, ...]:
+        moments.append("flags")
+        return ()
+
+    make_stepper(model, 2).gradients(1, cut(token_batch(4), 2), flags, watch)
+    assert moments == ["forward", "backward", "forward", "flags", "backward"]
+
+
+def test_forward_backward_and_exchange_are_timed_apart() -> None:
+    clock = Clock()
+    watch = HostStopwatch(clock)
+    model = tiny_lm()
+    model.register_forward_hook(lambda *_: clock.tick(1.0))
+    model.hidden.weight.register_post_accumulate_grad_hook(lambda _: clock.tick(10.0))
+    watch.start()
+    make_stepper(model, 3).gradients(1, cut(token_batch(6), 2), lambda: (), watch)
+    seconds, parts = watch.stop()
+    assert (parts["forward"], parts["backward"], seconds) == (3.0, 30.0, 33.0)
+
+
+def gradients_with_dropout(step: int, seed: int = 0, micro_batches: int = 3) -> list[list[Tensor]]:
+    """The gradient of each micro-batch alone, from a model that draws random numbers."""
+    model = tiny_lm(dropout=0.5).train()
+    stepper = make_stepper(model, micro_batches, seed=seed)
+    batches = cut(token_batch(2 * micro_batches), 2)
+    torch.manual_seed(12345)  # whatever was drawn before must not matter
+    return [gradient.tolist() for gradient in mean_gradients(stepper, batches, step)[1]]
+
+
+def test_the_same_step_draws_the_same_random_numbers_whatever_came_before() -> None:
+    first = gradients_with_dropout(step=7)
+    torch.rand(100)
+    assert gradients_with_dropout(step=7) == first
+
+
+@pytest.mark.parametrize("other", [{"step": 8}, {"step": 7, "seed": 1}])
+def test_another_step_or_seed_draws_other_random_numbers(other: dict[str, int]) -> None:
+    assert gradients_with_dropout(**other) != gradients_with_dropout(step=7)
+
+
+def test_micro_batches_of_a_step_draw_different_random_numbers() -> None:
+    model = tiny_lm(dropout=0.5).train()
+    same = token_batch(2)
+    losses = make_stepper(model, 2)
+    watch = HostStopwatch()
+    watch.start()
+    one, other = losses.gradients(1, [same, same], lambda: (), watch)[:2].tolist()
+    assert one != other
+
+
+def test_update_applies_the_factor_and_the_rate() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    stepper = make_stepper(model, 1, optim=Optim.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}))
+    model.weight.grad = torch.tensor([[4.0, 8.0]])
+    stepper.update(factor=0.25, lr=0.5)
+    torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 1.0]]))
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_gradients_of_the_step_before_do_not_add_up(replicas: bool) -> None:
+    stepper = make_stepper(tiny_lm(), 3, replicas=replicas)
+    batches = cut(token_batch(6), 2)
+    first = [gradient.clone() for gradient in mean_gradients(stepper, batches)[1]]
+    assert all(a.equal(b) for a, b in zip(first, mean_gradients(stepper, batches)[1], strict=True))
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_an_unused_parameter_is_updated_as_by_a_zero_gradient(replicas: bool) -> None:
+    model = tiny_lm()
+    model.register_parameter("spare", nn.Parameter(torch.ones(3, 3)))
+    stepper = make_stepper(model, 3, replicas=replicas)
+    mean_gradients(stepper, cut(token_batch(6), 2))
+    assert model.spare.grad is not None
+    assert not model.spare.grad.any()
+
+
+def test_fp16_gradients_carry_the_loss_scale() -> None:
+    scale = LossScale(256.0, dynamic=True)
+    plain = mean_gradients(make_stepper(tiny_lm(), 2), cut(token_batch(4), 2))[1]
+    stepper = make_stepper(tiny_lm(), 2, scale=scale)
+    scaled = mean_gradients(stepper, cut(token_batch(4), 2))[1]
+    for a, b in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    raw = stepper.model.get_parameter("hidden.weight").grad
+    assert raw is not None
+    terms = 4 * 6
+    torch.testing.assert_close(raw / (256 * terms), plain[1], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,108 @@
+"""A trained model out of a run: which checkpoint is taken, and what is said when there is none."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from small_train import SEQUENCE, VOCAB
+
+from phalanx.data import Facts
+from phalanx.errors import DataError, UsageError
+from phalanx.recipe import Recipe, dump_recipe
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+from phalanx.train.checkpoint import Piece, Saver
+from phalanx.train.model import build_model
+from phalanx.train.saving import best_file
+from phalanx.train.state import model_tensors
+from phalanx.train.trained import load_trained
+
+CPU = torch.device("cpu")
+FACTS = Facts("tokens", VOCAB, None, SEQUENCE, None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run with checkpoints of step 2 and 4, whose weights are all 2 and 4."""
+    run = Run(tmp_path)
+    run.create()
+    recipe = Recipe.model_validate({"model": {"args": {"layers": 1, "width": 8, "heads": 2}}})
+    run.resolved.write_text(dump_recipe(recipe))
+    write_json(run.plan, {"facts": asdict(FACTS)})
+    write_json(run.environment, {"folder": str(tmp_path)})
+    model = build_model(recipe.model, FACTS, tmp_path, 0, CPU)
+    for step in (2, 4):
+        tensors = {name: torch.full_like(tensor, step) for name, tensor in model_tensors(model).items()}
+        tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
+        saver = Saver(run.checkpoints, 0, 1)
+        saver.start(step, [Piece.whole(*item) for item in tensors.items()], {"step": step, "samples": step})
+        saver.wait()
+        saver.commit()
+    return run
+
+
+def weight(run: Run, step: int | None = None, best: bool = False) -> float:
+    """What all weights of the model that is chosen are."""
+    model = load_trained(run, step, best, CPU).model
+    (value,) = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).unique().tolist()
+    return float(value)
+
+
+def test_without_a_wish_it_is_the_newest(run: Run) -> None:
+    assert weight(run) == 4.0
+
+
+def test_a_step_may_be_named(run: Run) -> None:
+    assert weight(run, step=2) == 2.0
+
+
+def test_the_best_is_the_one_that_is_recorded(run: Run) -> None:
+    write_json(best_file(run), {"step": 2, "loss": 0.5})
+    assert weight(run, best=True) == 2.0
+
+
+def test_a_damaged_newest_gives_way_to_the_one_before(run: Run) -> None:
+    (run.checkpoints / "step-000000004" / "MANIFEST.json").write_text("{}")
+    assert weight(run) == 2.0
+
+
+def test_the_model_is_ready_to_be_used(run: Run) -> None:
+    trained = load_trained(run, None, False, CPU)
+    assert not trained.model.training
+    assert trained.model(torch.zeros(1, SEQUENCE, dtype=torch.int64)).shape == (1, SEQUENCE, VOCAB)
+    assert trained.checkpoint.name == "step-000000004"
+
+
+def test_a_step_that_was_not_saved_is_told_with_those_that_were(run: Run) -> None:
+    with pytest.raises(UsageError, match="no checkpoint of step 3; there are: step-000000004, step-000000002"):
+        load_trained(run, 3, False, CPU)
+
+
+def test_a_best_that_was_never_recorded_is_told(run: Run) -> None:
+    with pytest.raises(UsageError, match="no best checkpoint is recorded"):
+        load_trained(run, None, True, CPU)
+
+
+def test_a_run_without_any_checkpoint_is_told(run: Run) -> None:
+    for path in run.checkpoints.glob("*/*"):
+        path.unlink()
+    for path in run.checkpoints.iterdir():
+        path.rmdir()
+    with pytest.raises(UsageError, match="no checkpoint yet"):
+        load_trained(run, None, False, CPU)
+
+
+def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
+    for path in run.checkpoints.glob("*/MANIFEST.json"):
+        path.write_text("{}")
+    with pytest.raises(DataError) as caught:
+        load_trained(run, None, False, CPU)
+    assert all(f"step-00000000{step}" in str(caught.value) for step in (2, 4))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "environment.json"])
+def test_a_run_that_does_not_tell_how_its_model_is_built_is_refused(run: Run, name: str) -> None:
+    (run.path / name).unlink()
+    with pytest.raises(DataError, match=r"plan.json or environment.json is missing"):
+        load_trained(run, None, False, CPU)

@@ -1,0 +1,112 @@
+"""Trials before a run, in this process: what a model needs for a sample, how long it takes, what can be imported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data import prepare_source
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Data, Source
+from phalanx.train.trial import importable, profile, race
+
+SEQUENCE, WIDTH = 16, 24
+MODEL = f"""
+from torch import nn
+
+def make(vocab):
+    return nn.Sequential(nn.Embedding(vocab, {WIDTH}), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, vocab))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe's folder with a model and prepared data."""
+    folder = tmp_path_factory.mktemp("trial")
+    (folder / "own_trial_model.py").write_text(MODEL)
+    (folder / "a.txt").write_text("0123456789abcdef" * 200)
+    source = Source(text="*.txt")
+    prepare_source(source, Data(source=source), folder, folder / "data", workers=1)
+    return folder
+
+
+def payload(folder: Path, **more: Any) -> dict[str, Any]:
+    recipe = {
+        "model": {"build": "own_trial_model:make"},
+        "data": {"source": {"prepared": str(folder / "data")}, "sequence": SEQUENCE},
+    }
+    return {
+        "recipe": Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True),
+        "folder": str(folder),
+        **more,
+    }
+
+
+def test_a_profile_counts_parameters_and_flops_by_its_rule(folder: Path) -> None:
+    found = profile(payload(folder))
+    assert found["parameters"] == 256 * WIDTH + WIDTH * (WIDTH + 1) + 256 * (WIDTH + 1)
+    assert found["flops_per_sample"] == 3 * 2 * SEQUENCE * (WIDTH * WIDTH + WIDTH * 256)
+    assert (found["unit"], found["units_per_sample"]) == ("tokens", SEQUENCE)
+    assert "x 3 for forward and backward" in found["flops_rule"]
+
+
+def test_a_profile_tells_what_a_sample_saves_for_backward_without_the_weights(folder: Path) -> None:
+    tokens, hidden, logits = 8, 4 * WIDTH, 4 * 256
+    least = SEQUENCE * (tokens + hidden + logits)
+    assert least <= profile(payload(folder))["saved_bytes_per_sample"] <= 2 * least
+
+
+def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:
+    facts = profile(payload(folder))["facts"]
+    assert (facts["kind"], facts["vocab"], facts["sequence"]) == ("tokens", 256, SEQUENCE)
+
+
+def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
+    seconds = race(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
+    assert set(seconds) == {"fp32", "bf16", "update"}
+    assert all(value > 0 for value in seconds.values())
+
+
+def test_a_forward_that_fails_is_told_with_the_users_line(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "own_trial_bad.py").write_text(
+        "from torch import nn\n"
+        "class Bad(nn.Linear):\n"
+        "    def forward(self, tokens):\n"
+        "        raise ValueError('shapes differ')\n"
+        "def make(): return Bad(2, 2)\n"
+    )
+    given = payload(folder)
+    given["recipe"]["model"]["build"] = "own_trial_bad:make"
+    given["folder"] = str(tmp_path)
+    with pytest.raises(RecipeError, match=r"a trial forward of the model and its loss failed: ValueError: shapes diff"):
+        profile(given)
+
+
+def imported(folder: Path, **names: Any) -> str:
+    base = {"build": "own_trial_model:make", "task": "language-modeling", "callbacks": [], "folder": str(folder)}
+    return importable({**base, **names})
+
+
+def test_what_can_be_imported_is_told_apart_by_its_source(folder: Path) -> None:
+    before = imported(folder)
+    assert imported(folder) == before
+    model = folder / "own_trial_model.py"
+    model.write_text(MODEL + "# changed\n")
+    try:
+        assert imported(folder) != before
+    finally:
+        model.write_text(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [
+        ({"build": "own_trial_model:mak"}, "model.build"),
+        ({"task": "translation"}, "task"),
+        ({"callbacks": ["own_trial_model:make"]}, "callbacks.0"),
+    ],
+)
+def test_what_cannot_be_imported_is_named_by_its_key(folder: Path, names: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{key}"):
+        imported(folder, **names)

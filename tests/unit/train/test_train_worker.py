@@ -1,0 +1,177 @@
+"""The worker's own decisions: what it builds, from where it goes on, what it says at the start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_train import Remembering, make_parts, tiny_lm
+from torch import nn
+
+from phalanx.data import Facts
+from phalanx.errors import DataError, ExitCode
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Optim
+from phalanx.run import Run
+from phalanx.train.checkpoint import list_checkpoints
+from phalanx.train.loop import Loop, Parts
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.state import Progress
+from phalanx.train.step import Stepper
+from phalanx.train.tasks import LanguageModeling
+from phalanx.train.worker import _initialise, _resume, _tell_start, main, make_stepper, prepare_torch, units_per_sample
+
+
+def stepper(world: int = 1, **values: Any) -> Stepper:
+    recipe = Recipe.model_validate({"precision": "fp32", "threads": 1, **values})
+    model = tiny_lm()
+    return make_stepper(recipe, Place(0, world), model, LanguageModeling(), Optimizer(model, Optim()), LossScale())
+
+
+BATCH = {"global": 12, "micro": 2}
+
+
+def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
+    made = stepper(batch=BATCH)
+    assert made.exchange is None
+    assert made.micro_batches == 6
+
+
+def test_several_workers_exchange_in_buckets_of_the_given_size() -> None:
+    exchange = stepper(world=3, batch=BATCH, exchange={"bucket": 1e-4}).exchange
+    assert exchange is not None
+    assert (exchange.world, exchange.micro_batches, exchange.replicas) == (3, 6, False)
+    assert len(exchange.buckets) > 1
+
+
+def test_under_replicas_a_single_worker_adds_in_the_tree_too() -> None:
+    exchange = stepper(batch=BATCH, exchange={"exact": "replicas"}).exchange
+    assert exchange is not None
+    assert (exchange.world, exchange.replicas) == (1, True)
+
+
+def test_under_replicas_a_single_micro_batch_needs_no_tree() -> None:
+    assert stepper(batch={"global": 12, "micro": 12}, exchange={"exact": "replicas"}).exchange is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [(Facts("tokens", 10, None, 64, None), 64), (Facts("images", None, 10, None, (28, 28, 1)), 1)],
+)
+def test_text_is_counted_in_tokens_and_images_in_samples(facts: Facts, expected: int) -> None:
+    assert units_per_sample(facts) == expected
+
+
+def trained(path: Path, fingerprint: str = "0" * 32) -> None:
+    Loop(make_parts(path), Progress(), {"fingerprint": fingerprint}).run()
+
+
+def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
+    assert isinstance(parts.reporter, Remembering)
+    return parts.reporter.of(kind)
+
+
+def test_a_new_run_begins_at_the_beginning(tmp_path: Path) -> None:
+    assert _resume(make_parts(tmp_path), force=False) == Progress()
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path)
+    progress = _resume(make_parts(tmp_path), force=False)
+    assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
+
+
+def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
+    trained(tmp_path, "f" * 32)
+    with pytest.raises(DataError, match=r"step-000000006: was trained on other data \(fingerprint ffff"):
+        _resume(make_parts(tmp_path), force=False)
+
+
+def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
+    trained(tmp_path, "f" * 32)
+    parts = make_parts(tmp_path)
+    assert _resume(parts, force=True).step == 6
+    (warning,) = events(parts, "warning")
+    assert "forced: the run goes on with other data" in warning["text"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    trained(tmp_path)
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    (path / "MANIFEST.json").write_text("{}")
+    parts = make_parts(tmp_path)
+    with pytest.raises(DataError, match="no checkpoint here is good"):
+        _resume(parts, force=False)
+    assert [event["path"] for event in events(parts, "checkpoint_rejected")] == ["checkpoints/step-000000006"]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-000000006"])
+def test_weights_to_start_from_may_be_named_by_run_or_checkpoint(tmp_path: Path, where: str) -> None:
+    Loop(first := make_parts(tmp_path), Progress(), {}).run()
+    model = tiny_lm(seed=7)
+    _initialise(model, tmp_path / where)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), first.model.parameters(), strict=True))
+
+
+def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    _tell_start(parts, Progress(step=2))
+    assert events(parts, "start") == [
+        {
+            "kind": "start",
+            "world": 1,
+            "attempt": 0,
+            "from_step": 2,
+            "steps": 6,
+            "device": "cpu",
+            "micro_batches": 2,
+        }
+    ]
+    assert events(parts, "warning") == []
+
+
+def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    parts.model.add_module("extra", nn.BatchNorm1d(3))
+    _tell_start(parts, Progress())
+    (warning,) = events(parts, "warning")
+    assert "BatchNorm" in warning["text"]
+
+
+def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, batch={"global": 64, "micro": 32})
+    _tell_start(parts, Progress())
+    (warning,) = events(parts, "warning")
+    assert "the data have only 20 training samples" in warning["text"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"]])
+def test_the_command_line_wants_exactly_a_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == ExitCode.USAGE
+    assert "usage: python -m phalanx.train.worker RUN" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path)])
+    assert caught.value.code == ExitCode.USAGE
+    assert "no run here" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_ready_is_told_how_to_make_it_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(tmp_path).resolved.touch()
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path)])
+    assert caught.value.code == ExitCode.RECIPE
+    assert "environment.json: missing" in capsys.readouterr().err
+
+
+def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
+    prepare_torch(Recipe.model_validate({"threads": 2}), Place())
+    assert torch.get_num_threads() == 2

@@ -1,0 +1,45 @@
+"""`exact: replicas`: the same bits on any number of workers, and on any path between them."""
+
+import pytest
+from lab import Lab, Values, fault, merged
+
+REPLICAS: Values = {"exchange": {"exact": "replicas"}}
+MICRO_2 = merged(REPLICAS, {"batch": {"micro": 2}})
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4, 6])
+def test_same_digest_on_any_number_of_workers(lab: Lab, nproc: int) -> None:
+    ended, alone = lab.reference(REPLICAS, nproc), lab.reference(REPLICAS, 1)
+    assert ended.digest == alone.digest
+    assert ended.losses == alone.losses
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 6])
+def test_same_digest_where_shares_are_not_whole_branches_of_the_tree(lab: Lab, nproc: int) -> None:
+    """Six micro-batches: the tree splits them 4 + 2, two workers own 3 + 3."""
+    assert lab.reference(MICRO_2, nproc).digest == lab.reference(MICRO_2, 1).digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": {"name": "muon"}},
+        {"precision": "bf16", "model": {"args": {"dropout": 0.1}}},
+        {"exchange": {"bucket": 0.004}},
+    ],
+    ids=["muon", "bf16-dropout", "small-buckets"],
+)
+def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) -> None:
+    changes = merged(REPLICAS, changes)
+    assert lab.reference(changes, 4).digest == lab.reference(changes, 1).digest
+
+
+@pytest.mark.parametrize("path", [(2, 1, 3), (3, 6, 1), (1, 4, 2)])
+def test_same_digest_on_any_path_between_worlds(lab: Lab, path: tuple[int, int, int]) -> None:
+    run = lab.place()
+    lab.lose(REPLICAS, path[0], run, [fault(6, ranks=[path[0] - 1], attempt=0)])
+    lab.lose(REPLICAS, path[1], run, [fault(10, ranks=[0], attempt=1)])
+    ended = lab.train(REPLICAS, path[2], run)
+    assert ended.digest == lab.reference(REPLICAS, 1).digest
+    assert [event["world"] for event in ended.kind("start")] == list(path)
+    assert not [event for event in ended.kind("warning") if "digest will differ" in event["text"]]

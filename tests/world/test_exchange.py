@@ -1,0 +1,265 @@
+"""The exchange of gradients between processes, on 2 and 3 ranks, against a single process.
+
+Three processes are started once for this file. For each case some of them form a gloo world of their own, run a
+function of this file and return what it gives.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train import exchange as exchange_module
+from phalanx.train.exchange import GradientExchange
+
+RANKS = 3
+SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))
+CAPACITY = 1000.0  # bytes: several buckets
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """A process of the world: does what it is told until it is told nothing more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    while (order := orders.recv()) is not None:
+        meeting, world, case, arguments = order
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        orders.send(case(rank, world, **arguments))
+        dist.destroy_process_group()
+
+
+class World:
+    """The processes, waiting for orders."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._count = folder, 0
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._orders = [near for near, _ in pipes]
+        self._processes = [
+            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
+        ]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `case(rank, world, **arguments)` returns on each rank of a new world."""
+        self._count += 1
+        for orders in self._orders[:world]:
+            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
+        return [orders.recv() for orders in self._orders[:world]]
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+def parameters(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]))
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def loss_of(weights: Sequence[nn.Parameter], leaf: int, unused: Sequence[int] = ()) -> Tensor:
+    """A loss of micro-batch `leaf` whose gradients are of very different sizes, so that the order of addition shows.
+    Of `unused` parameters it knows nothing."""
+    generator = torch.Generator().manual_seed(leaf)
+    loss = torch.zeros((), dtype=torch.float64)
+    for index, weight in enumerate(weights):
+        factor = torch.randn(weight.shape, generator=generator) * 10.0 ** (leaf * 5 % 7 - 3)
+        if index not in unused:
+            loss = loss + (weight * factor.to(weight.dtype)).double().sum()
+    return loss
+
+
+def step(
+    weights: Sequence[nn.Parameter], exchange: GradientExchange, leaves: Sequence[int], unused: dict[int, Sequence[int]]
+) -> None:
+    """Own micro-batches of one step; `unused` tells for a micro-batch what it does not use."""
+    for weight in weights:
+        weight.grad = None
+    for leaf in leaves:
+        exchange.begin(leaf)
+        loss_of(weights, leaf, unused.get(leaf, ())).backward()
+        exchange.end()
+    exchange.finish()
+
+
+def sums(
+    rank: int,
+    world: int,
+    *,
+    micro_batches: int,
+    replicas: bool,
+    unused: dict[int, Sequence[int]] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    steps: int = 2,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients and their norm after the last of some equal steps, as this rank has them."""
+    weights = parameters(dtypes)
+    exchange = GradientExchange(
+        weights, rank=rank, world=world, micro_batches=micro_batches, replicas=replicas, capacity=CAPACITY
+    )
+    own = micro_batches // world
+    for _ in range(steps):
+        step(weights, exchange, range(rank * own, (rank + 1) * own), unused or {})
+    return [weight.grad.clone() for weight in weights if weight.grad is not None], exchange.norm()
+
+
+def assert_equal(one: tuple[list[Tensor], Tensor], other: tuple[list[Tensor], Tensor]) -> None:
+    for a, b in zip([*one[0], one[1]], [*other[0], other[1]], strict=True):
+        assert a.dtype == b.dtype
+        assert a.equal(b)
+
+
+def assert_close(one: tuple[list[Tensor], Tensor], other: tuple[list[Tensor], Tensor], rtol: float = 1e-5) -> None:
+    for a, b in zip([*one[0], one[1]], [*other[0], other[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 6), (3, 3), (3, 6)])
+def test_all_ranks_have_the_same_sums_and_those_of_a_single_process(
+    world: World, ranks: int, micro_batches: int, replicas: bool
+) -> None:
+    alone = sums(0, 1, micro_batches=micro_batches, replicas=replicas)
+    found = world.run(ranks, sums, micro_batches=micro_batches, replicas=replicas)
+    for one in found:
+        assert_equal(one, found[0])
+        assert_close(one, alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"),
+    [(2, 8), (2, 4), (2, 2), (2, 6), (2, 12), (3, 3), (3, 6), (3, 12), (3, 9)],
+)
+def test_under_replicas_the_bits_are_those_of_a_single_process(world: World, ranks: int, micro_batches: int) -> None:
+    """With 2 ranks and 8 micro-batches a rank's share is a subtree; with 6, or with 3 ranks, it is cut across."""
+    alone = sums(0, 1, micro_batches=micro_batches, replicas=True)
+    for one in world.run(ranks, sums, micro_batches=micro_batches, replicas=True):
+        assert_equal(one, alone)
+
+
+def test_under_replicas_the_bits_are_the_same_on_two_and_three_ranks(world: World) -> None:
+    (two, *_), (three, *_) = (world.run(ranks, sums, micro_batches=6, replicas=True) for ranks in (2, 3))
+    assert_equal(two, three)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_under_world_the_same_world_gives_the_same_bits_again(world: World, ranks: int) -> None:
+    (one, *_), (again, *_) = (world.run(ranks, sums, micro_batches=6, replicas=False) for _ in range(2))
+    assert_equal(one, again)
+
+
+UNUSED = {
+    "by everyone": dict.fromkeys(range(6), (0, 3)),
+    "by one rank": dict.fromkeys(range(2), (1, 4, 5)),
+    "in the last micro-batch of each rank": dict.fromkeys((1, 2, 3, 5), (2, 3)),
+    "but in one micro-batch": dict.fromkeys(range(1, 6), (0, 1, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("unused", UNUSED.values(), ids=UNUSED.keys())
+def test_parameters_that_are_not_used_count_as_zero_there(
+    world: World, ranks: int, unused: dict[int, Sequence[int]], replicas: bool
+) -> None:
+    alone = sums(0, 1, micro_batches=6, replicas=True, unused=unused)
+    for one in world.run(ranks, sums, micro_batches=6, replicas=replicas, unused=unused):
+        assert_close(one, alone)
+        if replicas:
+            assert_equal(one, alone)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_several_dtypes_are_summed_each_in_its_own(world: World, replicas: bool) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    alone = sums(0, 1, micro_batches=6, replicas=True, dtypes=dtypes)
+    for one in world.run(3, sums, micro_batches=6, replicas=replicas, dtypes=dtypes):
+        assert [gradient.dtype for gradient in one[0]] == [dtypes[i % 3] for i in range(len(SHAPES))]
+        assert_close(one, alone, rtol=2e-2)
+        if replicas:
+            assert_equal(one, alone)
+
+
+def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[int]]:
+    """The lengths of what is sent, in order, in two steps; each rank uses other parameters in another order."""
+    weights = parameters()
+    exchange = GradientExchange(
+        weights, rank=rank, world=world, micro_batches=2 * world, replicas=replicas, capacity=1.0
+    )
+    sent: list[int] = []
+    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor")}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def operation(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            sent.append(tensor.numel())
+            return operations[name](tensor, *args, **options)
+
+        return operation
+
+    for name in operations:
+        setattr(exchange_module.dist, name, noting(name))
+    try:
+        orders = []
+        for again in range(2):
+            sent.clear()
+            # The first step leaves out one parameter a rank, the second turns the order of use around.
+            used = [w for i, w in enumerate(weights) if again or i % world != rank][:: -1 if again else 1]
+            for leaf in (2 * rank, 2 * rank + 1):
+                exchange.begin(leaf)
+                product = torch.ones(())
+                for weight in used:
+                    product = product * weight.sum()
+                product.backward()
+                exchange.end()
+            exchange.finish()
+            for weight in weights:
+                weight.grad = None
+            orders.append(list(sent))
+        return orders
+    finally:
+        for name, operation in operations.items():
+            setattr(exchange_module.dist, name, operation)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
+    world: World, ranks: int, replicas: bool
+) -> None:
+    found = world.run(ranks, order_of_operations, replicas=replicas)
+    lengths = [
+        bucket.length
+        for bucket in GradientExchange(
+            parameters(), rank=0, world=ranks, micro_batches=ranks, replicas=False, capacity=1.0
+        ).buckets
+    ]
+    for orders in found:
+        assert orders == found[0]
+        for order in orders:
+            if replicas:  # first what is received of every bucket's nodes, then the sums of all
+                assert order[len(lengths) :] == lengths
+                assert len(order) == 2 * len(lengths)
+            else:
+                assert order == lengths

@@ -1,0 +1,168 @@
+"""What stands in the directory of a run of whole worlds: events, result, and how a run goes on in it."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from lab import Ended, Lab, Values, fault
+
+from phalanx.errors import RecipeError, UsageError
+from phalanx.run import Run
+from phalanx.run.directory import RESULT_FORMAT
+
+PARTS = {"data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other"}
+
+
+def by_attempt(ended: Ended) -> dict[int, list[int]]:
+    """The steps of each attempt in the order of the events."""
+    steps: dict[int, list[int]] = {}
+    attempt = -1
+    for event in ended.events:
+        if event["kind"] == "start":
+            attempt = event["attempt"]
+        elif event["kind"] == "step":
+            steps.setdefault(attempt, []).append(event["step"])
+    return steps
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds(lab: Lab, nproc: int) -> None:
+    ended = lab.train({}, nproc, faults=[fault(7, ranks=[0])])
+    steps = by_attempt(ended)
+    assert steps[0] == list(range(1, steps[0][-1] + 1))
+    assert steps[1] == list(range(ended.kind("start")[1]["from_step"] + 1, 13))
+    for event in ended.kind("step"):
+        assert set(event["parts"]) == PARTS
+        assert all(seconds >= 0 for seconds in event["parts"].values())
+        assert math.isclose(sum(event["parts"].values()), event["seconds"], rel_tol=1e-6)
+        assert event["tokens"] == 12 * 32
+        assert event["loss"] > 0
+        assert event["grad_norm"] > 0
+        assert 0 < event["lr"] <= 3e-3
+
+
+def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: Lab) -> None:
+    """No time is lost between the steps: evaluation apart, their seconds add up to the clock."""
+    ended = lab.reference({"evaluate": {"every": None}, "steps": 60}, 1)
+    steps = ended.kind("step")
+    clock = steps[-1]["t"] - steps[0]["t"]
+    assert math.isclose(sum(event["seconds"] for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
+
+
+def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
+    ended = lab.reference({}, 3)
+    assert sorted(event["rank"] for event in ended.kind("worker")) == [0, 1, 2]
+    (start,) = ended.kind("start")
+    assert {key: start[key] for key in ("world", "attempt", "from_step", "steps", "micro_batches")} == {
+        "world": 3,
+        "attempt": 0,
+        "from_step": 0,
+        "steps": 12,
+        "micro_batches": 12,
+    }
+    assert [event["step"] for event in ended.kind("eval")] == [5, 10, 12]
+    assert ended.events[-1]["kind"] == "end"
+    assert (ended.events[-1]["status"], ended.events[-1]["step"]) == ("done", 12)
+    for event in ended.kind("checkpoint"):
+        assert event["bytes"] > 100_000
+        assert 0 <= event["stall"] <= event["seconds"]
+    assert (ended.run.path / ended.kind("checkpoint")[-1]["path"] / "MANIFEST.json").is_file()
+
+
+def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: Lab) -> None:
+    ended = lab.reference({}, 2)
+    result = ended.result
+    assert set(result) == {"format", "status", "steps", "final_loss", "tokens", "seconds", "restarts", "digest"}
+    assert (result["format"], result["status"], result["steps"]) == (RESULT_FORMAT, "done", 12)
+    assert result["final_loss"] == ended.losses[-1]
+    assert (result["tokens"], result["restarts"]) == (12 * 12 * 32, 0)
+    assert 0 < result["seconds"] < 60
+    printed = lab.command("checkpoint", "digest", ended.run.path)
+    assert printed.stdout.strip() == ended.digest
+
+
+def test_everything_of_a_run_stands_in_its_directory(lab: Lab) -> None:
+    run = lab.reference({}, 1).run
+    for path in (run.recipe, run.resolved, run.plan, run.cluster, run.environment, run.events, run.result):
+        assert path.is_file(), path
+    assert [path.name for path in run.logs.iterdir()] == ["attempt-0-rank-0.log"]
+
+
+def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: Lab, tmp_path: Path) -> None:
+    stopped = lab.train({}, 2, faults=[fault(6, "term")])
+    moved = Run(Path(shutil.move(stopped.run.path, tmp_path / "elsewhere")))
+    ended = lab.train({}, 2, moved)
+    assert ended.digest == lab.reference({}, 2).digest
+    assert not stopped.run.path.exists()
+
+
+def test_two_processes_cannot_train_one_run(lab: Lab) -> None:
+    run = lab.place()
+
+    def show(event: Values) -> None:
+        if event["kind"] == "start":
+            with pytest.raises(UsageError, match="another process is training this run"):
+                lab.train({}, 1, run)
+
+    assert lab.train({}, 1, run, show=show).digest == lab.reference({}, 1).digest
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learning_rate(lab: Lab, nproc: int) -> None:
+    ended = lab.train({"steps": 8}, nproc)
+    lab.train({"steps": 12}, nproc, ended.run)
+    assert [event["from_step"] for event in ended.kind("start")] == [0, 8]
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 13))
+    (note,) = ended.kind("warning")
+    assert "steps 8 -> 12" in note["text"]
+    assert "the learning rate at step 8 jumps from 0.0003 to 0.00142" in note["text"]
+    assert (ended.result["steps"], ended.result["status"]) == (12, "done")
+
+
+CHANGED: list[tuple[Values, list[str]]] = [
+    ({"optim": {"lr": 1e-3}}, ["optim.lr: 0.003 -> 0.001"]),
+    ({"batch": {"global": 24}}, ["batch.global: 12 -> 24"]),
+    ({"batch": {"micro": 2}}, ["batch.micro: 1 -> 2"]),
+    ({"seed": 1, "data": {"sequence": 16}}, ["data.sequence: 32 -> 16", "seed: 0 -> 1"]),
+    ({"model": {"args": {"width": 48}}, "precision": "bf16"}, ["model.args.width: 32 -> 48", "precision: 'fp32' -> 'bf16'"]),
+    ({"exchange": {"exact": "replicas"}}, ["exchange.exact: 'world' -> 'replicas'"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "listed"), CHANGED, ids=[" ".join(names) for _, names in CHANGED])
+def test_a_changed_recipe_is_refused_and_told_what_differs(lab: Lab, changes: Values, listed: list[str]) -> None:
+    run = lab.reference({}, 1).run
+    before = run.events.read_bytes(), run.resolved.read_bytes()
+    with pytest.raises(RecipeError) as caught:
+        lab.train(changes, 1, run)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[1:-1] == listed
+    assert "--force" in lines[-1]
+    assert (run.events.read_bytes(), run.resolved.read_bytes()) == before
+
+
+def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: Lab) -> None:
+    stopped = lab.train({}, 1, faults=[fault(6, "term")])
+    ended = lab.train({"optim": {"lr": 1e-3}}, 1, stopped.run, force=True)
+    assert ended.code == 0
+    assert ended.kind("start")[-1]["from_step"] == 6
+    assert [event["text"] for event in ended.kind("warning")] == ["forced: optim.lr: 0.003 -> 0.001"]
+    assert ended.kind("step")[-1]["lr"] == pytest.approx(1e-4)
+    assert ended.digest != lab.reference({}, 1).digest
+
+
+def test_keys_that_change_no_mathematics_may_change(lab: Lab) -> None:
+    stopped = lab.train({}, 1, faults=[fault(6, "term")])
+    free = {"checkpoint": {"every": 3}, "evaluate": {"every": 7}, "callbacks": [], "recovery": {"attempts": 1}}
+    assert lab.train(free, 1, stopped.run).digest == lab.reference({}, 1).digest
+
+
+def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
+    folder = lab.furnish(tmp_path / "recipes")
+    stopped = lab.train({}, 1, folder=folder, faults=[fault(6, "term")])
+    (folder / "few.txt").write_text("other words " * 400)
+    ended = lab.train({}, 1, stopped.run, folder=folder)
+    assert ended.code == 65
+    assert ended.message is not None
+    assert "other data" in ended.message
