@@ -203,25 +203,25 @@ class Lab:
         path.write_text(yaml.safe_dump(merged(BASE, changes or {}), sort_keys=False))
         return path
 
-    def start(self, *arguments: str | Path, module: str = "phalanx", **options: Any) -> "subprocess.Popen[str]":
-        """The command line, `python -m phalanx ...`, as a process of its own."""
-        return subprocess.Popen(
+    @contextlib.contextmanager
+    def start(self, *arguments: str | Path, module: str = "phalanx") -> "Iterator[subprocess.Popen[str]]":
+        """The command line, `python -m phalanx ...`, as a process of its own, which does not outlive the block."""
+        with subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             env={**os.environ, **self.variables(), "COLUMNS": "200"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            **options,
-        )
-
-    def command(self, *arguments: str | Path, timeout: float = 100, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """The command line, run to its end."""
-        with self.start(*arguments, **options) as process:
+        ) as process:
             try:
-                out, errors = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
+                yield process
+            finally:
                 process.kill()
-                raise
+
+    def command(self, *arguments: str | Path, module: str = "phalanx") -> "subprocess.CompletedProcess[str]":
+        """The command line, run to its end."""
+        with self.start(*arguments, module=module) as process:
+            out, errors = process.communicate(timeout=100)
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
     def ended(self, run: Run, code: int) -> Ended:

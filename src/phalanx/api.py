@@ -18,7 +18,16 @@ from phalanx.cluster import Machine, environment, peak, this_machine
 from phalanx.data import Progress, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
-from phalanx.plan import check_memory, choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan import (
+    COMMON_WORLDS,
+    check_memory,
+    choose_micro,
+    choose_precision,
+    choose_threads,
+    go_on,
+    plan_of,
+    resolve,
+)
 from phalanx.recipe import Difference, Recipe, check, dump_recipe, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events, steps_of
@@ -145,7 +154,7 @@ def make_ready(
         old = None if differing else old
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
-    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] == "start"]
+    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] in ("start", "worker")]
     first_attempt = max(attempts, default=-1) + 1
     if old is not None:
         recipe = go_on(old[1], prepared, world)
@@ -165,7 +174,9 @@ def first_resolution(
     threads = choose_threads(given, machine.cores, world)
     payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
     profile = call("phalanx.train.trial:profile", payload)
-    memory = machine.device_memory_bytes // (world if machine.device == "cpu" else 1)
+    # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
+    sharing = max(world, *COMMON_WORLDS) if given.exchange.exact == "replicas" else world
+    memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
     micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
     check_memory(micro.value, profile["parameters"], profile["saved_bytes_per_sample"], memory)
     candidates = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import psutil
 import pytest
-from lab import Ended, Lab, fault, merged, signal_at, steps_seen, wait_until
 
+from lab import Ended, Lab, fault, plan_faults, signal_at, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.train.checkpoint import list_checkpoints, step_of
 
@@ -61,7 +61,7 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(lab: Lab, nproc
     ended = lab.train({"task": "lab_tasks:StopsInEvaluation"}, nproc)
     assert assert_stopped(ended) in (5, 6)
     assert ended.kind("eval") == []
-    plain = lab.reference(merged({"task": "lab_tasks:Plain"}, {}), nproc)
+    plain = lab.reference({"task": "lab_tasks:Plain"}, nproc)
     assert lab.train({"task": "lab_tasks:StopsInEvaluation"}, nproc, ended.run).digest == plain.digest
 
 
@@ -98,7 +98,7 @@ def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: Lab) -> None:
 
 def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(lab: Lab) -> None:
     run = lab.place()
-    (run.path.with_name(run.path.name + ".faults.json")).write_text(f"[{blocked()}]")
+    plan_faults(run, [fault(1, "slow", delay=0.12), fault(7, "block")])
     with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
         wait_until(lambda: steps_seen(run) >= 5)
         process.send_signal(signal.SIGINT)
@@ -109,9 +109,3 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(lab: Lab) -> None:
     assert process.returncode == ExitCode.UNFINISHED
     assert "Traceback" not in errors
     assert lab.processes() == set()
-
-
-def blocked() -> str:
-    import json
-
-    return json.dumps(fault(6, "block"))

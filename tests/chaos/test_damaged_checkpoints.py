@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lab import Lab, Values, fault
 
+from lab import Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.train.checkpoint import list_checkpoints

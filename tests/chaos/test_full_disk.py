@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import Ended, Lab, Values, fault
 
+from lab import Ended, Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.train.checkpoint import list_checkpoints, step_of, verify

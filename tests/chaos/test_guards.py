@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from lab import Lab, Values, fault, merged
 
+from lab import Lab, Values, fault, merged
 from phalanx.data import open_data
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
@@ -28,7 +28,9 @@ def folder(lab: Lab, tmp_path: Path) -> Path:
     return lab.furnish(tmp_path / "recipes")
 
 
-def poison(lab: Lab, folder: Path, loss: Sequence[tuple[int, int]] = (), gradient: Sequence[tuple[int, int]] = ()) -> None:
+def poison(
+    lab: Lab, folder: Path, loss: Sequence[tuple[int, int]] = (), gradient: Sequence[tuple[int, int]] = ()
+) -> None:
     """Poison samples, each given as the step that meets it first and its place in the global batch."""
     recipe = load_recipe(lab.reference({"data": POISONED["data"]}).run.resolved).recipe
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from lab import Lab, Values, fault
 
+from lab import Lab, Values, fault
 from phalanx.run import Run
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints, verify
 

@@ -6,8 +6,8 @@ import subprocess
 
 import psutil
 import pytest
-from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
 
+from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 
@@ -56,9 +56,9 @@ def test_nothing_outlives_a_run_whose_worker_crashed_nor_one_that_gave_up(lab: L
 
 def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_again(lab: Lab) -> None:
     run = lab.place()
-    plan_faults(run, [fault(6, "block")])
+    plan_faults(run, [fault(1, "slow", delay=0.12), fault(7, "block")])
     with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
-        wait_until(lambda: steps_seen(run) >= 6 or process.poll() is not None)
+        wait_until(lambda: steps_seen(run) >= 5)
         worker = psutil.Process(pids(lab.ended(run, 0))[0])
         os.kill(worker.ppid(), signal.SIGKILL)
         _, errors = process.communicate(timeout=20)

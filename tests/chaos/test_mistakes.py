@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab import Lab, Values, fault
 
+from lab import Lab, Values, fault
 from phalanx.errors import ExitCode, PhalanxError
 
 

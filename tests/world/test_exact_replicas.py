@@ -1,6 +1,7 @@
 """`exact: replicas`: the same bits on any number of workers, and on any path between them."""
 
 import pytest
+
 from lab import Lab, Values, fault, merged
 
 REPLICAS: Values = {"exchange": {"exact": "replicas"}}

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from lab import Ended, Lab, fault
 
 LONG = {"steps": 60, "checkpoint": {"every": 20}, "evaluate": {"every": 30}}

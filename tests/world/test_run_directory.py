@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab import Ended, Lab, Values, fault
 
+from lab import Ended, Lab, Values, fault
 from phalanx.errors import RecipeError, UsageError
 from phalanx.run import Run
 from phalanx.run.directory import RESULT_FORMAT
@@ -125,7 +125,10 @@ CHANGED: list[tuple[Values, list[str]]] = [
     ({"batch": {"global": 24}}, ["batch.global: 12 -> 24"]),
     ({"batch": {"micro": 2}}, ["batch.micro: 1 -> 2"]),
     ({"seed": 1, "data": {"sequence": 16}}, ["data.sequence: 32 -> 16", "seed: 0 -> 1"]),
-    ({"model": {"args": {"width": 48}}, "precision": "bf16"}, ["model.args.width: 32 -> 48", "precision: 'fp32' -> 'bf16'"]),
+    (
+        {"model": {"args": {"width": 48}}, "precision": "bf16"},
+        ["model.args.width: 32 -> 48", "precision: 'fp32' -> 'bf16'"],
+    ),
     ({"exchange": {"exact": "replicas"}}, ["exchange.exact: 'world' -> 'replicas'"]),
 ]
 

@@ -37,11 +37,11 @@ def throughput(steps: Steps, window: int | None = None) -> Throughput | None:
 def step_parts(steps: Steps) -> Floats:
     """[n, 7] seconds by PARTS whose rows sum to the step. What the engine did not attribute is added to `other`; parts
     that add up to more than the step (overlapping clocks) are scaled down to it."""
-    parts = np.clip(np.nan_to_num(steps.parts), 0.0, None)
+    parts: Floats = np.clip(np.nan_to_num(steps.parts), 0.0, None)
     seconds = np.clip(np.nan_to_num(steps.seconds), 0.0, None)
     total = parts.sum(axis=1)
     scale = np.divide(seconds, total, out=np.ones_like(total), where=total > seconds)
-    parts = parts * scale[:, None]
+    parts *= scale[:, None]
     parts[:, -1] += np.clip(seconds - parts.sum(axis=1), 0.0, None)
     return parts
 

@@ -4,6 +4,7 @@ Nothing is measured here: what trials and probes found comes in as plain numbers
 """
 
 from phalanx.plan.resolve import (
+    COMMON_WORLDS,
     Choice,
     check_memory,
     choose_micro,
@@ -15,6 +16,7 @@ from phalanx.plan.resolve import (
 )
 
 __all__ = [
+    "COMMON_WORLDS",
     "Choice",
     "check_memory",
     "choose_micro",

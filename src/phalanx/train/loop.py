@@ -125,13 +125,15 @@ class Loop:
         ) as feed:
             self.watch.start()
             while progress.step < recipe.steps and not stopping:
+                before = progress.step
                 outcome = self._step(feed)
                 # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
                 stopping = bool(outcome.flags["stop"]) or (parts.place.world == 1 and parts.stop.asked)
                 self.watch.lap("other")
-                improved = self._evaluate_if_due()
+                advanced = progress.step > before  # after a rollback nothing is due: it was done when it was new
+                improved = advanced and self._evaluate_if_due()
                 self.watch.skip()
-                if progress.step < recipe.steps and not stopping:
+                if advanced and progress.step < recipe.steps and not stopping:
                     self._save_if_due(improved)
                     self.watch.lap("checkpoint")
                 yield improved

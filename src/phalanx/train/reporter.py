@@ -15,6 +15,9 @@ from phalanx.run import EventLog, Run
 from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 
+MESSAGE = 8000
+"""Characters of an error that are passed on; one that quotes a whole tensor would not fit a packet."""
+
 
 class Reporter(Protocol):
     """What the training loop needs of it."""
@@ -51,7 +54,7 @@ class ToAgent:
             self.close()
 
     def error(self, text: str, code: int) -> None:
-        self.event("error", text=text, code=code)
+        self.event("error", text=text[:MESSAGE], code=code)
 
     def result(self, value: dict[str, Any]) -> None:
         self.event("result", value=value)

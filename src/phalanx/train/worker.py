@@ -99,7 +99,7 @@ def assemble(
     model = build_model(recipe.model, data.facts, folder, recipe.seed, place.device)
     if recipe.compile is True:
         model.compile()
-    if recipe.init is not None:
+    if recipe.init is not None and not list_checkpoints(run.checkpoints):
         _initialise(model, folder / recipe.init)
     model.train()
     optimizer = Optimizer(model, recipe.optim)

@@ -255,3 +255,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(
     assert [kind for kind, _ in told] == ["checkpoint", "warning"]
     assert "an old checkpoint could not be removed: " in told[1][1]["text"]
     assert "Permission denied" in told[1][1]["text"]
+
+
+def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
+    """An optimizer has no state before its first update, which a guard may put off."""
+    saving = make_saving(run, [])
+    save(saving, 1)
+    save(saving, 2, tensors={**weights(2.0), "optimizer/weight/exp_avg": torch.ones(1000)})
+    saving.close()
+    assert set(load_tensors(run.checkpoints / "step-000000002")) == {"weight", "buffer", "optimizer/weight/exp_avg"}
