@@ -8,10 +8,10 @@ precision: a plain PyTorch loop, Phalanx, Lightning Fabric, Accelerate and Huggi
 with DDP, Phalanx with its own exchange. All live in one process (or world of two) and take turns in short bouts, in
 an order that rotates, so that whatever disturbs the machine meets them alike.
 
-Phalanx runs as it does in `phalanx train`: the worker's own loop with its feed, guard, stopwatch and seeds, under a real
-agent that writes every step's event to events.jsonl and a display; evaluation and checkpoints are not due. The plain loop
-reads its loss every step, to be able to print it. Fabric and Accelerate get the plain loop's batches and the Trainer a
-loader that hands them out, so that a peer's own loader does not count against it; nobody but Phalanx logs anything.
+Phalanx runs as it does in `phalanx train`: the worker's own loop with its feed, guard, stopwatch and seeds, under a
+real agent that writes every step's event to events.jsonl and a display; evaluation and checkpoints are not due. The
+plain loop reads its loss every step, to be able to print it. Fabric and Accelerate get the plain loop's batches and the
+Trainer a loader that hands them out, so that a peer's own loader does not count against it; nobody but Phalanx logs.
 """
 
 import argparse
@@ -247,7 +247,7 @@ class Unused(torch.utils.data.Dataset):
 
 
 class Turns:
-    """Whose turn it is: every contender steps when it is asked, but for the Trainer, which tells when it has stepped."""
+    """Whose turn it is: contenders step when they are asked, but for the Trainer, which tells when it has stepped."""
 
     def __init__(self, names: list[str], bout: int, rounds: int):
         order = [names[i % len(names) :] + names[: i % len(names)] for i in range(rounds)]
@@ -412,7 +412,7 @@ def compete(recipe: Recipe, world: int, options: argparse.Namespace, folder: Pat
     if outcome.code:
         logs = "\n".join(path.read_text() for path in sorted(run.logs.iterdir()))
         raise SystemExit(f"{logs}\n{outcome.message}")
-    events = sum(1 for line in open(run.events) if '"kind": "step"' in line)
+    events = sum('"kind": "step"' in line for line in run.events.read_text().splitlines())
     result: dict[str, Any] = json.loads((folder / "times.json").read_text())
     assert events == sum(map(len, result["bouts"][PHALANX])), "the agent did not get every event"
     return result
@@ -469,7 +469,8 @@ def installed(package: str) -> str | None:
 def head(options: argparse.Namespace) -> list[str]:
     versions = ", ".join(f"{p} {installed(p)}" for p in ("torch", "numpy", *PEERS.values()) if installed(p))
     missing = ", ".join(p for p in PEERS.values() if not installed(p))
-    processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    processors = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     machine = f"{processors[0] if processors else platform.machine()}, {os.cpu_count()} cores"
     command = shlex.join(["python", "benchmarks/engine_overhead.py", *sys.argv[1:]])
     sizes = "; ".join(f"{name}: {asdict(SIZES[name])}" for name in options.sizes)
@@ -480,10 +481,10 @@ def head(options: argparse.Namespace) -> list[str]:
         "",
         f"{date.today()}; {machine}; Python {platform.python_version()}, {versions}."
         + (f" Not installed, so not measured: {missing}." if missing else ""),
-        f"{options.rounds} rounds of interleaved bouts of up to {options.steps} steps or {options.bout} s. *Median step* "
-        "compares the medians over all steps; *mean step, by round* is the mean step of a bout over the plain loop's in "
-        "the same round (median and quartiles over the rounds), in which rare costs count, too. `fp32` and `bf16` "
-        f"(autocast). Models: {sizes}.".replace("'", "")
+        f"{options.rounds} rounds of interleaved bouts of up to {options.steps} steps or {options.bout} s. *Median "
+        "step* compares the medians over all steps; *mean step, by round* is the mean step of a bout over the plain "
+        "loop's in the same round (median and quartiles over the rounds), in which rare costs count, too. `fp32` and "
+        f"`bf16` (autocast). Models: {sizes}.".replace("'", "")
         .replace("{", "")
         .replace("}", ""),
         "",

@@ -94,7 +94,8 @@ def main() -> None:
         "",
         f"`python benchmarks/exact.py --rounds {arguments.rounds} --steps {arguments.steps}`, {machine.name}, "
         f"{machine.cores} cores, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{datetime.date.today()}. Transformer of 4 layers, fp32, one thread a process, micro-batches of 2 x 128 tokens.",
+        f"{datetime.date.today()}. Transformer of 4 layers, fp32, one thread a process, micro-batches of 2 x 128 "
+        "tokens.",
         "Ratios are taken round by round (the two runs of a round follow each other); median (smallest to largest).",
         "",
         "| processes | micro-batches each | width | world, ms a step | replicas, ms a step | replicas / world |",

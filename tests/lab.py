@@ -249,6 +249,16 @@ class Lab:
             list(drain(sock))
 
 
+def alive(ended: Ended) -> list[int]:
+    """Workers of any attempt of a run that are still there."""
+    found = []
+    for event in ended.kind("worker"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(event["pid"]).status() != psutil.STATUS_ZOMBIE:
+                found.append(event["pid"])
+    return found
+
+
 def plan_faults(run: Run, faults: Sequence[Values]) -> None:
     """Write the faults of a run beside its directory, where `faults.py` looks for them."""
     run.path.parent.mkdir(parents=True, exist_ok=True)

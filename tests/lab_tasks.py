@@ -29,7 +29,7 @@ class Plain:
 
 
 class Recording(Plain):
-    """Writes the checksums of each training micro-batch's samples as a line of samples/ATTEMPT-RANK beside this file."""
+    """Writes the checksums of each training micro-batch's samples, a line each, to samples/ATTEMPT-RANK."""
 
     def inputs(self, batch):
         if torch.is_grad_enabled() and ATTEMPT is not None:  # neither evaluation nor a trial

@@ -30,7 +30,7 @@ from phalanx.plan import (
 )
 from phalanx.recipe import Difference, Recipe, check, dump_recipe, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
-from phalanx.run import Event, Run, read_events, steps_of
+from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.cache import remembered
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.run.events import NO_ROOM
@@ -316,17 +316,9 @@ def last_step(run: Run) -> int:
 
 
 def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
-    """result.json: what the worker reported, or what the events tell when it did not come to that; `seconds` is the
-    time of all attempts together, each from its `start` event on, without what lies between them."""
+    """result.json: what the worker reported, or what the events tell when it did not come to that."""
     events = list(read_events(run.events))
-    seconds, restarts, last = 0.0, -1, None
-    for event in events:
-        if event["kind"] == "start":
-            restarts, last = restarts + 1, event["t"]
-        elif event["kind"] == "worker":  # the next attempt gets ready
-            last = None
-        elif event["kind"] != "warning" and last is not None:  # some warnings are given before an attempt
-            seconds, last = seconds + event["t"] - last, event["t"]
+    seconds = training_seconds(events)
     if outcome.result is not None:
         return {**outcome.result, "seconds": seconds}
     status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
@@ -334,5 +326,6 @@ def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     good = [event for event in steps_of(events) if event["step"] <= steps and not event.get("skipped")]
     facts = {"format": RESULT_FORMAT, "status": status, "steps": steps}
     facts |= {"final_loss": good[-1]["loss"] if good else None, "tokens": sum(event["tokens"] for event in good)}
-    facts |= {"seconds": seconds, "restarts": max(0, restarts), "digest": None}
+    starts = sum(event["kind"] == "start" for event in events)
+    facts |= {"seconds": seconds, "restarts": max(0, starts - 1), "digest": None}
     return {**facts, "message": outcome.message}

@@ -30,6 +30,12 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def load_torch() -> None:
+    """Import torch with all that a first training step would import on its own, which takes a second."""
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
+
 def scale_in_place(tensors: "list[torch.Tensor]", factor: float) -> None:
     """Multiply every tensor by `factor`, in one call for the whole list."""
     import torch

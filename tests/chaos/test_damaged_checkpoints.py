@@ -10,20 +10,23 @@ import pytest
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
-from phalanx.train.checkpoint import list_checkpoints
+from phalanx.train.checkpoint import list_checkpoints, step_of
 
-QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
-"""Checkpoints at steps 4, 8 and 12, none for being the best."""
+QUIET: Values = {"evaluate": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}
+"""No checkpoints but those of a run that is asked to stop."""
+STOPS = (3, 7, 11)
 FILES = {1: ["rank-00000.safetensors"], 3: [f"rank-{rank:05d}.safetensors" for rank in range(3)]}
 CASES = [(nproc, file) for nproc in FILES for file in [*FILES[nproc], "MANIFEST.json", "MANIFEST.xxh3"]]
 
 
 def broken_run(lab: Lab, nproc: int) -> Run:
-    """A copy of a run that died in step 15, with its checkpoints."""
+    """A copy of a run with three checkpoints that died in step 15. It was stopped for them: a save in the background
+    may be overtaken by steps as short as these."""
     original = Run(lab.runs / f"broken-{nproc}")
     if not original.path.exists():
-        lab.lose(QUIET, nproc, original, [fault(15, ranks=[0])])
-        assert newest(original).name == "step-000000012"
+        for attempt, step in enumerate(STOPS):
+            lab.train(QUIET, nproc, original, faults=[fault(step, "term", attempt=attempt)])
+        lab.lose(QUIET, nproc, original, [fault(15, ranks=[0], attempt=len(STOPS))])
     copy = lab.place()
     shutil.copytree(original.path, copy.path)
     return copy
@@ -51,12 +54,13 @@ def remove(file: Path, rng: random.Random) -> None:
 @pytest.mark.parametrize(("nproc", "file"), CASES)
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: Lab, nproc: int, file: str) -> None:
     run = broken_run(lab, nproc)
-    flip(newest(run) / file, random.Random(f"{nproc} {file}"))
+    last, before, _ = list_checkpoints(run.checkpoints)
+    flip(last / file, random.Random(f"{nproc} {file}"))
     ended = lab.train(QUIET, nproc, run)
     (rejected,) = ended.kind("checkpoint_rejected")
-    assert (rejected["path"], rejected["file"]) == ("checkpoints/step-000000012", file)
+    assert (rejected["path"], rejected["file"]) == (f"checkpoints/{last.name}", file)
     assert "damaged" in rejected["reason"] or "malformed" in rejected["reason"]
-    assert ended.kind("start")[-1]["from_step"] == 8
+    assert ended.kind("start")[-1]["from_step"] == step_of(before)
     assert ended.digest == lab.reference(QUIET, nproc).digest
 
 
@@ -74,23 +78,24 @@ def test_a_torn_or_missing_file_is_found_too(
 
 def test_two_damaged_checkpoints_in_a_row(lab: Lab) -> None:
     run, rng = broken_run(lab, 1), random.Random(2)
-    for checkpoint in list_checkpoints(run.checkpoints)[:2]:
+    *damaged, good = list_checkpoints(run.checkpoints)
+    for checkpoint in damaged:
         flip(checkpoint / "rank-00000.safetensors", rng)
     ended = lab.train(QUIET, 1, run)
-    assert [event["path"][-2:] for event in ended.kind("checkpoint_rejected")] == ["12", "08"]
-    assert ended.kind("start")[-1]["from_step"] == 4
+    assert [Path(event["path"]).name for event in ended.kind("checkpoint_rejected")] == [it.name for it in damaged]
+    assert ended.kind("start")[-1]["from_step"] == step_of(good)
     assert ended.digest == lab.reference(QUIET, 1).digest
 
 
 def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: Lab) -> None:
     """Without anybody starting the run again: the agent's own restart finds it."""
-    run, rng = lab.place(), random.Random(3)
+    run, rng = broken_run(lab, 2), random.Random(3)
 
     def show(event: dict[str, object]) -> None:
         if event["kind"] == "fault":
             flip(newest(run) / "rank-00000.safetensors", rng)
 
-    ended = lab.train(QUIET, 2, run, faults=[fault(15, ranks=[1])], show=show)
+    ended = lab.train(QUIET, 2, run, faults=[fault(15, ranks=[1], attempt=len(STOPS) + 1)], show=show)
     assert [event["file"] for event in ended.kind("checkpoint_rejected")] == ["rank-00000.safetensors"]
     assert ended.digest == lab.reference(QUIET, 2).digest
 

@@ -1,4 +1,4 @@
-"""The agent, the nursery or the store is killed: nothing outlives the run, and another start ends in the same weights."""
+"""The agent, the nursery or the store is killed: nothing outlives the run, and the next start ends in the same bits."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import pytest
 
-from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
+from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 
@@ -33,8 +33,7 @@ def test_a_killed_agent_takes_everything_with_it_and_the_next_start_ends_the_sam
     run = lab.place()
     killed = train(lab, run, [fault(step, "kill-agent", ranks=[0], **more)], nproc)
     assert killed.returncode == -signal.SIGKILL
-    wait_until(lambda: gone(lab), 5, "workers, nursery and store to end with their agent")
-    assert not any(psutil.pid_exists(pid) for pid in pids(lab.ended(run, 0)))
+    wait_until(lambda: gone(lab) and not alive(lab.ended(run, 0)), 5, "all to end with their agent")
     again = train(lab, run, [], nproc)
     assert again.returncode == ExitCode.DONE, again.stderr
     ended = lab.ended(run, again.returncode)
@@ -50,7 +49,7 @@ def test_nothing_outlives_a_run_whose_worker_crashed_nor_one_that_gave_up(lab: L
     assert gone(lab)
     ended = lab.ended(run, crashed.returncode)
     assert len(pids(ended)) == 4
-    assert not any(psutil.pid_exists(pid) for pid in pids(ended))
+    assert alive(ended) == []
     assert ended.digest == lab.reference({}, 2).digest
 
 
@@ -63,7 +62,7 @@ def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_agai
         os.kill(worker.ppid(), signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == ExitCode.UNFINISHED
-    assert "error: the nursery died" in errors
+    assert "error: the process that forks workers died" in errors
     assert "Traceback" not in errors
     wait_until(lambda: gone(lab), 5)
     assert lab.train({}, 2, run).digest == lab.reference({}, 2).digest
@@ -74,4 +73,4 @@ def test_workers_end_between_runs_of_one_nursery(lab: Lab) -> None:
     for nproc in (2, 3, 2):
         ended = lab.train({}, nproc, faults=[fault(3, ranks=[0])])
         assert ended.code == ExitCode.DONE
-        assert not any(psutil.pid_exists(pid) for pid in pids(ended))
+        assert alive(ended) == []

@@ -127,9 +127,9 @@ CHANGED: list[tuple[Values, list[str]]] = [
     ({"seed": 1, "data": {"sequence": 16}}, ["data.sequence: 32 -> 16", "seed: 0 -> 1"]),
     (
         {"model": {"args": {"width": 48}}, "precision": "bf16"},
-        ["model.args.width: 32 -> 48", "precision: 'fp32' -> 'bf16'"],
+        ["model.args.width: 32 -> 48", 'precision: "fp32" -> "bf16"'],
     ),
-    ({"exchange": {"exact": "replicas"}}, ["exchange.exact: 'world' -> 'replicas'"]),
+    ({"exchange": {"exact": "replicas"}}, ['exchange.exact: "world" -> "replicas"']),
 ]
 
 

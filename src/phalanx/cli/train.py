@@ -35,5 +35,5 @@ def train(
 
     given = overrides or []
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return train_outside(recipe, given, run, force)
+        return train_outside(recipe, given, run, force, sys.stderr)
     return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr)

@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -82,26 +83,35 @@ def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], n
     return f"details  {run.logs}"
 
 
-def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool) -> int:
-    """Be one worker of a world that torchrun, srun or mpirun started. The leading one makes the run ready; the others
-    wait for its word."""
+def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool, out: TextIO) -> int:
+    """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
+    run ready, follows it and keeps its events; the others wait for its word."""
     from phalanx.train.meeting import announce, await_announcement
     from phalanx.train.place import from_environment
-    from phalanx.train.worker import work
+    from phalanx.train.worker import take_part
 
     place = from_environment()
     if not place.leads:
-        work(await_announcement(place))
-    try:
-        loaded = load_recipe(path, overrides)
-        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
-        with contextlib.ExitStack() as stack:
+        payload = await_announcement(place)
+        return int(take_part(payload, replace(place, attempt=payload["attempt"])))
+    with contextlib.ExitStack() as stack:
+        try:
+            loaded = load_recipe(path, overrides)
+            run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
             with NurseryProcess() as nursery, preparing() as progress:
                 ready = stack.enter_context(starting(loaded, run, place.world, nursery.call, force, progress))
-            payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
-            announce(place, payload)
-            work(payload)
-    except PhalanxError as error:
-        announce(place, {"error": str(error), "code": int(error.code)})
-        raise
-    return int(ExitCode.DONE)
+        except PhalanxError as error:
+            announce(place, {"error": str(error), "code": int(error.code)})
+            raise
+        payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
+        payload["attempt"] = ready.first_attempt
+        announce(place, payload)
+        print(introduction(ready), file=out)
+        display = display_for(out, ready.recipe.steps, facts_of(run))
+        stack.callback(display.close)
+        code = take_part(payload, replace(place, attempt=ready.first_attempt), display.show)
+    if code is ExitCode.UNFINISHED:
+        print("not finished; start it again in the same way to go on", file=out)
+    else:
+        print(conclusion(run, code, path, overrides, None), file=out)
+    return int(code)

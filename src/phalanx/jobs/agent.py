@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.jobs.nursery import signal_name
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain, pair, receive, send
 
@@ -52,7 +53,6 @@ class NurseryProcess:
             pass_fds=(control_far.fileno(), events_far.fileno()),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
-            env={**os.environ, **local_network(os.environ)},
         )
         control_far.close()
         events_far.close()
@@ -90,11 +90,6 @@ class NurseryProcess:
         if reply["code"] is not None:
             raise Raised(reply["text"], ExitCode(reply["code"]))
         raise TrialError(reply["text"], reply["trace"])
-
-
-def local_network(environment: Mapping[str, str]) -> dict[str, str]:
-    """gloo binds to the address of the host's name, which need not be usable; a local world talks over loopback."""
-    return {} if "GLOO_SOCKET_IFNAME" in environment else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass
@@ -191,7 +186,8 @@ class Agent:
                         continue
                     messages = receive(ready)
                     if messages is None:
-                        raise TrialError("the nursery died; its workers died with it", None)
+                        text = "the process that forks workers died, and they with it; start the run again"
+                        raise Raised(text, ExitCode.UNFINISHED)
                     for message in messages:
                         self.take(message, attempt)
         for message in drain(self.nursery.events):
@@ -250,7 +246,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
     rank, code = first_to_fall(codes)
     log = logs / f"attempt-{number}-rank-{rank}.log"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if code == -signal.SIGKILL:
         how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
     return None, f"worker {rank} {how}{last_words(log)}"
@@ -264,7 +260,7 @@ def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
 def fault(attempt: Attempt) -> dict[str, Any]:
     """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
     rank, code = first_to_fall(attempt.codes)
-    return {"rank": rank, "what": signal.Signals(-code).name if code < 0 else f"exit {code}"}
+    return {"rank": rank, "what": signal_name(-code) if code < 0 else f"exit {code}"}
 
 
 def last_words(log: Path, limit: int = 300) -> str:

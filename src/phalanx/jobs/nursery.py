@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from phalanx.compat import adopt_orphans, die_with_parent
+from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError
 from phalanx.run.channel import Message, receive, send
 
@@ -54,19 +54,24 @@ class Nursery:
         # A handler is needed for the wake-up byte to be written; reaping happens in the loop.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        with contextlib.suppress(ConnectionError):  # the agent is gone while we had something to tell it
+            self.serve(wake_read)
+        self.end()
+
+    def serve(self, wake: socket.socket) -> None:
+        """Obey the agent, and reap children whenever a byte lies in `wake`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.agent, selectors.EVENT_READ)
-            selector.register(wake_read, selectors.EVENT_READ)
+            selector.register(wake, selectors.EVENT_READ)
             send(self.agent, {"kind": "ready"})
             while True:
                 for key, _ in selector.select():
-                    if key.fileobj is wake_read:
-                        wake_read.recv(4096)
+                    if key.fileobj is wake:
+                        wake.recv(4096)
                         self.reap()
                         continue
                     messages = receive(self.agent)
                     if messages is None or not all(self.obey(message) for message in messages):
-                        self.end()
                         return
 
     def obey(self, message: Message) -> bool:
@@ -185,7 +190,12 @@ class Nursery:
 def describe(status: int) -> str:
     """A wait status in words."""
     code = os.waitstatus_to_exitcode(status)
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return signal_name(-code) if code < 0 else f"exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL, say; real-time signals have no names, so they are `signal 40`."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _target(path: str) -> Callable[[Any], Any]:
@@ -237,11 +247,8 @@ def main() -> None:
     # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
     # comes before a worker has its handler waits for it instead of being lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    # What every worker needs, loaded once. An optimizer's first step would load torch._dynamo, which takes a second.
-    import torch._dynamo
-    import torch.distributed  # noqa: F401
-
-    import phalanx.train.worker  # noqa: F401
+    load_torch()
+    import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
 
     gc.collect()
     gc.freeze()  # collections in the children leave all this alone, and so its memory shared

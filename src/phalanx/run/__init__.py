@@ -4,6 +4,6 @@ Everything in it is plain JSON, YAML or safetensors, so it can be moved, copied 
 """
 
 from phalanx.run.directory import Run
-from phalanx.run.events import Event, EventLog, read_events, steps_of
+from phalanx.run.events import Event, EventLog, read_events, steps_of, training_seconds
 
-__all__ = ["Event", "EventLog", "Run", "read_events", "steps_of"]
+__all__ = ["Event", "EventLog", "Run", "read_events", "steps_of", "training_seconds"]

@@ -84,3 +84,16 @@ def steps_of(events: Iterable[Event]) -> list[Event]:
             if step not in latest or attempt >= latest[step][0]:
                 latest[step] = (attempt, event)
     return [latest[step][1] for step in sorted(latest)]
+
+
+def training_seconds(events: Iterable[Event]) -> float:
+    """The time of all attempts together, each from its `start` event on, without what lies between them."""
+    seconds, last = 0.0, None
+    for event in events:
+        if event["kind"] == "start":
+            last = event["t"]
+        elif event["kind"] == "worker":  # the next attempt gets ready
+            last = None
+        elif event["kind"] != "warning" and last is not None:  # some warnings are given before an attempt
+            seconds, last = seconds + event["t"] - last, event["t"]
+    return seconds

@@ -89,7 +89,9 @@ class Loop:
         self.progress = progress
         self._rollbacks: Counter[int] = Counter()
         recipe, place = parts.recipe, parts.place
-        self.saving = Saving(parts.run, place, recipe.checkpoint.keep, common_meta, self._tell_save)
+        self.saving = Saving(
+            parts.run, place, recipe.checkpoint.keep, common_meta, self._tell_save, parts.reporter.flush
+        )
         if progress.step:
             self.saving.last_saved = progress.step
         self.watch = stopwatch(place.device)

@@ -60,6 +60,7 @@ def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
         torch.cuda.set_device(place.device)
     if place.world == 1:
         return
+    os.environ.update(local_network(environment))
     store = open_store(place, environment)
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -69,6 +70,12 @@ def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
         world_size=place.world,
         timeout=PATIENCE,
     )
+
+
+def local_network(environment: Mapping[str, str]) -> dict[str, str]:
+    """gloo binds to the address of the host's name, which need not be usable; a local world talks over loopback."""
+    local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    return {"GLOO_SOCKET_IFNAME": "lo"} if local and "GLOO_SOCKET_IFNAME" not in environment else {}
 
 
 @functools.cache

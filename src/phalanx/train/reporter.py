@@ -7,11 +7,12 @@ never kept back longer than `patience`; every other event goes out at once and t
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from phalanx.run import EventLog, Run
+from phalanx.run import Event, EventLog, Run, read_events, training_seconds
 from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 
@@ -31,8 +32,11 @@ class Reporter(Protocol):
     def result(self, value: dict[str, Any]) -> None:
         """Report the run's result."""
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Send what is kept back."""
+
+    def close(self) -> None:
+        """Send what is kept back, for the last time."""
 
 
 class ToAgent:
@@ -51,7 +55,7 @@ class ToAgent:
             self._since = now
         self._held.append({"kind": kind, "t": now, **fields})
         if kind != "step" or now - self._since >= self._patience:
-            self.close()
+            self.flush()
 
     def error(self, text: str, code: int) -> None:
         self.event("error", text=text[:MESSAGE], code=code)
@@ -59,35 +63,43 @@ class ToAgent:
     def result(self, value: dict[str, Any]) -> None:
         self.event("result", value=value)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         held, self._held = self._held, []
         if held:
             send(self._socket, *held)
 
+    def close(self) -> None:
+        self.flush()
+
 
 class ToRun:
-    """Writes the run's files itself; `leads` is False in workers that have no say."""
+    """Writes the run's files itself and hands events on to `show`; `leads` is False in workers that have no say."""
 
-    def __init__(self, run: Run, leads: bool):
+    def __init__(self, run: Run, leads: bool, show: Callable[[Event], None] | None = None):
         self._run = run
         self._log = EventLog(run.events) if leads else None
+        self._show = show or (lambda event: None)
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._log is not None:
-            self._log.write(kind, **fields)
+            self._show(self._log.write(kind, **fields))
 
     def error(self, text: str, code: int) -> None:
+        print(f"error: {text}", file=sys.stderr)  # nobody else would tell it, whichever worker this is
         self.event("fault", rank=0, what=f"exit {code}", detail=text)
 
     def result(self, value: dict[str, Any]) -> None:
         if self._log is not None:
-            write_json(self._run.result, value)
+            write_json(self._run.result, {**value, "seconds": training_seconds(read_events(self._run.events))})
+
+    def flush(self) -> None:
+        """Nothing is ever kept back."""
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
 
 
-def reporter(run: Run, leads: bool, events: str | None) -> Reporter:
+def reporter(run: Run, leads: bool, events: str | None, show: Callable[[Event], None] | None = None) -> ToAgent | ToRun:
     """The reporter for this worker; `events` is the value of PHALANX_EVENTS, if set."""
-    return ToAgent(int(events)) if events else ToRun(run, leads)
+    return ToAgent(int(events)) if events else ToRun(run, leads, show)

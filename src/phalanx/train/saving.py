@@ -29,16 +29,24 @@ SAVE_FLAGS = ("written", "failed", "committed")
 
 class Saving:
     """Saves of one worker. `tell(kind, event)` reports what became of them: `checkpoint` and `checkpoint_failed` on
-    every worker alike, `warning` on the leading one."""
+    every worker alike, `warning` on the leading one. `flush()` sends the events told so far: a run that dies goes on
+    from what was committed, so the events of the steps until then must not die with it."""
 
     def __init__(
-        self, run: Run, place: Place, keep: int, common: dict[str, Any], tell: Callable[[str, dict[str, Any]], None]
+        self,
+        run: Run,
+        place: Place,
+        keep: int,
+        common: dict[str, Any],
+        tell: Callable[[str, dict[str, Any]], None],
+        flush: Callable[[], None],
     ):
         self._run = run
         self._place = place
         self._keep = keep
         self._common = common
         self._tell = tell
+        self._flush = flush
         self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
@@ -100,6 +108,7 @@ class Saving:
         elif flags["committed"]:
             self._committed(step)
         elif flags["written"] == self._place.world and self._place.leads:
+            self._flush()
             self._saver.commit_async()
 
     def finish(self) -> None:

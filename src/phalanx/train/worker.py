@@ -1,11 +1,11 @@
 """A worker: one process of a run, from its environment to an exit code.
 
-The agent forks it with `work({"run": DIR, "folder": DIR})`; torchrun or srun start it as
-`python -m phalanx.train.worker RUN`. Everything it trains with stands in the run's `resolved.yaml`.
+The agent forks it with `work({"run": DIR, "folder": DIR})`; where torchrun or srun started `phalanx train`, that calls
+`take_part`. Everything a worker trains with stands in the run's `resolved.yaml`.
 """
 
 import os
-import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from phalanx.data import Data, Facts, open_data
-from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError
+from phalanx.errors import DataError, ExitCode, PhalanxError
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.run import Run
+from phalanx.run import Event, Run
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean, digest, list_checkpoints, load_tensors
@@ -35,11 +35,15 @@ from phalanx.train.tasks import Task, load_task
 
 def work(payload: dict[str, Any]) -> None:
     """Train as one worker of the run and leave the process with its exit code."""
+    raise SystemExit(int(take_part(payload, from_environment())))
+
+
+def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], None] | None = None) -> ExitCode:
+    """Train as one worker of the run. Without an agent the leading worker gives `show` every event that it writes."""
     run, folder = Run(Path(payload["run"])), Path(payload["folder"])
     stop = StopRequest()
     stop.install()
-    place = from_environment()
-    report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS"))
+    report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS"), show)
     report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
     try:
         code = _train(run, folder, place, stop, report, force=bool(payload.get("force")))
@@ -49,7 +53,7 @@ def work(payload: dict[str, Any]) -> None:
     finally:
         report.close()
     leave()
-    raise SystemExit(int(code))
+    return code
 
 
 def _train(run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, force: bool) -> ExitCode:
@@ -190,26 +194,3 @@ def _tell_start(parts: Parts, progress: Progress) -> None:
     if parts.data.train_samples < recipe.batch.global_:
         text = f"the data have only {parts.data.train_samples} training samples, less than batch.global"
         parts.reporter.event("warning", text=text)
-
-
-def main(arguments: list[str]) -> None:
-    """`python -m phalanx.train.worker RUN`."""
-    if len(arguments) != 1:
-        print(
-            "usage: python -m phalanx.train.worker RUN (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set)",
-            file=sys.stderr,
-        )
-        raise SystemExit(int(ExitCode.USAGE))
-    try:
-        run = Run.existing(arguments[0])
-        environment = run.read_json(run.environment)
-        if environment is None:
-            raise RecipeError(f"{run.environment}: missing; `phalanx train RECIPE --run {run.path}` writes it")
-        work({"run": str(run.path), "folder": environment["folder"]})
-    except PhalanxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(int(error.code)) from None
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

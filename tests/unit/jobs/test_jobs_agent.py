@@ -16,7 +16,6 @@ from phalanx.jobs.agent import (
     fault,
     first_to_fall,
     last_words,
-    local_network,
     verdict,
 )
 from phalanx.run import Run, read_events
@@ -90,11 +89,6 @@ def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"first\n" + b"x" * 500 + b"end \xff\n\n")
     assert last_words(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
-
-
-def test_a_local_world_talks_over_loopback_unless_told_otherwise() -> None:
-    assert local_network({}) == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert local_network({"GLOO_SOCKET_IFNAME": "eth0"}) == {}
 
 
 class Stage(NurseryProcess):

@@ -114,6 +114,9 @@ class Remembering:
     def result(self, value: dict[str, Any]) -> None:
         self.results.append(value)
 
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
     def close(self) -> None:
         """Nothing to send."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.train.place import Place, from_environment, leave, open_store
+from phalanx.train.place import Place, from_environment, leave, local_network, open_store
 
 
 def test_without_variables_a_worker_is_alone() -> None:
@@ -40,3 +40,17 @@ def test_several_workers_need_a_place_to_meet() -> None:
 
 def test_leaving_without_having_joined_does_nothing() -> None:
     leave()
+
+
+@pytest.mark.parametrize(
+    ("variables", "network"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, {}),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {}),
+    ],
+)
+def test_a_local_world_talks_over_loopback_unless_told_otherwise(
+    variables: dict[str, str], network: dict[str, str]
+) -> None:
+    assert local_network(variables) == network

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_train import Clock
 
-from phalanx.run import Run, read_events
+from phalanx.run import Event, Run, read_events
 from phalanx.run.channel import PACKET, drain, pair, receive
 from phalanx.train.reporter import ToAgent, ToRun, reporter
 
@@ -76,6 +76,13 @@ def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
     assert packets(ends[1]) == [[1, kind]]
 
 
+def test_a_flush_sends_what_is_held_back(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+    agent.event("step", step=1)
+    agent.flush()
+    agent.event("step", step=2)
+    assert packets(ends[1]) == [[1]]
+
+
 def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
     agent.event("step", step=1)
     agent.close()
@@ -128,7 +135,7 @@ def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
     report.close()
     assert [(event["kind"], event.get("step")) for event in read_events(run.events)] == [("step", 1), ("fault", None)]
     assert [event["detail"] for event in read_events(run.events) if event["kind"] == "fault"] == ["broken"]
-    assert json.loads(run.result.read_text()) == {"status": "done"}
+    assert json.loads(run.result.read_text()) == {"status": "done", "seconds": 0.0}
 
 
 def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:
@@ -148,3 +155,16 @@ def test_the_number_of_the_socket_leads_to_the_agent(run: Run, ends: tuple[socke
     assert packets(ends[1]) == [["worker"]]
     report._socket.close()
     assert isinstance(reporter(run, leads=False, events=None), ToRun)
+
+
+def test_without_an_agent_written_events_are_handed_on_and_errors_told_by_any_worker(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[Event] = []
+    leading = reporter(run, leads=True, events=None, show=shown.append)
+    leading.event("step", step=1)
+    leading.close()
+    assert shown == list(read_events(run.events))
+    reporter(run, leads=False, events=None, show=shown.append).error("broken", 65)
+    assert len(shown) == 1
+    assert capsys.readouterr().err == "error: broken\n"

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
 
 def make_saving(run: Run, told: Told, keep: int = 3) -> Saving:
     common = {"fingerprint": "f" * 32}
-    return Saving(run, Place(), keep, common, lambda kind, event: told.append((kind, event)))
+    return Saving(run, Place(), keep, common, lambda kind, event: told.append((kind, event)), lambda: None)
 
 
 def settle(saving: Saving) -> None:
@@ -69,6 +69,15 @@ def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatc
     assert [kind for kind, _ in told] == ["checkpoint"]
     assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False, False, False))
     saving.close()
+
+
+def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
+    seen: list[list[int]] = []
+    saving = Saving(run, Place(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run)))
+    save(saving, 5)
+    save(saving, 6)
+    assert seen == [[], [5]]
+    assert steps_on_disk(run) == [5, 6]
 
 
 def test_the_event_tells_where_the_checkpoint_is_and_what_it_cost(run: Run) -> None:
@@ -220,7 +229,7 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = Saving(run, Place(0, 2), 3, {}, lambda kind, event: told.append((kind, event)))
+    saving = Saving(run, Place(0, 2), 3, {}, lambda kind, event: told.append((kind, event)), lambda: None)
     saving.start(Progress(step=3), weights(), [], best=False)
     saving._saver.wait()
     saving.settle({"written": 1, "failed": 0, "committed": 0})
@@ -230,7 +239,7 @@ def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
 
 
 def test_workers_divide_the_tensors_among_them(run: Run) -> None:
-    savings = [Saving(run, Place(rank, 2), 3, {}, lambda *_: None) for rank in (0, 1)]
+    savings = [Saving(run, Place(rank, 2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)]
     for saving in savings:
         saving.start(Progress(step=3), weights(), [], best=False)
         saving._saver.wait()

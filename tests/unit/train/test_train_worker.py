@@ -9,10 +9,9 @@ from small_train import Remembering, make_parts, tiny_lm
 from torch import nn
 
 from phalanx.data import Facts
-from phalanx.errors import DataError, ExitCode
+from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
-from phalanx.run import Run
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.loop import Loop, Parts
 from phalanx.train.optimizers import Optimizer
@@ -21,7 +20,7 @@ from phalanx.train.precision import LossScale
 from phalanx.train.state import Progress
 from phalanx.train.step import Stepper
 from phalanx.train.tasks import LanguageModeling
-from phalanx.train.worker import _initialise, _resume, _tell_start, main, make_stepper, prepare_torch, units_per_sample
+from phalanx.train.worker import _initialise, _resume, _tell_start, make_stepper, prepare_torch, units_per_sample
 
 
 def stepper(world: int = 1, **values: Any) -> Stepper:
@@ -145,31 +144,6 @@ def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
     _tell_start(parts, Progress())
     (warning,) = events(parts, "warning")
     assert "the data have only 20 training samples" in warning["text"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["a", "b"]])
-def test_the_command_line_wants_exactly_a_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == ExitCode.USAGE
-    assert "usage: python -m phalanx.train.worker RUN" in capsys.readouterr().err
-
-
-def test_a_run_that_is_not_there_is_told_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([str(tmp_path)])
-    assert caught.value.code == ExitCode.USAGE
-    assert "no run here" in capsys.readouterr().err
-
-
-def test_a_run_that_is_not_ready_is_told_how_to_make_it_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Run(tmp_path).resolved.touch()
-    with pytest.raises(SystemExit) as caught:
-        main([str(tmp_path)])
-    assert caught.value.code == ExitCode.RECIPE
-    assert "environment.json: missing" in capsys.readouterr().err
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:

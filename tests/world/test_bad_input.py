@@ -1,0 +1,97 @@
+"""Input that cannot run, through the command line: one line or two, the exit code of the table, nothing on disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab import BASE, Lab, Values, merged
+from phalanx.errors import ExitCode
+
+GOOD = merged(BASE, {"callbacks": []})
+Case = tuple[Values | str | None, list[str], list[str]]
+"""Changes of a good recipe, or a file's whole text, or no file; further arguments; what the message must have."""
+
+BAD: dict[str, Case] = {
+    "unknown key": ({"optim": {"learning_rate": 1}}, [], ["recipe.yaml:", "optim.learning_rate"]),
+    "unknown key in an override": ({}, ["optim.lrr=1"], ["optim.lrr", "lr"]),
+    "wrong type": ({"steps": "many"}, [], ["recipe.yaml:", "steps", "many"]),
+    "batch that cannot be divided": ({}, ["--nproc", "5"], ["recipe.yaml:", "batch.global", "12", "5"]),
+    "micro-batch that does not divide": ({"batch": {"micro": 5}}, [], ["recipe.yaml:", "batch.micro", "5"]),
+    "model that does not import": (
+        {"model": {"build": "no_such_module:net", "args": {}}},
+        [],
+        ["model.build", "no_such_module"],
+    ),
+    "model without that name": ({"model": {"build": "phalanx.models:transfomer"}}, [], ["model.build", "transformer"]),
+    "argument that the model does not take": ({"model": {"args": {"depth": 2}}}, [], ["model.args", "depth"]),
+    "task that does not import": ({"task": "lab_tasks:Nothing"}, [], ["task", "lab_tasks"]),
+    "no file": (None, [], ["recipe.yaml", "no such file"]),
+    "broken YAML": ("steps: [1, 2\nname: x\n", [], ["recipe.yaml:"]),
+    "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "mapping"]),
+    "source that matches no file": ({"data": {"source": {"text": "no/such/*.txt"}}}, [], ["no/such/*.txt"]),
+    "source with too little text": ({"data": {"sequence": 100_000}}, [], ["data.sequence", "100000"]),
+    "checkpoint to start from that is not there": ({"init": "runs/none"}, [], ["init", "runs/none"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(lab: Lab, tmp_path: Path, case: str) -> None:
+    changes, arguments, parts = BAD[case]
+    folder = lab.furnish(tmp_path / "recipes")
+    recipe = folder / "recipe.yaml"
+    if changes is not None:
+        text = changes if isinstance(changes, str) else yaml.safe_dump(merged(GOOD, changes), sort_keys=False)
+        recipe.write_text(text)
+    before = sorted(folder.rglob("*"))
+    cache, run = tmp_path / "cache", tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "cache", cache)
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        ended = lab.command("train", recipe, *arguments, "--run", run)
+    assert ended.returncode == ExitCode.RECIPE, ended.stderr
+    lines = ended.stderr.strip().splitlines()
+    assert 1 <= len(lines) <= 2, ended.stderr
+    assert lines[0].startswith("error: ")
+    assert all(part in ended.stderr for part in parts), ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert ended.stdout == ""
+    assert not run.exists()
+    assert sorted(folder.rglob("*")) == before
+    left = sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if cache in path.parents or path == cache
+    )
+    if case in NEEDS_DATA:  # prepared whole, to be found again once the mistake is mended
+        assert not [path for path in left if "tmp" in path], left
+    else:
+        assert left == [], left
+    assert lab.processes() == set()
+
+
+NEEDS_DATA = {"source with too little text", "argument that the model does not take"}
+"""Mistakes that only show once the data are prepared."""
+
+
+def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) -> None:
+    """The whole way: done, done again, more steps, refused, forced."""
+    run, recipe = lab.place(), lab.recipe_file({}, "finished")
+    lab.train({}, 1, run, folder=lab.folder)
+    again = lab.command("train", recipe, "--run", run.path)
+    assert again.returncode == ExitCode.DONE
+    assert "done at step 12" in again.stderr
+    assert "steps=24 would go on" in again.stderr
+    refused = lab.command("train", recipe, "optim.lr=0.5", "seed=3", "--run", run.path)
+    assert refused.returncode == ExitCode.RECIPE
+    assert "optim.lr: 0.003 -> 0.5" in refused.stderr
+    assert "seed: 0 -> 3" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    more = lab.command("train", recipe, "steps=16", "--run", run.path)
+    assert more.returncode == ExitCode.DONE, more.stderr
+    assert "steps 12 -> 16" in more.stderr
+    assert "jumps from" in more.stderr
+    forced = lab.command("train", recipe, "steps=18", "optim.lr=0.001", "--force", "--run", run.path)
+    assert forced.returncode == ExitCode.DONE, forced.stderr
+    assert [event["from_step"] for event in lab.ended(run, 0).kind("start")] == [0, 12, 16]
+    assert [event["text"] for event in lab.ended(run, 0).kind("warning")][-1] == "forced: optim.lr: 0.003 -> 0.001"
+    assert os.listdir(run.path / "checkpoints")

@@ -1,0 +1,56 @@
+"""Workers that torchrun starts instead of our agent: the same run."""
+
+import signal
+import subprocess
+
+from lab import Lab, Values, fault, plan_faults, steps_seen, wait_until
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+
+# Without `--` torchrun would take `--run` for an abbreviation of its own `--run-path`.
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "phalanx", "--", "train"]
+LAUNCHER = "torch.distributed.run"
+
+
+def torchrun(lab: Lab, run: Run, changes: Values) -> "subprocess.CompletedProcess[str]":
+    return lab.command(*TORCHRUN, lab.recipe_file(changes, "outside"), "--run", run.path, module=LAUNCHER)
+
+
+def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: Lab) -> None:
+    run = lab.place()
+    done = torchrun(lab, run, {})
+    assert done.returncode == 0, done.stderr
+    ended, reference = lab.ended(run, 0), lab.reference({}, 2)
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 13))
+    assert set(ended.result) == set(reference.result)
+    assert "done at step 12 of 12" in done.stderr
+    assert done.stderr.count(f"digest   {ended.digest}") == 1
+    assert lab.processes() == set()
+
+
+def test_stopped_there_and_finished_here(lab: Lab) -> None:
+    """SIGTERM to torchrun goes on to its workers; they save, and our agent can finish the run."""
+    run = lab.place()
+    plan_faults(run, [fault(1, "slow", delay=0.12)])
+    recipe = lab.recipe_file({"steps": 400}, "outside-long")
+    with lab.start(*TORCHRUN, recipe, "--run", run.path, module=LAUNCHER) as process:
+        wait_until(lambda: process.poll() is not None or steps_seen(run) >= 3, 60)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=40)
+    ended = lab.ended(run, ExitCode.UNFINISHED)
+    step = ended.result["steps"]
+    assert ended.result["status"] == "stopped"
+    assert ended.kind("checkpoint")[-1]["step"] == step
+    wait_until(lambda: lab.processes() == set(), 5)
+    again = lab.train({"steps": step + 3}, 2, run)
+    assert again.code == ExitCode.DONE
+    assert [(event["attempt"], event["from_step"]) for event in again.kind("start")] == [(0, 0), (1, step)]
+
+
+def test_bad_input_ends_all_workers_with_78(lab: Lab) -> None:
+    ended = torchrun(lab, lab.place(), {"batch": {"global": 9}})
+    assert ended.stderr.count("error: the leading worker could not make the run ready") == 1
+    assert ended.stderr.count("batch.global: 9 samples cannot be divided among 2 workers") == 2
+    assert "exitcode  : 78" in ended.stderr
