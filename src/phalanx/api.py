@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, peak, this_machine
-from phalanx.data import Progress, prepare_all
+from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
 from phalanx.plan import (
@@ -154,6 +154,7 @@ def make_ready(
         old = None if differing else old
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
+    open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] in ("start", "worker")]
     first_attempt = max(attempts, default=-1) + 1
     if old is not None:
@@ -226,6 +227,8 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
             f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
             f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
         )
+    if old.batch.micro != new.batch.micro:
+        notes.append(f"batch.micro {old.batch.micro} -> {new.batch.micro}: so that the workers can share the batch")
     if old.layout != new.layout and new.exchange.exact != "replicas":
         notes.append("the number of workers changed under exchange.exact = world: the digest will differ by rounding")
     return notes

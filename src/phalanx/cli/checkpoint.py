@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.errors import ExitCode, UsageError
+from phalanx.observe import units
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
@@ -59,7 +60,8 @@ def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"path": str(checkpoint), "ok": True, "bytes": manifest.nbytes, "seconds": seconds}))
     else:
-        print(f"ok  {checkpoint}: {manifest.nbytes / 1e6:,.1f} MB in {len(manifest.files)} files, {seconds:.2f} s")
+        files = units.times(len(manifest.files), "file")
+        print(f"ok  {checkpoint}: {units.size(manifest.nbytes)} in {files}, {units.duration(seconds)}")
 
 
 @app.command()

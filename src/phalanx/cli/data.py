@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.errors import ExitCode, UsageError
+from phalanx.observe import units
 
 if TYPE_CHECKING:
     from phalanx.data import Progress
@@ -76,7 +77,9 @@ def verify(
         print(json.dumps(facts, indent=2))
     else:
         rate = facts["bytes"] / max(facts["seconds"], 1e-9)
-        print(f"ok  {folder}: {facts['shards']} shards, {_bytes(facts['bytes'])}, {_bytes(rate)}/s")
+        print(
+            f"ok  {folder}: {units.times(facts['shards'], 'shard')}, {units.size(facts['bytes'])}, {units.size(rate)}/s"
+        )
 
 
 @app.command()
@@ -174,15 +177,7 @@ class _Lines:
 
 def _numbers(now: "Progress") -> str:
     rate = now.done / now.seconds if now.seconds else 0.0
-    return f"{_bytes(now.done)} of {_bytes(now.total)}  {now.count:,} done  {_bytes(rate)}/s"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    return f"{units.size(now.done)} of {units.size(now.total)}  {now.count:,} done  {units.size(rate)}/s"
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:
@@ -193,7 +188,7 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
     beginning = facts.pop("begins", None)
     for name, value in facts.items():
         if value is not None:
-            told = _bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
+            told = units.size(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
             print(f"{name.replace('_', ' '):<13} {told}")
     if beginning:
         print(f"\n{_printable(beginning)}")

@@ -93,11 +93,17 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
     place = from_environment()
     if not place.leads:
         payload = await_announcement(place)
+        if payload.get("finished"):
+            return int(ExitCode.DONE)
         return int(take_part(payload, replace(place, attempt=payload["attempt"])))
     with contextlib.ExitStack() as stack:
         try:
             loaded = load_recipe(path, overrides)
             run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+            if done := finished(run, loaded.recipe):
+                announce(place, {"finished": True})
+                print(done, file=out)
+                return int(ExitCode.DONE)
             with NurseryProcess() as nursery, preparing() as progress:
                 ready = stack.enter_context(starting(loaded, run, place.world, nursery.call, force, progress))
         except PhalanxError as error:

@@ -25,7 +25,7 @@ import phalanx.errors
 from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
 from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_done, sample_texts, weigh
 from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
 from phalanx.run.directory import write_whole
 
@@ -69,7 +69,11 @@ def prepare_source(
     try:
         with _claimed(out, tell) as claim:
             if claim is not None:
-                _fill(plan, claim, workers or len(os.sched_getaffinity(0)), tell)
+                try:
+                    _fill(plan, claim, workers or len(os.sched_getaffinity(0)), tell)
+                except PhalanxError:  # what mends it makes another plan, which could use nothing of this one
+                    shutil.rmtree(claim.folder)
+                    raise
                 _publish(claim.folder, out)
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error

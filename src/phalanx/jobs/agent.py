@@ -100,6 +100,7 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict)
     saved: int = 0  # highest step of a checkpoint in it
     steps: int = 0  # steps done in it
+    orphaned: bool = False  # the nursery died
     error: Message | None = None
     result: dict[str, Any] | None = None
 
@@ -123,6 +124,7 @@ class Agent:
         self.attempts = attempts
         self.log = EventLog(run.events)
         self.stopping = False
+        self.hurried = False  # asked to stop twice
         self._received: list[int] = []
         self._wake, self._wake_far = socket.socketpair()
 
@@ -151,8 +153,10 @@ class Agent:
         while True:
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
-            if code is None and self.stopping:
-                code = ExitCode.UNFINISHED
+            if attempt.orphaned:
+                code, message = ExitCode.UNFINISHED, "the process that forks workers died, and they with it"
+            elif code is None and self.stopping:
+                code, message = ExitCode.UNFINISHED, None if self.hurried else message
             if code is not None:
                 return Outcome(code, attempt.result, message)
             assert message is not None
@@ -164,19 +168,29 @@ class Agent:
             saved = max(saved, attempt.saved)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
-            self.emit("warning", text=f"{message}; starting again from the last good checkpoint")
+            self.emit("warning", text="starting again from the last good checkpoint")
             number += 1
 
     def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
-        """Start all workers and follow them until the last is gone."""
+        """Start all workers and follow them until the last is gone, or the nursery that would tell."""
         attempt = Attempt(world)
         start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
         start |= {"environment": dict(environment), "logs": str(self.run.logs)}
-        send(self.nursery.control, start)
+        try:
+            send(self.nursery.control, start)
+            self.follow(attempt)
+        except ConnectionError:
+            attempt.orphaned = True
+        for message in drain(self.nursery.events):
+            self.take(message, attempt)
+        return attempt
+
+    def follow(self, attempt: Attempt) -> None:
+        """Take what workers and nursery say until the last worker is gone. ConnectionError when the nursery is."""
         with selectors.DefaultSelector() as selector:
             for sock in (self.nursery.control, self.nursery.events, self._wake):
                 selector.register(sock, selectors.EVENT_READ)
-            while len(attempt.codes) < world:
+            while len(attempt.codes) < attempt.world:
                 self.obey_signals()
                 for key, _ in selector.select():
                     ready = key.fileobj
@@ -186,13 +200,9 @@ class Agent:
                         continue
                     messages = receive(ready)
                     if messages is None:
-                        text = "the process that forks workers died, and they with it; start the run again"
-                        raise Raised(text, ExitCode.UNFINISHED)
+                        raise ConnectionError("the nursery is gone")
                     for message in messages:
                         self.take(message, attempt)
-        for message in drain(self.nursery.events):
-            self.take(message, attempt)
-        return attempt
 
     def obey_signals(self) -> None:
         """The first SIGINT, SIGTERM or SIGUSR1 asks workers to save and leave; a second SIGINT or SIGTERM stops
@@ -204,6 +214,7 @@ class Agent:
                 self.signal(signal.SIGTERM)
                 self.emit("warning", text="stopping: saving a checkpoint first; once more stops at once")
             elif number != signal.SIGUSR1:
+                self.hurried = True
                 self.signal(signal.SIGKILL)
 
     def take(self, message: Message, attempt: Attempt) -> None:

@@ -364,8 +364,7 @@ def sentence(event: Event, tally: Tally) -> str:
     if kind == "guard":
         return f"guard at step {get('step')}: {get('what')}, {get('action')} (skipped steps so far: {get('count', 1)})"
     if kind == "fault":
-        detail = f" ({get('detail')})" if get("detail") else ""
-        return f"fault: rank {get('rank', '?')}: {get('what')}{detail}"
+        return f"fault: {get('detail') or 'rank {}: {}'.format(get('rank', '?'), get('what'))}"
     if kind == "warning":
         return f"warning: {get('text')}"
     if kind == "end":

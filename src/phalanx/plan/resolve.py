@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
+from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
@@ -61,7 +62,7 @@ def choose_micro(recipe: Recipe, parameters: int, saved_bytes: int, memory: int,
     share = batch // parts
     room = memory // 2 - STATE_BYTES * parameters
     if saved_bytes and share * saved_bytes > room:
-        fitting = [size for size in range(1, share + 1) if share % size == 0 and size * saved_bytes <= room]
+        fitting = [size for size in divisors(share) if size * saved_bytes <= room]
         if not fitting:
             raise RecipeError(
                 f"batch.micro: not even one sample fits: it saves {saved_bytes / 1e6:.0f} MB for backward, and "
@@ -80,7 +81,7 @@ def check_memory(micro: int, parameters: int, saved_bytes: int, memory: int) -> 
     if needed <= memory:
         return
     room = memory // 2 - STATE_BYTES * parameters  # half, as `choose_micro` would
-    fitting = [size for size in range(1, micro) if micro % size == 0 and size * saved_bytes <= room]
+    fitting = [size for size in divisors(micro) if size < micro and size * saved_bytes <= room]
     raise RecipeError(
         f"batch.micro: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
         f"{memory / 1e9:.1f} GB; "
@@ -128,7 +129,17 @@ def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:
     values["data"]["source"] = new["data"]["source"]
     values["evaluate"]["source"] = new["evaluate"]["source"]
     values["layout"] = replicated(world)
+    values["batch"]["micro"] = fitting_micro(resolved, given, world)
     return Recipe.model_validate(values)
+
+
+def fitting_micro(resolved: Recipe, given: Recipe, world: int) -> int | str:
+    """The micro-batch of a run that goes on: what was resolved. One that nobody gave and that a changed number of
+    workers cannot share gets smaller where that costs no promise: under `replicas` it is part of the bits."""
+    micro, batch = resolved.batch.micro, resolved.batch.global_
+    if given.batch.micro != "auto" or resolved.exchange.exact == "replicas" or batch % world or micro == "auto":
+        return micro
+    return max(size for size in divisors(batch // world) if size <= micro)
 
 
 def plan_of(

@@ -50,9 +50,7 @@ def _batch(samples: int, micro: int | str, workers: int) -> Iterator[tuple[str, 
         yield "batch.global", f"{samples} samples cannot be divided among {workers} workers; {fits} can"
     elif isinstance(micro, int) and samples % (micro * workers):
         share = samples // workers
-        best = min(
-            (size for size in range(1, share + 1) if share % size == 0), key=lambda size: (abs(size - micro), size)
-        )
+        best = min(divisors(share), key=lambda size: (abs(size - micro), size))
         yield (
             "batch.micro",
             (
@@ -60,3 +58,8 @@ def _batch(samples: int, micro: int | str, workers: int) -> Iterator[tuple[str, 
                 f"batch.global = {samples}; the nearest micro-batch that does is {best}"
             ),
         )
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]

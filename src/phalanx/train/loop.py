@@ -93,7 +93,7 @@ class Loop:
             parts.run, place, recipe.checkpoint.keep, common_meta, self._tell_save, parts.reporter.flush
         )
         if progress.step:
-            self.saving.last_saved = progress.step
+            self.saving.resume(progress.step)
         self.watch = stopwatch(place.device)
         self._buffers = buffer_names(parts.model)
 
@@ -209,7 +209,7 @@ class Loop:
             )
         progress.step = parts.callbacks.view.step = loaded.manifest.meta["step"]
         progress.units = loaded.manifest.meta["units"]
-        self.saving.last_saved = progress.step
+        self.saving.resume(progress.step)
         self._rollbacks[progress.step] += 1
         if self._rollbacks[progress.step] > LIMIT:
             raise GaveUpError(f"step {progress.step}: rolled back to it {LIMIT} times and {why} came again; {CURE}")

@@ -59,6 +59,13 @@ class Saving:
         self.last_saved: int | None = None
         self.reason = ""  # why the last save failed, where this worker knows
 
+    def resume(self, step: int) -> None:
+        """Go on from a checkpoint that was read. Others are removed as after a save, since `keep` may be smaller now
+        and a disk too full for a save."""
+        self.last_saved = step
+        if self._place.leads:
+            self._tidy(step)
+
     def start(self, progress: Progress, tensors: Mapping[str, Tensor], eager: list[str], best: bool) -> None:
         """Begin to save. Nothing else may be in flight."""
         assert self.in_flight is None
@@ -136,10 +143,7 @@ class Saving:
         if self._place.leads:
             if self._best is not None:
                 self._remember_best(step, self._best)
-            best = self._run.read_json(best_file(self._run))
-            protected = [] if best is None else [best["step"]]
-            self._look_after_removals()
-            self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
+            self._tidy(step)
         self._end()
         self.last_saved = step
         self._tell("checkpoint", event)
@@ -150,6 +154,13 @@ class Saving:
         except OSError as error:  # the checkpoint may have taken the last room; training goes on
             text = f"step {step} is the best so far, but this could not be written: {error}"
             self._tell("warning", {"text": text})
+
+    def _tidy(self, step: int) -> None:
+        """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
+        best = self._run.read_json(best_file(self._run))
+        protected = [step] if best is None else [step, best["step"]]
+        self._look_after_removals()
+        self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
 
     def _look_after_removals(self) -> None:
         """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""

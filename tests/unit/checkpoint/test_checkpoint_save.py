@@ -270,7 +270,7 @@ def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monke
     monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
     place = tmp_path / "not" / "there"
     saver = Saver(place, 0, 1)
-    with pytest.raises(UsageError, match=r"not/there: no room: a checkpoint takes 0\.004 GB and the new one"):
+    with pytest.raises(UsageError, match=r"not/there: no room: a checkpoint takes 4\.0 MB, and each is"):
         saver.reserve(pieces({"w": torch.ones(1_000_000)}))
     assert not place.exists()
     saver.reserve(pieces({"w": torch.ones(500_000)}))

@@ -26,7 +26,7 @@ def test_prepare_verify_inspect(texts, capsys):
     made = json.loads(capsys.readouterr().out)
     assert (made["documents"], made["count"], made["begins"][:7]) == (5, 5 * 14_001, "text 0\n")
     assert data("verify", out) == 0
-    assert capsys.readouterr().out.startswith(f"ok  {out}: 1 shards, 70.0 kB")
+    assert capsys.readouterr().out.startswith(f"ok  {out}: 1 shard, 70.0 kB")
     assert data("verify", "--json", out) == 0
     assert json.loads(capsys.readouterr().out)["fingerprint"] == made["fingerprint"]
     assert data("inspect", out, "--tokens", 12) == 0
@@ -98,7 +98,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys):
         lines(Progress(second * 10**6, 10**7, 1000 * second, float(second)))
     lines(Progress(0, 0, 0, 13.0, "waiting"))
     assert capsys.readouterr().err.splitlines() == [
-        "preparing  5.0 MB of 10.0 MB  5,000 done  1.0 MB/s",
-        "preparing  10.0 MB of 10.0 MB  10,000 done  1.0 MB/s",
+        "preparing  5.00 MB of 10.0 MB  5,000 done  1.00 MB/s",
+        "preparing  10.0 MB of 10.0 MB  10,000 done  1.00 MB/s",
         "waiting",
     ]

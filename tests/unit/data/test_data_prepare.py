@@ -71,6 +71,14 @@ def interrupt_at(done):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+def test_a_mistake_leaves_nothing_half_made(tmp_path, workers, small_pieces):
+    (tmp_path / "a.jsonl").write_text(20_000 * '{"text": "some"}\n' + '{"other": "words"}\n')
+    with pytest.raises(RecipeError, match=r"a\.jsonl"):
+        prepare(tmp_path, tmp_path / "out", {"jsonl": "a.jsonl"}, workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
 def test_after_an_interruption_finished_shards_are_kept(texts, tmp_path, small_pieces, workers):
     source = {"text": "*.txt"}
     with pytest.raises(Interrupted):

@@ -12,7 +12,6 @@ from phalanx.jobs.agent import (
     Agent,
     Attempt,
     NurseryProcess,
-    TrialError,
     fault,
     first_to_fall,
     last_words,
@@ -192,6 +191,25 @@ def test_errors_that_would_only_come_again_end_the_run(
     assert (outcome.code, outcome.message, len(numbers)) == (code, "what the worker said", 1)
 
 
+def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.stopping = agent.hurried = True
+    outcome, numbers = supervise(agent, [attempt({0: -9}, steps=4)], monkeypatch)
+    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, None, 1)
+
+
+def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+) -> None:
+    send(stage.workers, {"kind": "step", "step": 1})
+    stage.says.close()
+    outcome = agent.supervise(1, {}, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    assert outcome.message == "the process that forks workers died, and they with it"
+    assert kinds(shown) == ["step"]
+
+
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     agent.stopping = True
     outcome, numbers = supervise(agent, [attempt(CRASHED, steps=4)], monkeypatch)
@@ -251,12 +269,6 @@ def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage:
     send(stage.says, exited(1, status), exited(0, status))
     agent.attempt(0, 2, {}, {})
     assert sent_signals(stage) == []
-
-
-def test_the_end_of_the_nursery_is_no_end_of_an_attempt(agent: Agent, stage: Stage) -> None:
-    stage.says.close()
-    with pytest.raises((TrialError, BrokenPipeError)):
-        agent.attempt(0, 1, {}, {})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -186,7 +186,7 @@ def troubled(path: Path, **shape: Any) -> Path:
     maker.start()
     maker.steps(1, 137)
     maker.t += 20
-    maker.event("fault", rank=1, what="killed by signal 9", detail="host node-1")
+    maker.event("fault", rank=1, what="SIGKILL", detail="worker 1 was killed by SIGKILL")
     maker.t += 2
     maker.event(
         "checkpoint_rejected",

@@ -79,7 +79,7 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
         "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
         "checkpoint failed at step 300: no space left",
         "guard at step 212: non-finite loss, rollback (skipped steps so far: 3)",
-        "fault: rank 1: killed by signal 9",
+        "fault: worker 1 was killed by SIGKILL",
         "warning: the micro-batch",
         "done at step 300 of 300",
     ):

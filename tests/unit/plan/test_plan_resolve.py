@@ -166,6 +166,25 @@ def test_going_on_takes_what_is_free_to_change() -> None:
     assert (going.threads, going.batch.micro, going.precision) == (2, 8, "bf16")
 
 
+@pytest.mark.parametrize(
+    ("given", "exact", "world", "expected"),
+    [
+        ("auto", "world", 2, 6),
+        ("auto", "world", 3, 8),
+        ("auto", "world", 4, 6),
+        ("auto", "world", 12, 2),
+        ("auto", "world", 5, 8),  # cannot be: `check` says what can
+        ("auto", "replicas", 4, 8),
+        (8, "world", 4, 8),
+    ],
+)
+def test_a_micro_batch_that_nobody_gave_shrinks_when_more_workers_have_to_share(
+    given: Any, exact: str, world: int, expected: int
+) -> None:
+    values = {"batch": {"global": 24, "micro": given}, "exchange": {"exact": exact}}
+    assert go_on(resolve(recipe(**values), CHOSEN, 1), recipe(**values), world).batch.micro == expected
+
+
 def test_going_on_takes_the_places_of_prepared_data_as_they_are_now() -> None:
     resolved = resolve(recipe(data={"source": {"prepared": "/old"}}), CHOSEN, 1)
     new = recipe(data={"source": {"prepared": "/new"}}, evaluate={"source": {"prepared": "/held"}})

@@ -154,6 +154,18 @@ def test_a_better_checkpoint_takes_the_place_of_the_best(run: Run) -> None:
     assert steps_on_disk(run) == [2, 3]
 
 
+def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(run: Run) -> None:
+    before = make_saving(run, [], keep=4)
+    for step, best in ((3, 0.5), (6, None), (9, None), (12, None)):
+        save(before, step, best)
+    before.close()
+    saving = make_saving(run, [], keep=1)
+    saving.resume(9)  # the newest could not be read
+    saving.close()
+    assert steps_on_disk(run) == [3, 9, 12]
+    assert saving.last_saved == 9
+
+
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Let writes fail, or no longer."""

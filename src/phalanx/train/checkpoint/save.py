@@ -226,10 +226,10 @@ def check_space(directory: Path, nbytes: int, copies: int) -> None:
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < nbytes * copies:
-        beside = " and the new one is written beside the last" if copies > 1 else ""
+        beside = ", and each is written before the one before it is removed" if copies > 1 else ""
         raise UsageError(
-            f"{directory}: no room: a checkpoint takes {nbytes / 1e9:.3g} GB{beside}, {free / 1e9:.3g} GB are free\n"
-            f"Free {(nbytes * copies - free) / 1e9:.3g} GB there, or choose another place with --run"
+            f"{directory}: no room: a checkpoint takes {nbytes / 1e6:,.1f} MB{beside}; {free / 1e6:,.1f} MB are free, "
+            f"so {(nbytes * copies - free) / 1e6:,.1f} MB more are needed there"
         )
 
 

@@ -1,0 +1,187 @@
+"""The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, and the
+tables of events, guard actions and exit codes are whole. Nothing is executed."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import phalanx
+from phalanx.cli import _frame, _ParserError
+from phalanx.errors import ExitCode
+from phalanx.recipe import load_recipe
+from phalanx.train.guards import Action
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+RUNS = ROOT / "docs" / "runs.md"
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`]+)`")
+FOR_THE_AGENT = {"error", "result"}
+"""What a worker tells its agent like an event, and the agent keeps to itself (`Agent.take`)."""
+
+
+def blocks(*languages: str) -> list[Any]:
+    """The fenced blocks of these languages on all pages, as parameters of a test."""
+    return [
+        pytest.param(block, id=f"{page.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for text in [page.read_text()]
+        for match in FENCE.finditer(text)
+        for language, block in [match.groups()]
+        if language in languages
+    ]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """The words behind `phalanx` in each command line of a block; of a transcript only what follows a `$`."""
+    lines = block.replace("\\\n", " ").splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
+        yield from calls(shlex.split(line, comments=True))
+
+
+def calls(words: list[str]) -> Iterator[list[str]]:
+    """What follows `phalanx` among a command's words, also within `bash -c '...'`."""
+    for number, word in enumerate(words):
+        if word.split("/")[-1] == "phalanx":
+            rest = words[number + 1 :]
+            ends = [rest.index(end) for end in ("|", "&&", ";", ">", "2>") if end in rest]
+            yield rest[: min(ends, default=len(rest))]
+            return
+        if " phalanx " in word:
+            yield from calls(shlex.split(word))
+
+
+def parse(words: list[str]) -> None:
+    """Have the command line's own parser read the words; it raises what a user would be told."""
+    command: Any = _frame()
+    context = command.make_context("phalanx", list(words), resilient_parsing=True)
+    while words and hasattr(command, "get_command"):
+        verb, *words = words
+        found = command.get_command(context, verb)
+        assert found is not None, f"there is no verb {verb!r}"
+        command = found
+        group = hasattr(command, "get_command")
+        context = command.make_context(verb, list(words), parent=context, resilient_parsing=group)
+
+
+def table(page: Path, header: str) -> list[list[str]]:
+    """The cells of the rows below a table's header."""
+    rows = page.read_text().partition(f"\n| {header} |")[2].splitlines()[2:]
+    end = next(number for number, row in enumerate(rows) if not row.startswith("|"))
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[:end]]
+
+
+def named(cell: str) -> str:
+    """`skip` of a cell that holds it in backticks."""
+    (name,) = CODE.findall(cell)
+    return str(name)
+
+
+def written_kinds() -> set[str]:
+    """Every kind of event that the source writes: the constant first argument of what reports or logs an event."""
+    kinds = set()
+    for path in Path(phalanx.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                called = ast.unparse(node.func)
+                if re.search(r"(\.event|\.emit|\._tell|log\.write)$", called):
+                    kinds.add(node.args[0].value)
+    assert kinds >= FOR_THE_AGENT
+    return kinds - FOR_THE_AGENT
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{target}: no such file"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in slugs, f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("block", blocks("console", "sh"))
+def test_commands_are_what_the_command_line_takes(block: str) -> None:
+    for words in commands(block):
+        parse(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_named_in_a_text_have_verbs_and_options_that_exist(page: Path) -> None:
+    for text in CODE.findall(prose(page)):
+        words = text.split()
+        if words[:1] != ["phalanx"]:
+            continue
+        command: Any = _frame()
+        context = command.make_context("phalanx", [], resilient_parsing=True)
+        words = words[1:]
+        while words and hasattr(command, "get_command") and not words[0].startswith("-"):
+            command = command.get_command(context, words.pop(0))
+            assert command is not None, f"`{text}`: no such verb"
+        known = {option for parameter in command.get_params(context) for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, f"`{text}`: no such option"
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_recipes_and_parts_of_recipes_are_valid(block: str, tmp_path: Path) -> None:
+    """Every key has a default, so a part of a recipe is a recipe, too."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(block)
+    load_recipe(path)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_compiles(block: str) -> None:
+    compile(block, "snippet", "exec")
+
+
+def test_every_kind_of_event_has_its_row() -> None:
+    rows = [named(row[0]) for row in table(RUNS, "kind | fields | meaning")]
+    assert sorted(rows) == sorted(written_kinds())
+
+
+def test_every_action_of_the_guard_has_its_row() -> None:
+    rows = [named(row[0]) for row in table(RUNS, "action | when | what follows")]
+    assert sorted(rows) == sorted(get_args(Action))
+
+
+def test_every_exit_code_has_its_row() -> None:
+    rows = [int(row[0]) for row in table(RUNS, "code | meaning | what to do")]
+    assert rows == [int(code) for code in ExitCode]
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("$ phalanx train r.yaml | tail -1\nphalanx is not a command here\n", [["train", "r.yaml"]]),
+        ("phalanx report RUN   # a comment\n", [["report", "RUN"]]),
+        ("$ torchrun -m -- phalanx train \\\n    r.yaml\n", [["train", "r.yaml"]]),
+        ("srun bash -c 'RANK=$X phalanx train r.yaml'\n", [["train", "r.yaml"]]),
+        (".venv/bin/phalanx data verify d && ls\n", [["data", "verify", "d"]]),
+    ],
+)
+def test_commands_are_found_in_a_block(block: str, found: list[list[str]]) -> None:
+    assert list(commands(block)) == found
+
+
+@pytest.mark.parametrize("line", ["train r.yaml --nprocs 2", "trian r.yaml", "data prepre x", "checkpoint verify"])
+def test_a_wrong_command_would_be_noticed(line: str) -> None:
+    with pytest.raises((AssertionError, _ParserError)):
+        parse(line.split())
