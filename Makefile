@@ -43,7 +43,9 @@ docs: venv ## Make the reference pages that come from the code.
 
 bench: venv ## Run the benchmarks against their peers; tables go to docs/results.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
-	for script in engine_overhead data checkpoint; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in engine_overhead data checkpoint exact; do \
+		$(BIN)/python benchmarks/$$script.py --out docs/results/$$script.md || exit 1; \
+	done
 
 clean: ## Remove what was built; the runs in runs/ and the virtual environment stay.
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,12 +1,13 @@
 """What a training loop costs beside its own model: Phalanx and its peers against a loop written by hand.
 
-    python benchmarks/engine_overhead.py [--out docs/results/engine_overhead.md] [--rounds 8] [--bout 1.5]
+    python benchmarks/engine_overhead.py [--out docs/results/engine_overhead.md] [--rounds 24] [--bout 0.4]
     python benchmarks/engine_overhead.py --quick
 
 Everyone trains a copy of the same transformer on the same prepared bytes with the same fused AdamW, clipping and
 precision: a plain PyTorch loop, Phalanx, Lightning Fabric, Accelerate and Hugging Face's Trainer; in two processes each
 with DDP, Phalanx with its own exchange. All live in one process (or world of two) and take turns in short bouts, in
-an order that rotates, so that whatever disturbs the machine meets them alike.
+an order that rotates, so that whatever disturbs the machine meets them alike. Bouts are short and rounds many because a
+virtual machine's cores change their speed every few seconds.
 
 Phalanx runs as it does in `phalanx train`: the worker's own loop with its feed, guard, stopwatch and seeds, under a
 real agent that writes every step's event to events.jsonl and a display; evaluation and checkpoints are not due. The
@@ -352,7 +353,7 @@ def bout_of(job: Job, model: nn.Module, seconds: float, most: int) -> int:
         begun = time.perf_counter()
         next(steps)
         took.append(time.perf_counter() - begun)
-    count = torch.tensor(min(most, max(UNCOUNTED + 5, round(seconds / statistics.median(took)))))
+    count = torch.tensor(min(most, max(UNCOUNTED + 3, round(seconds / statistics.median(took)))))
     if job.world > 1:
         dist.broadcast(count, 0)
     return int(count)
@@ -497,10 +498,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the two small models, three short rounds")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sizes", nargs="+", default=["S", "M", "L"], choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=100, help="most steps of a bout")
-    parser.add_argument("--bout", type=float, default=1.5, help="seconds of a bout, about")
+    parser.add_argument("--bout", type=float, default=0.4, help="seconds of a bout, about")
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.rounds, options.bout = ["S", "M"], 3, 0.5

@@ -4,7 +4,6 @@ Each function runs in a short process of its own (it may fail or fill memory wit
 from which `plan` chooses.
 """
 
-import inspect
 import statistics
 import sys
 import time
@@ -121,13 +120,16 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
 
 def importable(payload: dict[str, Any]) -> str:
     """RecipeError unless everything that a recipe names by import path exists. Returns a hash of the source files of
-    model and task, by which one knows that earlier trials still hold."""
+    model and task and of what they imported from the recipe's folder, by which one knows that earlier trials still
+    hold."""
     folder = Path(payload["folder"])
     build = import_object(payload["build"], folder, key="model.build")
     task = load_task(payload["task"], folder)
     load_callbacks(payload["callbacks"], folder)
-    files = sorted({inspect.getsourcefile(sys.modules[o.__module__]) or "" for o in (build, type(task))})
-    return xxhash.xxh3_64_hexdigest(b"".join(Path(file).read_bytes() for file in files if file))
+    named = {build.__module__, type(task).__module__}
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    sources = {file for name, file in files.items() if name in named or Path(file).is_relative_to(folder)}
+    return xxhash.xxh3_64_hexdigest(b"".join(Path(it).read_bytes() for it in sorted(sources) if it.endswith(".py")))
 
 
 def _open(payload: dict[str, Any]) -> tuple[nn.Module, Task, Data]:

@@ -99,6 +99,18 @@ def test_what_can_be_imported_is_told_apart_by_its_source(folder: Path) -> None:
         model.write_text(MODEL)
 
 
+def test_what_a_model_imports_from_the_recipes_folder_counts_as_its_source(tmp_path: Path) -> None:
+    (tmp_path / "own_trial_part.py").write_text("WIDTH = 2\n")
+    (tmp_path / "own_trial_whole.py").write_text("from own_trial_part import WIDTH\ndef make(): return WIDTH\n")
+    before = imported(tmp_path, build="own_trial_whole:make")
+    (tmp_path / "own_trial_part.py").write_text("WIDTH = 3\n")
+    assert imported(tmp_path, build="own_trial_whole:make") != before
+
+
+def test_a_builder_without_source_can_be_imported_too(tmp_path: Path) -> None:
+    assert imported(tmp_path, build="builtins:dict") == imported(tmp_path, build="builtins:dict")
+
+
 @pytest.mark.parametrize(
     ("names", "key"),
     [

@@ -42,6 +42,7 @@ OnReject = Callable[[Path, str, str], None]
 T = TypeVar("T")
 
 _RUN = 64  # chunks that one thread reads in one go
+_BLOCK = 256 << 10  # bytes that are hashed right after they were read, while a core's own cache still holds them
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,11 @@ def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], sp
             start, end = chunk * size, min((chunk + 1) * size, file.bytes)
             hasher, at = xxhash.xxh3_64(), start
             for part in _parts(start, end, spans, unwanted):
-                buffer = part.data
-                _read_exactly(fd, buffer, at, path)
-                hasher.update(buffer)
-                at += len(buffer)
+                for first in range(0, len(part), _BLOCK):
+                    buffer = part.data[first : first + _BLOCK]
+                    _read_exactly(fd, buffer, at, path)
+                    hasher.update(buffer)
+                    at += len(buffer)
             if hasher.hexdigest() != file.chunks[chunk]:
                 raise CorruptError(path, f"damaged between bytes {start:,} and {end:,} (their checksum differs)")
     finally:
