@@ -474,7 +474,8 @@ def head(options: argparse.Namespace) -> list[str]:
     processors = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     machine = f"{processors[0] if processors else platform.machine()}, {os.cpu_count()} cores"
     command = shlex.join(["python", "benchmarks/engine_overhead.py", *sys.argv[1:]])
-    sizes = "; ".join(f"{name}: {asdict(SIZES[name])}" for name in options.sizes)
+    fields = {name: ", ".join(f"{key} {value}" for key, value in asdict(SIZES[name]).items()) for name in options.sizes}
+    sizes = "; ".join(f"{name}: {field}" for name, field in fields.items())
     return [
         "# What the engine costs: step time against a plain PyTorch loop",
         "",
@@ -485,9 +486,7 @@ def head(options: argparse.Namespace) -> list[str]:
         f"{options.rounds} rounds of interleaved bouts of up to {options.steps} steps or {options.bout} s. *Median "
         "step* compares the medians over all steps; *mean step, by round* is the mean step of a bout over the plain "
         "loop's in the same round (median and quartiles over the rounds), in which rare costs count, too. `fp32` and "
-        f"`bf16` (autocast). Models: {sizes}.".replace("'", "")
-        .replace("{", "")
-        .replace("}", ""),
+        f"`bf16` (autocast). Models: {sizes}.",
         "",
     ]
 
