@@ -121,8 +121,18 @@ def what_ran(
             for item in plan.get("chosen") or ()
             if isinstance(item, Mapping)
         ),
-        versions={key: str(environment[key]) for key in ("phalanx", "torch", "python", "git") if environment.get(key)},
+        versions=_versions(environment),
     )
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What ran, by name; the commit of the recipe's folder with what is not in it."""
+    versions = {key: str(environment[key]) for key in ("phalanx", "torch", "python") if environment.get(key)}
+    git = _part(environment, "git")
+    if commit := git.get("commit"):
+        beside = [word for word, key in (("changed", "dirty"), ("with untracked files", "untracked")) if git.get(key)]
+        versions["git"] = ", ".join([str(commit)[:12], *beside])
+    return versions
 
 
 def _part(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
