@@ -90,7 +90,12 @@ class Maker:
             "data_sheet_tflops": {"fp32": 0.166, "bf16": 0.666},
             "data_sheet_source": "cores x clock x FLOPs a cycle",
         }
-        environment: dict[str, object] = {"python": "3.11.7", "torch": "2.13.0", "phalanx": "0.1.0", "platform": "Linux"}
+        environment: dict[str, object] = {
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "phalanx": "0.1.0",
+            "platform": "Linux",
+        }
         environment["git"] = {"commit": "0123456789abcdef" * 2, "dirty": True, "untracked": 0}
         for name, value in {"plan": plan, "cluster": cluster, "environment": environment}.items():
             (self.path / f"{name}.json").write_text(json.dumps(value))

@@ -61,6 +61,7 @@ def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
         assert f"\n{title}" in text
     assert "99 steps done again" in text
     assert "recipe: checkpoint.every" in text
+    assert "git 0123456789ab, changed" in " ".join(text.split())
 
 
 def test_a_healthy_run_is_told_that_nothing_stands_out(tmp_path: Path) -> None:
