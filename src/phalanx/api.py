@@ -103,6 +103,8 @@ def starting(
     machine = this_machine()
     world = nproc or (machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
+    if write:
+        check_place(run.path)
     importable = {"build": loaded.recipe.model.build, "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
     code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
     call = remembering(call, machine, code)
@@ -112,13 +114,30 @@ def starting(
     with contextlib.ExitStack() as stack:
         if new := not run.path.is_dir():
             ready = make_ready(loaded, run, machine, world, call, force, progress)
-            run.create()
+            create(run)
         stack.enter_context(locked(run))
         if not new:
             ready = make_ready(loaded, run, machine, world, call, force, progress)
-            run.create()
+            create(run)
         write_run(ready, loaded)
         yield ready
+
+
+def check_place(path: Path) -> None:
+    """UsageError when a run cannot be kept at `path`, as far as that can be told without writing."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UsageError(f"{path}: a run cannot be kept here: {there} is a file; choose another --run")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: a run cannot be kept here: {there} is not writable; choose another --run")
+
+
+def create(run: Run) -> None:
+    """Make the run's directories. UsageError when the file system will not have them."""
+    try:
+        run.create()
+    except OSError as error:
+        raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
 
 
 def remembering(call: Call, machine: Machine, code: str) -> Call:

@@ -1,5 +1,6 @@
 """The pure parts of what the verbs do: what a run's result is, what is left to do in it, and what changed."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 import phalanx
 from phalanx import api
-from phalanx.api import changed, continuing, finished, last_step, locked, result_of, trial_recipe
+from phalanx.api import changed, check_place, continuing, create, finished, last_step, locked, result_of, trial_recipe
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent import Outcome
 from phalanx.recipe import Recipe, dump_recipe, refused
@@ -225,3 +226,24 @@ def test_only_one_process_may_train_a_run(run: Run) -> None:
         pass
     with locked(run):
         pass
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_a_run_is_not_kept_where_a_file_is(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is a file; choose another --run"):
+        check_place(tmp_path / path)
+
+
+def test_a_run_may_be_kept_where_nothing_is_yet(tmp_path: Path) -> None:
+    check_place(tmp_path / "not" / "there" / "yet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Run) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Run, "create", refuse)
+    with pytest.raises(UsageError, match="cannot be kept here: Read-only file system"):
+        create(Run(tmp_path / "run"))

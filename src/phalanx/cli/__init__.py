@@ -111,6 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # what is still buffered must not fail again when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.UNFINISHED)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
+        print(f"error: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return int(ExitCode.USAGE)
 
 
 def _run(arguments: list[str]) -> int:

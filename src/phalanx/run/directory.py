@@ -86,7 +86,7 @@ class Run:
         """One of the run's JSON files, or None when it was not written yet. DataError when it is not JSON."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error})") from None

@@ -153,6 +153,14 @@ def test_an_error_that_a_user_can_mend_has_no_traceback(
     assert capsys.readouterr().err == "error: shard-3: block 7 is damaged\n"
 
 
+def test_a_file_that_the_system_refuses_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(monkeypatch, lambda: Path("not/there").mkdir())
+    assert cli.main(["train"]) == 64
+    assert capsys.readouterr().err == "error: not/there: No such file or directory\n"
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         raise ZeroDivisionError
