@@ -106,18 +106,24 @@ def starting(
     if write:
         check_place(run.path)
     importable = {"build": loaded.recipe.model.build, "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
-    call = remembering(call, machine, code)
+    with loaded.locating():
+        code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
+    trial = remembering(call, machine, code)
+
+    def get_ready() -> Ready:
+        with loaded.locating():
+            return make_ready(loaded, run, machine, world, trial, force, progress)
+
     if not write:
-        yield make_ready(loaded, run, machine, world, call, force, progress)
+        yield get_ready()
         return
     with contextlib.ExitStack() as stack:
         if new := not run.path.is_dir():
-            ready = make_ready(loaded, run, machine, world, call, force, progress)
+            ready = get_ready()
             create(run)
         stack.enter_context(locked(run))
         if not new:
-            ready = make_ready(loaded, run, machine, world, call, force, progress)
+            ready = get_ready()
             create(run)
         write_run(ready, loaded)
         yield ready

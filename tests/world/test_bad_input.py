@@ -22,17 +22,29 @@ BAD: dict[str, Case] = {
     "model that does not import": (
         {"model": {"build": "no_such_module:net", "args": {}}},
         [],
-        ["model.build", "no_such_module"],
+        ["recipe.yaml:7: model.build", "no_such_module"],
     ),
-    "model without that name": ({"model": {"build": "phalanx.models:transfomer"}}, [], ["model.build", "transformer"]),
-    "argument that the model does not take": ({"model": {"args": {"depth": 2}}}, [], ["model.args", "depth"]),
-    "task that does not import": ({"task": "lab_tasks:Nothing"}, [], ["task", "lab_tasks"]),
+    "model without that name": (
+        {"model": {"build": "phalanx.models:transfomer"}},
+        [],
+        ["recipe.yaml:", "model.build", "transformer"],
+    ),
+    "argument that the model does not take": (
+        {"model": {"args": {"depth": 2}}},
+        [],
+        ["recipe.yaml:", "model.args", "depth"],
+    ),
+    "task that does not import": ({"task": "lab_tasks:Nothing"}, [], ["recipe.yaml:", "task", "lab_tasks"]),
     "no file": (None, [], ["recipe.yaml", "no such file"]),
     "broken YAML": ("steps: [1, 2\nname: x\n", [], ["recipe.yaml:"]),
     "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "mapping"]),
-    "source that matches no file": ({"data": {"source": {"text": "no/such/*.txt"}}}, [], ["no/such/*.txt"]),
-    "source with too little text": ({"data": {"sequence": 100_000}}, [], ["data.sequence", "100000"]),
-    "checkpoint to start from that is not there": ({"init": "runs/none"}, [], ["init", "runs/none"]),
+    "source that matches no file": (
+        {"data": {"source": {"text": "no/such/*.txt"}}},
+        [],
+        ["recipe.yaml:", "data.source", "no/such/*.txt"],
+    ),
+    "source with too little text": ({"data": {"sequence": 100_000}}, [], ["recipe.yaml:", "data.sequence", "100000"]),
+    "checkpoint to start from that is not there": ({"init": "runs/none"}, [], ["recipe.yaml:", "init", "runs/none"]),
 }
 
 

@@ -1,16 +1,18 @@
 """From a recipe file and overrides to a checked `Recipe`. Reads one file, writes nothing, runs nothing."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.errors import RecipeError
+from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.explain import explained, found, nearest
 from phalanx.recipe.overrides import override
 from phalanx.recipe.schema import Recipe
+from phalanx.recipe.shape import keys_at
 from phalanx.recipe.text import Key, Places, parse, place_of
 from phalanx.recipe.variables import expand, expanded, variables
 
@@ -30,6 +32,17 @@ class Loaded:
         """`recipe.yaml:12: model.build`: a key as an error names it."""
         key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         return f"{self.places.get(key, str(self.path or 'recipe'))}: {name}"
+
+    @contextlib.contextmanager
+    def locating(self) -> Iterator[None]:
+        """Give file and line to errors of the recipe that begin with a key: whoever raised them did not know them."""
+        try:
+            yield
+        except PhalanxError as error:
+            name, colon, rest = str(error).partition(":")
+            if error.code is not ExitCode.RECIPE or not colon or name.split(".")[0] not in keys_at(()):
+                raise
+            raise RecipeError(f"{self.at(name)}:{rest}") from error
 
 
 def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loaded:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
 
 
@@ -53,6 +53,22 @@ def test_a_key_is_named_with_its_file_and_line(folder: Path) -> None:
     assert loaded.at("model.build") == "r.yaml:3: model.build"
     assert loaded.at("seed") == "override seed=3: seed"
     assert loaded.at("task") == "r.yaml: task"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RecipeError("model.build: no such module"), "r.yaml:3: model.build: no such module"),
+        (RecipeError("data.source: matches no file"), "r.yaml: data.source: matches no file"),
+        (RecipeError("runs/a: another recipe"), "runs/a: another recipe"),
+        (DataError("model.build: not of the recipe"), "model.build: not of the recipe"),
+    ],
+)
+def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error: PhalanxError, told: str) -> None:
+    Path("r.yaml").write_text("name: a\nmodel:\n  build: x:y\n")
+    with pytest.raises(type(error)) as caught, load_recipe("r.yaml").locating():
+        raise error
+    assert str(caught.value) == told
 
 
 @pytest.mark.parametrize(
