@@ -3,10 +3,15 @@
 import ctypes
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+    from torch import nn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,4 +45,102 @@ def scale_in_place(tensors: "list[torch.Tensor]", factor: float) -> None:
     """Multiply every tensor by `factor`, in one call for the whole list."""
     import torch
 
-    torch._foreach_mul_(tensors, factor)
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def foreach(operation: str, *arguments: Any, **options: Any) -> Any:
+    """torch's `operation` on whole lists of tensors, `foreach("mul_", tensors, 2.0)`: few launches for many tensors."""
+    import torch
+
+    function: Callable[..., Any] = getattr(torch, f"_foreach_{operation}")
+    return function(*arguments, **options)
+
+
+def all_gather_into(
+    out: "torch.Tensor", part: "torch.Tensor", group: "dist.ProcessGroup | None" = None, *, wait: bool = True
+) -> "dist.Work | None":
+    """Gather all ranks' equal parts into `out`; without `wait`, work to wait for. Torch 2.13 renamed it."""
+    import torch.distributed as dist
+
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, part, group=group, async_op=not wait)
+    return work
+
+
+def reduce_scatter_into(part: "torch.Tensor", whole: "torch.Tensor", group: "dist.ProcessGroup | None" = None) -> None:
+    """Sum all ranks' `whole` and keep this rank's part of it. Torch 2.13 renamed it."""
+    import torch.distributed as dist
+
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    scatter(part, whole, group=group)
+
+
+def fake_tensors() -> "AbstractContextManager[object]":
+    """A context in which new tensors have shape, dtype and device but no data, and operations only follow these."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return mode
+
+
+def scaled_product(
+    a: "torch.Tensor",
+    b: "torch.Tensor",
+    scale_a: "torch.Tensor",
+    scale_b: "torch.Tensor",
+    dtype: "torch.dtype",
+    fast: bool = False,
+) -> "torch.Tensor":
+    """(a * scale_a) @ (b * scale_b) in `dtype`, of matrices in fp8 with fp32 scales (0-d): a [n, k] by rows, b [k, m]
+    by columns. `fast` lets tensor cores add with fewer digits. Public since torch 2.13."""
+    import torch
+    import torch.nn.functional as F
+
+    whole = getattr(getattr(F, "ScalingType", None), "TensorWise", None)
+    if whole is not None and hasattr(F, "scaled_mm"):
+        return F.scaled_mm(a, b, scale_a, whole, scale_b, whole, output_dtype=dtype, use_fast_accum=fast)
+    out: torch.Tensor = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+    return out
+
+
+def allow_recompilation(parts: int) -> None:
+    """Let torch.compile make as many variants of one function as a model has compiled parts, and a few for each: by
+    default it silently stops compiling after eight."""
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 8 + 2 * parts)
+
+
+def graph_breaks() -> int:
+    """How often torch.compile has had to leave a part of a function uncompiled, in this process."""
+    import torch._dynamo.utils
+
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def is_compiled(module: "nn.Module") -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]":
+    """A context in which `after` gets what each operation of torch returned, those of backward included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            after(result)
+            return result
+
+    mode: AbstractContextManager[object] = Watching()
+    return mode
+
+
+def die_first() -> None:
+    """Have the kernel, when memory runs out, kill this process before any other (Linux; elsewhere it does nothing)."""
+    if sys.platform == "linux":
+        Path("/proc/self/oom_score_adj").write_text("1000")

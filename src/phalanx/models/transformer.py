@@ -2,32 +2,40 @@
 
 Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention with normalised queries and keys, and a SwiGLU
 or squared-ReLU feed-forward, without biases (Touvron et al. 2023; Ainslie et al. 2023; Dehghani et al. 2023;
-So et al. 2021). Attention is PyTorch's `scaled_dot_product_attention`, which picks the kernel.
+So et al. 2021). Which kernel computes attention is for attention.py to choose.
 
 Shapes in comments: b batch, s sequence, v vocabulary, w width, h heads, g key-value heads, d = w / h, f inner width of
 the feed-forward.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx.models.attention import Plan, attend, plan
+
 EPS = 1e-6  # of RMSNorm
 
 
 def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:
     """Angles [s, 1, d/2] in fp32 by which position and pair of features are turned (Su et al. 2021)."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-    positions = torch.arange(sequence, dtype=torch.float32, device=device)
-    return (positions[:, None] * base**-exponents)[:, None, :]
+    return rotations_at(torch.arange(sequence, dtype=torch.float32, device=device), dim, base)
+
+
+def rotations_at(positions: Tensor, dim: int, base: float) -> Tensor:
+    """The same [..., s, 1, d/2] for any positions [..., s]."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    return (positions.to(torch.float32)[..., None] * base**-exponents)[..., None, :]
 
 
 def rotate(x: Tensor, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of neighbouring features of x [b, s, h, d] (fp32). `turns` [s, 1, d/2] is complex, for one complex
-    product (a sixth of the time in eager mode on a CPU), or (cos, sin), for the same in reals, which compilers fuse."""
+    """Turn each pair of neighbouring features of x [b, s, h, d] (fp32). `turns` [s, 1, d/2] or [b, s, 1, d/2] is
+    complex, for one complex product (a sixth of the time in eager mode on a CPU), or (cos, sin), for the same in reals,
+    which compilers fuse."""
     paired = x.view(*x.shape[:-1], -1, 2)
     if isinstance(turns, tuple):
         cos, sin = turns
@@ -35,11 +43,6 @@ def rotate(x: Tensor, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     pairs = torch.view_as_complex(paired)  # [b, s, h, d/2]
     return torch.view_as_real(pairs * turns).flatten(-2)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """documents [b, s] -> [b, 1, s, s]: True where a query (row) may see a key (column): earlier, in its document."""
-    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
 
 
 def _compute_dtype(x: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
 
-    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], how: Plan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
         batch, length, _ = x.shape
         value = self.value(x).view(batch, length, self.kv_heads, self.dim)  # [b, s, g, d]
@@ -73,15 +76,9 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query = F.rms_norm(query, (self.dim,), self.query_norm.weight.float(), EPS)
             key = F.rms_norm(key, (self.dim,), self.key_norm.weight.float(), EPS)
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, turns).to(value.dtype).transpose(1, 2),
-            rotate(key, turns).to(value.dtype).transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.kv_heads != self.heads,
-        )  # [b, h, s, d]
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        # [b, s, h, d]
+        mixed = attend(rotate(query, turns).to(value.dtype), rotate(key, turns).to(value.dtype), value, how)
+        out: Tensor = self.out(mixed.flatten(2))
         return out
 
 
@@ -105,19 +102,19 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); ffn is any module from [b, s, w] to [b, s, w]."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, ffn: int, activation: str, qk_norm: bool, dropout: float):
+    def __init__(self, width: int, heads: int, kv_heads: int, ffn: nn.Module, qk_norm: bool, dropout: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, eps=EPS)
         self.attention = Attention(width, heads, kv_heads, qk_norm)
         self.ffn_norm = nn.RMSNorm(width, eps=EPS)
-        self.ffn = FeedForward(width, ffn, activation)
+        self.ffn = ffn
         self.dropout = dropout
 
-    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], how: Plan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
-        x = x + self._drop(self.attention(_compute_dtype(self.attention_norm(x)), turns, mask))
+        x = x + self._drop(self.attention(_compute_dtype(self.attention_norm(x)), turns, how))
         return x + self._drop(self.ffn(_compute_dtype(self.ffn_norm(x))))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -125,7 +122,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder that `transformer` builds: tokens [b, s] -> logits [b, s, v]."""
+    """The decoder that `transformer` builds: tokens [b, s] -> logits [b, s, v]. `feed_forward` makes that of a layer,
+    by its number."""
 
     def __init__(
         self,
@@ -135,8 +133,7 @@ class Transformer(nn.Module):
         width: int,
         heads: int,
         kv_heads: int,
-        ffn: int,
-        activation: str,
+        feed_forward: Callable[[int], nn.Module],
         tie: bool,
         qk_norm: bool,
         rope_base: float,
@@ -149,11 +146,12 @@ class Transformer(nn.Module):
         self.dropout = dropout
         self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, kv_heads, ffn, activation, qk_norm, dropout) for _ in range(layers)
+            Block(width, heads, kv_heads, feed_forward(layer), qk_norm, dropout) for layer in range(layers)
         )
         self.norm = nn.RMSNorm(width, eps=EPS)
         self.head = nn.Linear(width, vocab, bias=False)
         self.tie = tie
+        self.blocks_are_compiled = False
         self.reset_parameters()
 
     @torch.no_grad()
@@ -170,30 +168,54 @@ class Transformer(nn.Module):
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+                residual = name.removesuffix(".weight").endswith((".out", ".down"))
                 nn.init.normal_(parameter, std=0.02 / depth if residual else 0.02)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits [b, s, v] for tokens [b, s] (int64). With documents [b, s], a number for the document of each token,
-        no token sees another document; positions run on, which rotary attention, being relative, does not notice."""
+        no token sees another document; positions run on, which rotary attention, being relative, does not notice.
+        `positions` [b, s] or [s] says where each token stands, when these are not the first s of their sequence."""
         if tokens.shape[1] > self.sequence:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for sequence={self.sequence}")
         x = self.embedding(tokens)  # [b, s, w]
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        mask = None if documents is None else document_mask(documents)
-        turns = self._turns(tokens)
+        how = plan(tokens, documents, self.blocks_are_compiled)
+        turns = self._turns(tokens, positions)
         for block in self.blocks:
-            x = block(x, turns, mask)
+            x = block(x, turns, how)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _turns(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def _turns(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         # Made anew each time, for microseconds: a buffer would be lost on the meta device, and rounded by .to(bf16).
-        angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
-        if torch.compiler.is_compiling():
+        if positions is None:
+            angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+        else:
+            angles = rotations_at(positions, self.head_dim, self.rope_base)
+        if torch.compiler.is_compiling() or self.blocks_are_compiled:
             return angles.cos(), angles.sin()
         return torch.polar(torch.ones_like(angles), angles)
+
+
+def default_ffn(width: int, activation: str = "swiglu") -> int:
+    """The usual inner width of a feed-forward: both activations then cost alike."""
+    return max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
+
+
+def check_sizes(width: int, heads: int, kv_heads: int, dropout: float, **sizes: int) -> None:
+    """Raise ValueError, naming the argument, when sizes of a decoder do not fit together."""
+    for name, value in {**sizes, "width": width, "heads": heads, "kv_heads": kv_heads}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if width % heads:
+        raise ValueError(f"width={width} must be a multiple of heads={heads}")
+    if (width // heads) % 2:
+        raise ValueError(f"width / heads = {width // heads} must be even: rotary positions turn pairs of features")
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
 
 def transformer(
@@ -218,22 +240,20 @@ def transformer(
     feed-forward adds. Raises ValueError when the sizes do not fit together.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    if ffn is None:
-        ffn = max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
-    sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "width": width, "heads": heads}
-    for name, value in {**sizes, "kv_heads": kv_heads, "ffn": ffn}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}")
-    if (width // heads) % 2:
-        raise ValueError(f"width / heads = {width // heads} must be even: rotary positions turn pairs of features")
-    if heads % kv_heads:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     if activation not in ("swiglu", "relu2"):
         raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+    inner = default_ffn(width, activation) if ffn is None else ffn
+    check_sizes(width, heads, kv_heads, dropout, vocab=vocab, sequence=sequence, layers=layers, ffn=inner)
     return Transformer(
-        vocab, sequence, layers, width, heads, kv_heads, ffn, activation, tie, qk_norm, rope_base, dropout
+        vocab,
+        sequence,
+        layers,
+        width,
+        heads,
+        kv_heads,
+        lambda layer: FeedForward(width, inner, activation),
+        tie,
+        qk_norm,
+        rope_base,
+        dropout,
     )

@@ -1,0 +1,260 @@
+"""A decoder-only mixture-of-experts transformer, as plain PyTorch modules: no import of the rest of Phalanx.
+
+The decoder of `transformer`, with feed-forwards of which each token uses a few: a router picks `top_k` of `experts`
+small SwiGLU feed-forwards for each token (Shazeer et al. 2017), and none is ever full, so no token is dropped (Gale et
+al. 2022). Beside them may stand a shared expert that every token uses (Dai et al. 2024).
+
+**Balance.** Without care a few experts get everything. So the loss of each token has a term added,
+`balance x experts x sum over e of load[e] x p[e]`, with p the router's probabilities for the token and `load` the share
+of assignments that expert e got (Fedus et al. 2021, equations 4 to 6): 1 x balance where all is even, more where it is
+not. It is a sum over tokens, as the rest of the loss, and needs no place in the loss function (`_AddLoss`).
+
+`load` is of the whole global batch of the *last* step. Of this step's it could only be that of the micro-batch at hand,
+since backward begins before the others are known; then the gradient would depend on how a batch is divided, and a small
+micro-batch would be punished for being about one thing (Qiu et al. 2025). With the last step's it does not depend on
+micro-batches, ranks or packing, and a run that goes on from a checkpoint, where `load` stands, goes on exactly.
+
+The engine's part: after each optimizer step it calls `after_step(add)` of every module that has it, on all ranks.
+
+Shapes in comments: n tokens, w width, f inner width of one expert, E experts, k experts a token, m = n k assignments.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.models.transformer import FeedForward, Transformer, check_sizes, default_ffn
+
+_ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned
+
+
+class _AddLoss(torch.autograd.Function):
+    """x as it is; in backward, `scale` x the gradient of `loss` is added to that of the loss that x leads to. So a
+    layer deep in a model, or in another stage of a pipeline, adds to the loss without handing anything on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (scale,) = ctx.saved_tensors
+        return grad, scale.float().clone(), None
+
+
+class _TakeRows(torch.autograd.Function):
+    """Rows `take[i] // copies` of x, where `take` is a permutation and `back` its inverse: with copies=k each row comes
+    k times. Backward gathers and adds in a fixed order: quicker than the scattered addition of plain indexing, and
+    always the same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(back)
+        return x[take // copies]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        rows = grad[back]
+        if ctx.copies > 1:
+            rows = rows.unflatten(0, (-1, ctx.copies)).sum(1)
+        return rows, None, None, None
+
+
+class Router(nn.Module):
+    """Chooses for each token its `top_k` experts and their weights, and keeps the load even (see the file's head).
+
+    `load` [E] is the share of assignments in the last step, `counts` [E] the number in this one so far, in training
+    only. Forward counts; where a forward is done twice for recomputation, all of the router's are, and the shares stay
+    the same.
+    """
+
+    load: Tensor
+    counts: Tensor
+    scale: Tensor
+    keeps_precision = True
+    """Scores decide: they are not for formats of few digits, such as fp8."""
+
+    def __init__(self, width: int, experts: int, top_k: int, balance: float):
+        super().__init__()
+        self.top_k, self.balance = top_k, balance
+        self.score = nn.Linear(width, experts, bias=False)
+        self.register_buffer("load", torch.full((experts,), 1 / experts))
+        self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, 1 unless the engine, training in fp16, sets it."""
+        return self.scale.item()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | Tensor) -> None:
+        self.scale.fill_(scale)  # a number in a compiled graph would have it compiled again for each new one
+
+    def reset_buffers(self) -> None:
+        """As if all experts had been used alike."""
+        self.load.fill_(1 / len(self.load))
+        self.counts.zero_()
+        self.scale.fill_(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n, w] -> weights [n, k] (fp32), the order [m] that sorts assignments by expert, and the experts' counts
+        [E] (int64). Assignment i is that of token i // k. Equal ones keep their order."""
+        shares = self.score(x).float().softmax(-1)  # [n, E]
+        weights, chosen = shares.topk(self.top_k, dim=-1)  # [n, k]
+        if self.top_k > 1:  # a single weight would become 1, and the router learn nothing from the task
+            weights = weights / weights.sum(-1, keepdim=True)
+        experts, order = chosen.flatten().sort(stable=True)  # [m]
+        # Of sorted numbers the ends of runs tell the counts; adding up one by one would need atomics on a GPU.
+        ends = torch.searchsorted(experts, torch.arange(len(self.load), device=x.device), right=True)  # [E]
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        if self.training:
+            self.counts.add_(counts)
+            if self.balance:
+                per_expert = shares.sum(0)  # [E]
+                loss = self.balance * len(self.load) * (self.load.float() * per_expert).sum()
+                weights = _AddLoss.apply(weights, loss, self.scale)
+        return weights, order, counts
+
+    @torch.no_grad()
+    def after_step(self, add: Callable[[Tensor], Tensor]) -> None:
+        """End a step: `add` gives the sum of a tensor over all ranks that hold other tokens. On every rank."""
+        counts = add(self.counts)
+        total = counts.sum()
+        self.load.copy_(torch.where(total > 0, counts / total.clamp(min=1), self.load))
+        self.counts.zero_()
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards side by side, their weights stacked with the expert as first dimension.
+
+    `expert_parallel` says that the first dimension of all parameters may be divided over ranks, and that forward takes
+    as many experts as it finds weights for.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, experts: int, width: int, ffn: int):
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, ffn, width))
+        self.up = nn.Parameter(torch.empty(experts, ffn, width))
+        self.down = nn.Parameter(torch.empty(experts, width, ffn))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, w], rows sorted by expert, `counts` [E] (int64) of them for each -> [m, w]."""
+        gate, up, down = (weight.to(x.dtype) for weight in (self.gate, self.up, self.down))
+        if _grouped(x, gate):
+            ends = counts.cumsum(0).to(torch.int32)
+            hidden = F.silu(F.grouped_mm(x, gate.mT, offs=ends)) * F.grouped_mm(x, up.mT, offs=ends)  # [m, f]
+            return F.grouped_mm(hidden, down.mT, offs=ends)
+        # On the meta device no counts are known: any division has the same shapes and costs.
+        parts = x.tensor_split(len(gate)) if x.is_meta else x.split(counts.tolist())
+        # unbind: its backward stacks once, where indexing would fill a whole gradient for each expert.
+        weights = zip(parts, gate.unbind(), up.unbind(), down.unbind(), strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in weights])
+
+
+def _grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether one product for all experts can be had: public since torch 2.13, and for bf16. On a GPU it spares the
+    wait for the counts; on one and two CPU cores it took 0.81 to 1.02 of the time of a loop over 8 and 32 experts. On
+    the meta device the loop stands in for it, since counters of operations do not know it."""
+    aligned = weight.shape[1] % _ALIGNMENT == 0 and weight.shape[2] % _ALIGNMENT == 0
+    return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0 and not x.is_meta
+
+
+class Mixture(nn.Module):
+    """A feed-forward made of experts: the weighted sum of those that the router chose, and of the shared one."""
+
+    def __init__(self, width: int, experts: int, top_k: int, ffn: int, shared: int, balance: float):
+        super().__init__()
+        self.router = Router(width, experts, top_k, balance)
+        self.experts = Experts(experts, width, ffn)
+        self.shared = FeedForward(width, shared, "swiglu") if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [b, s, w] -> [b, s, w]
+        rows = x.flatten(0, -2)  # [n, w]
+        weights, order, counts = self.router(rows)
+        back = order.argsort()
+        top_k = weights.shape[1]
+        sorted_rows = _TakeRows.apply(rows, order, back, top_k)  # [m, w], by expert
+        outputs = self.experts(sorted_rows, counts)
+        outputs = _TakeRows.apply(outputs, back, order, 1).unflatten(0, (-1, top_k))  # [n, k, w], by token
+        mixed: Tensor = (outputs * weights.to(outputs.dtype)[:, :, None]).sum(1).view_as(x)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
+class MixtureTransformer(Transformer):
+    """The decoder that `moe` builds: tokens [b, s] -> logits [b, s, v]."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, as those of `Transformer`, and forget what the routers counted."""
+        super().reset_parameters()
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.reset_buffers()
+
+
+def moe(
+    vocab: int,
+    sequence: int,
+    layers: int = 4,
+    width: int = 256,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    experts: int = 8,
+    top_k: int = 2,
+    ffn: int | None = None,
+    shared: int = 0,
+    dense_layers: int = 0,
+    balance: float = 0.01,
+    tie: bool = True,
+    qk_norm: bool = True,
+    rope_base: float = 10000.0,
+    dropout: float = 0.0,
+) -> MixtureTransformer:
+    """A decoder-only mixture-of-experts language model; forward(tokens [b, s], documents [b, s] or None) -> logits
+    [b, s, vocab].
+
+    Each token uses `top_k` of the `experts` of a layer. `ffn` is the inner width of one expert; by default a token's
+    experts together are as wide as the feed-forward of `transformer`: 8/3 x width / top_k, rounded to a multiple of
+    64. `shared` is the inner width of an expert that every token uses besides (0: none). The first `dense_layers`
+    layers have the feed-forward of `transformer`. `balance` is the weight of the loss that keeps the experts evenly
+    used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    check_sizes(width, heads, kv_heads, dropout, vocab=vocab, sequence=sequence, layers=layers, experts=experts)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
+    inner = max(64, round(width * 8 / 3 / top_k / 64) * 64) if ffn is None else ffn
+    if inner < 1:
+        raise ValueError(f"ffn={inner} must be at least 1")
+    if shared < 0:
+        raise ValueError(f"shared={shared} must be at least 0: the inner width of the shared expert, 0 for none")
+    if not 0 <= dense_layers < layers:
+        raise ValueError(f"dense_layers={dense_layers} must be at least 0 and below layers={layers}")
+    if balance < 0:
+        raise ValueError(f"balance={balance} must be at least 0")
+
+    def feed_forward(layer: int) -> nn.Module:
+        if layer < dense_layers:
+            return FeedForward(width, default_ffn(width), "swiglu")
+        return Mixture(width, experts, top_k, inner, shared, balance)
+
+    return MixtureTransformer(
+        vocab, sequence, layers, width, heads, kv_heads, feed_forward, tie, qk_norm, rope_base, dropout
+    )

@@ -1,0 +1,181 @@
+"""Collectives with a backward: what tensor, context and expert parallel are made of.
+
+Each comes with its adjoint, so that autograd sends gradients back the way the values came. A group of None is a group
+of one: nothing is sent. (Korthikanti et al. 2022 names the pairs f, f-bar, g, g-bar.)
+
+    function        forward                            backward
+    copy_to         nothing                            sum
+    sum_from        sum                                nothing
+    gather          all-gather along a dimension       reduce-scatter
+    gather_alike    all-gather                         own part: for what every rank goes on with alike
+    scatter_sum     reduce-scatter                     all-gather
+    split           own part                           all-gather
+    exchange_rows   all-to-all of rows                 all-to-all back
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.compat import all_gather_into, reduce_scatter_into
+
+Group = dist.ProcessGroup | None
+
+
+def size_of(group: Group) -> int:
+    """Ranks in the group."""
+    return 1 if group is None else group.size()
+
+
+def rank_in(group: Group) -> int:
+    """This process's number in the group."""
+    return 0 if group is None else group.rank()
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """x, alike on all ranks, going into work that differs by rank: gradients of all ranks are summed."""
+    return x if size_of(group) == 1 else _CopyTo.apply(x, group)
+
+
+def sum_from(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' partial x, on each of them; each gradient goes back as it is."""
+    return x if size_of(group) == 1 else _SumFrom.apply(x, group)
+
+
+def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' parts one after the other along `dim`, for work that differs by rank."""
+    return x if size_of(group) == 1 else _Gather.apply(x, group, dim)
+
+
+def gather_alike(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' parts one after the other along `dim`, for work that every rank does alike."""
+    return x if size_of(group) == 1 else _GatherAlike.apply(x, group, dim)
+
+
+def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
+    return x if size_of(group) == 1 else _ScatterSum.apply(x, group, dim)
+
+
+def split(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of an x that is alike on all ranks. The dimension must divide evenly."""
+    return x if size_of(group) == 1 else _Split.apply(x, group, dim)
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Rows of x [sum(send), ...] to the ranks in order, `send[r]` of them to rank r; rows [sum(receive), ...] come."""
+    return x if size_of(group) == 1 else _ExchangeRows.apply(x, list(send), list(receive), group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """All ranks' x along `dim`, without a backward."""
+    moved = x.movedim(dim, 0).contiguous()
+    whole = moved.new_empty((moved.shape[0] * group.size(), *moved.shape[1:]))
+    all_gather_into(whole, moved, group)
+    return whole.movedim(0, dim)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of the sum of all ranks' x along `dim`, without a backward."""
+    moved = x.movedim(dim, 0).contiguous()
+    part = moved.new_empty((moved.shape[0] // group.size(), *moved.shape[1:]))
+    reduce_scatter_into(part, moved, group)
+    return part.movedim(0, dim)
+
+
+def own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice of x along `dim`."""
+    length = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * length, length).contiguous()
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' x as a new tensor, without a backward."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad, ctx.group), None
+
+
+class _SumFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_part(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
+    return arrived

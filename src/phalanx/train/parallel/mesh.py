@@ -1,0 +1,180 @@
+"""Which workers work together on what: the process groups of a layout.
+
+Ranks are numbered with the tensor dimension innermost, since it talks most and should have the fastest links, and
+pipeline stages outermost, since they talk least:
+
+    rank = (((pipeline x replicate + r) x shard + s) x context + c) x tensor + t
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.recipe.schema import Layout
+from phalanx.train.parallel.collectives import Group
+from phalanx.train.place import Place
+
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Of the world, outermost first."""
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """Where a rank stands in each dimension."""
+    found = {}
+    for name in reversed(DIMENSIONS):
+        size = getattr(layout, name)
+        found[name] = rank % size
+        rank //= size
+    return {name: found[name] for name in DIMENSIONS}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This worker's place in a layout, and the groups that it belongs to; a group of one is None.
+
+    `stage` are all ranks that hold the same layers. `data` numbers the parts of the batch, 0 <= data < data_size: ranks
+    that differ in pipeline, context or tensor only work on the same samples. `fsdp` is the DeviceMesh over which
+    parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard"); None where they are whole.
+    `expert_fsdp` is the same for experts, whose number of owners is smaller by `expert`.
+    """
+
+    layout: Layout
+    at: dict[str, int]
+    tensor: Group = None
+    context: Group = None
+    pipeline: Group = None
+    replicate: Group = None
+    expert: Group = None
+    stage: Group = None
+    fsdp: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
+
+    @property
+    def data(self) -> int:
+        """The number of this worker's part of the batch."""
+        return self.at["replicate"] * self.layout.shard + self.at["shard"]
+
+    @property
+    def data_size(self) -> int:
+        """Parts into which the batch is divided."""
+        return self.layout.replicate * self.layout.shard
+
+    @property
+    def sharded(self) -> int:
+        """Ranks over which a parameter is sharded."""
+        return self.layout.shard * self.layout.context
+
+    @property
+    def shard_rank(self) -> int:
+        """This worker's number among those."""
+        return self.at["shard"] * self.layout.context + self.at["context"]
+
+    @property
+    def expert_rank(self) -> int:
+        """Which of the `expert` groups of experts this worker holds."""
+        return self.shard_rank % self.layout.expert
+
+    @property
+    def speaks(self) -> bool:
+        """Whether losses of this worker's micro-batches count: tensor ranks hold the same, only the last stage has
+        any. (Context ranks hold parts.)"""
+        return self.at["tensor"] == 0 and self.at["pipeline"] == self.layout.pipeline - 1
+
+    @property
+    def speaker(self) -> int:
+        """The rank of the first worker that speaks."""
+        return (self.layout.pipeline - 1) * (self.layout.world // self.layout.pipeline)
+
+    def number(self, axes: Sequence[str]) -> tuple[int, int]:
+        """This worker's number among the ranks that differ from it in `axes` only, and how many they are."""
+        index, count = 0, 1
+        for axis in axes:
+            size = getattr(self.layout, axis)
+            index, count = index * size + self.at[axis], count * size
+        return index, count
+
+    @property
+    def only_replicates(self) -> bool:
+        """Whether every worker holds the whole model."""
+        return self.layout.replicate == self.layout.world
+
+
+def alone() -> Mesh:
+    """The mesh of a single worker."""
+    return Mesh(Layout(), coordinates(Layout(), 0))
+
+
+def build_mesh(layout: Layout, place: Place) -> Mesh:
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world."""
+    at = coordinates(layout, place.rank)
+    world = dist.group.WORLD if layout.world > 1 else None
+    if layout.replicate == layout.world:
+        return Mesh(layout, at, replicate=world, stage=world)
+    sharded = layout.shard * layout.context
+    sizes = [getattr(layout, name) for name in DIMENSIONS]
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    groups = {name: _own_group(ranks.movedim(i, -1), place.rank) for i, name in enumerate(DIMENSIONS)}
+    fsdp = expert_fsdp = expert = None
+    if sharded > 1:
+        # [pipeline, replicate, shard x context, tensor]
+        fsdp = _fsdp_mesh(place, layout, sharded)
+        if layout.expert > 1:
+            owners = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
+            expert = _own_group(owners.movedim(3, -1), place.rank)
+            expert_fsdp = _expert_mesh(place, layout, sharded)
+    return Mesh(
+        layout,
+        at,
+        tensor=groups["tensor"],
+        context=groups["context"],
+        pipeline=groups["pipeline"],
+        replicate=groups["replicate"],
+        expert=expert,
+        stage=world if layout.pipeline == 1 else _own_group(ranks.flatten(1), place.rank),
+        fsdp=fsdp,
+        expert_fsdp=expert_fsdp,
+    )
+
+
+def group_of_stages(mesh: Mesh, place: Place, members: Sequence[int]) -> Group:
+    """The group of the workers at these places in the pipeline that differ in nothing else; every worker calls it."""
+    ranks = torch.arange(mesh.layout.world).view(mesh.layout.pipeline, -1)
+    chosen = ranks[list(members)].T  # [all else, members]
+    return _own_group(chosen, place.rank, required=mesh.at["pipeline"] in members)
+
+
+def _own_group(ranks: torch.Tensor, rank: int, required: bool = True) -> Group:
+    """Of the groups that are the rows of `ranks` [..., size], the one that holds `rank`. All ranks make all groups, in
+    the same order."""
+    if ranks.shape[-1] == 1:
+        return None
+    own: Group = None
+    for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
+        group: dist.ProcessGroup = dist.new_group(row)
+        if rank in row:
+            own = group
+    assert own is not None or not required
+    return own
+
+
+def _fsdp_mesh(place: Place, layout: Layout, sharded: int) -> DeviceMesh:
+    mesh = init_device_mesh(
+        place.device.type,
+        (layout.pipeline, layout.replicate, sharded, layout.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+    )
+    return mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"]
+
+
+def _expert_mesh(place: Place, layout: Layout, sharded: int) -> DeviceMesh:
+    """Over the ranks that hold the same experts."""
+    mesh = init_device_mesh(
+        place.device.type,
+        (layout.pipeline, layout.replicate, sharded // layout.expert, layout.expert, layout.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "expert", "tensor"),
+    )
+    return mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"]
