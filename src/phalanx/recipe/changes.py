@@ -16,12 +16,12 @@ FREE = (
     "callbacks",
     "evaluate.every",
     "evaluate.samples",
-    "layout.replicate",
+    "layout",
 )
 """Keys that may change when a run goes on; every other one changes the mathematics or its rounding.
 
-`evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout.replicate` is: it
-follows the number of workers.
+`evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout` is: it
+changes rounding only, which is told.
 """
 
 

@@ -1,13 +1,25 @@
 """What must hold between the keys of a recipe and the workers that it gets; nothing is imported or run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.recipe.explain import nearest, several
+from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.schema import Layout, Recipe
 
+WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
+"""Dimensions of a layout whose product is the world."""
 TASKS = ("language-modeling", "classification")
 """Tasks that ship; any other is an import path."""
+FP8_SINCE = (8, 9)
+"""CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
+FP8 = "PHALANX_FP8"
+"""Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
+NO_FP8 = (
+    "fp8 needs tensor cores that know it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
+    "bf16, fp16 or fp32 would be valid here"
+)
+"""What to say to that of a device by this name."""
 
 
 def check(recipe: Recipe, folder: Path, workers: int = 1, at: Callable[[str], str] = str) -> None:
@@ -20,41 +32,86 @@ def check(recipe: Recipe, folder: Path, workers: int = 1, at: Callable[[str], st
         raise several(problems)
 
 
+def has_fp8(capability: Sequence[int] | None) -> bool:
+    """Whether a device of this CUDA compute capability (None: it is no such device) multiplies in fp8."""
+    return capability is not None and tuple(capability) >= FP8_SINCE
+
+
+def check_device(
+    recipe: Recipe,
+    device: str,
+    name: str,
+    capability: Sequence[int] | None,
+    at: Callable[[str], str] = str,
+    fp8_anywhere: bool = False,
+) -> None:
+    """RecipeError when what `recipe` asks for cannot be had on this kind of device ("cpu" or "cuda")."""
+    problems = []
+    if recipe.precision == "fp8" and not has_fp8(capability) and not fp8_anywhere:
+        problems.append(f"{at('precision')}: {NO_FP8.format(name)}")
+    if recipe.compile == "graphs" and device != "cuda":
+        problems.append(f"{at('compile')}: graphs are CUDA graphs, and {name} is no GPU; true or false would be valid")
+    if problems:
+        raise several(problems)
+
+
 def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
     if ":" not in recipe.task and recipe.task not in TASKS:
         known = f"expected {', '.join(TASKS)} or module:Class"
         yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
-    if recipe.init is not None and not (folder / recipe.init).exists():
-        yield "init", f"there is no checkpoint or run at {folder / recipe.init}"
+    if recipe.init is not None:
+        path = recipe.init.removeprefix(HUGGING_FACE)
+        if not (folder / path).exists():
+            kind = "checkpoint or run" if path == recipe.init else "directory"
+            yield "init", f"there is no {kind} at {folder / path}"
+    replicas = workers
     if isinstance(recipe.layout, Layout):
-        yield from _layout(recipe.layout, workers)
-    yield from _batch(recipe.batch.global_, recipe.batch.micro, workers)
+        yield from _layout(recipe, recipe.layout, workers)
+        replicas = recipe.layout.replicate * recipe.layout.shard
+    yield from _batch(recipe.batch.global_, recipe.batch.micro, replicas)
 
 
-def _layout(layout: Layout, workers: int) -> Iterator[tuple[str, str]]:
-    for name in ("shard", "tensor", "pipeline", "context", "expert"):
-        if (size := getattr(layout, name)) != 1:
-            yield f"layout.{name}", f"found {size}, expected 1: this version divides work by layout.replicate only"
+def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str, str]]:
     if layout.world != workers:
+        product = " x ".join(f"{name} {getattr(layout, name)}" for name in WORLD if getattr(layout, name) > 1)
         yield (
             "layout",
-            f"takes {layout.world} workers, but the run has {workers}: use --nproc {layout.world} or layout=auto",
+            f"takes {layout.world} workers ({product or 'one of each'}), but the run has {workers}: "
+            f"use --nproc {layout.world} or layout=auto",
         )
+    sharded = layout.shard * layout.context
+    if sharded % layout.expert:
+        yield "layout.expert", f"found {layout.expert}, which must divide shard x context = {sharded}"
+    if recipe.exchange.exact == "replicas" and layout.replicate != layout.world:
+        yield "layout", "exchange.exact = replicas needs whole replicas: give layout.replicate only, or exact: world"
+    if recipe.optim.name == "muon" and layout.tensor > 1:
+        yield "layout.tensor", "muon works on whole matrices, which tensor ranks do not have; use layout.shard or adamw"
+    if recipe.compile == "graphs" and layout.replicate != layout.world:
+        yield "compile", "graphs cannot hold the communication of a divided model: give layout.replicate only, or true"
+    for name in ("tensor", "expert"):
+        if recipe.optim.state == "8bit" and getattr(layout, name) > 1:
+            yield f"layout.{name}", "optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16"
+    for name in ("tensor", "context"):
+        if getattr(layout, name) > 1 and recipe.task == "classification":
+            yield f"layout.{name}", "is for models of sequences; classification of images has none"
+    if (length := recipe.data.sequence) % layout.context:
+        yield "layout.context", f"found {layout.context}, which must divide data.sequence = {length}"
 
 
-def _batch(samples: int, micro: int | str, workers: int) -> Iterator[tuple[str, str]]:
-    if samples % workers:
-        below, above = samples // workers * workers, (samples // workers + 1) * workers
+def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, str]]:
+    """`parts`: workers, or groups of them, among which the batch is divided."""
+    if samples % parts:
+        below, above = samples // parts * parts, (samples // parts + 1) * parts
         fits = " or ".join(str(size) for size in (below, above) if size)
-        yield "batch.global", f"{samples} samples cannot be divided among {workers} workers; {fits} can"
-    elif isinstance(micro, int) and samples % (micro * workers):
-        share = samples // workers
+        yield "batch.global", f"{samples} samples cannot be divided among {parts} workers; {fits} can"
+    elif isinstance(micro, int) and samples % (micro * parts):
+        share = samples // parts
         best = min(divisors(share), key=lambda size: (abs(size - micro), size))
         yield (
             "batch.micro",
             (
-                f"{micro} x {workers} {'worker' if workers == 1 else 'workers'} = {micro * workers} does not divide "
+                f"{micro} x {parts} {'worker' if parts == 1 else 'workers'} = {micro * parts} does not divide "
                 f"batch.global = {samples}; the nearest micro-batch that does is {best}"
             ),
         )

@@ -4,16 +4,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.data import Data
+from phalanx.train.objective import Sums
+from phalanx.train.parallel.mesh import Mesh
+from phalanx.train.parallel.shard import let_go
 from phalanx.train.place import Place
-from phalanx.train.precision import computing
 from phalanx.train.step import to_device
-from phalanx.train.tasks import Task
+from phalanx.train.tasks import TensorBatch
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,25 @@ class Scores:
     seconds: float
 
 
+class Scored(Protocol):
+    """What is evaluated: an `Objective`, or a pipeline that has one."""
+
+    @property
+    def training(self) -> bool: ...
+
+    def train(self, mode: bool) -> Any: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def __call__(self, batch: TensorBatch, metrics: bool) -> Sums: ...
+
+
 def evaluate(
-    model: nn.Module,
-    task: Task,
+    objective: Scored,
     data: Data,
     *,
     place: Place,
-    precision: str,
+    mesh: Mesh,
     samples: int,
     micro: int,
     stop: Callable[[], bool] = lambda: False,
@@ -40,44 +55,45 @@ def evaluate(
 ) -> Scores | None:
     """Score at most `samples` held-out samples; None when a worker was asked to stop meanwhile.
 
-    Micro-batch i is scored by worker i mod world; sums of all micro-batches stand in slots of their own and are added
-    in their order, so the result does not depend on the world.
+    Micro-batch i is scored by part i mod data_size of the mesh; sums of all micro-batches stand in slots of their own
+    and are added in their order, so the result does not depend on the world.
     """
     begun = clock()
     total = min(samples, data.held_out_samples)
-    metrics = getattr(task, "metrics", None)
     starts = range(0, total, micro)
     rows: dict[int, list[float]] = {}
     names: list[str] = []
-    with _evaluating(model), torch.no_grad():
-        for round_start in range(0, len(starts), place.world):
-            index = round_start + place.rank
-            if index < len(starts):
-                batch = to_device(data.held_out(starts[index], min(micro, total - starts[index])), place.device)
-                with computing(precision, place.device):
-                    args, kwargs = task.inputs(batch)
-                    output = model(*args, **kwargs)
-                    pairs = [task.loss(output, batch)]
-                    if metrics is not None:
-                        scores = metrics(output, batch)
-                        names = list(scores)
-                        pairs += list(scores.values())
-                rows[index] = [float(value) for pair in pairs for value in pair]
+    with _evaluating(objective), torch.no_grad():
+        for round_start in range(0, len(starts), mesh.data_size):
+            index = round_start + mesh.data
+            mine = index < len(starts)
+            if mine or mesh.sharded > 1:  # who shards parameters runs along, since the others need its part of them
+                start = starts[index if mine else -1]
+                batch = to_device(data.held_out(start, min(micro, total - start)), place.device)
+                sums = objective(batch, metrics=True)
+                if mesh.speaks:
+                    names = [name for name, _, _ in sums[1:]]
+                if mine and mesh.speaks:
+                    rows[index] = [float(part) for _, value, terms in sums for part in (value, terms)]
             if _any(stop(), place):
                 return None
-    sums = _sum_rows(rows, len(starts), place)
-    means = [sums[i] / max(sums[i + 1], 1.0) for i in range(0, len(sums), 2)]
-    return Scores(means[0], dict(zip(_shared(names, place), means[1:], strict=True)), total, clock() - begun)
+    added = _sum_rows(rows, len(starts), place)
+    means = [added[i] / max(added[i + 1], 1.0) for i in range(0, len(added), 2)]
+    return Scores(
+        means[0], dict(zip(_shared(names, place, mesh.speaker), means[1:], strict=True)), total, clock() - begun
+    )
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
+def _evaluating(model: Scored) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]  # some may be frozen on purpose
+    model.train(False)
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
+        let_go(model.modules())
 
 
 def _any(flag: bool, place: Place) -> bool:
@@ -97,16 +113,16 @@ def _sum_rows(rows: dict[int, list[float]], count: int, place: Place) -> list[fl
         dist.all_reduce(width, dist.ReduceOp.MAX)
         slots = torch.zeros(count, int(width), dtype=torch.float64, device=place.device)
         for index, row in rows.items():
-            slots[index] = torch.tensor(row, dtype=torch.float64)
+            slots[index] = torch.tensor(row, dtype=torch.float64, device=place.device)
         dist.all_reduce(slots)
         table = slots.tolist()
     return [sum(column) for column in zip(*table, strict=True)]
 
 
-def _shared(names: list[str], place: Place) -> list[str]:
-    """The metrics' names, known to the leading worker, on all of them."""
+def _shared(names: list[str], place: Place, speaker: int) -> list[str]:
+    """The metrics' names, known to those who speak, on all workers."""
     if place.world == 1:
         return names
     box = [names]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=speaker)
     return box[0]

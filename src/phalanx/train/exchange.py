@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.compat import all_gather_into
 from phalanx.errors import RecipeError
+from phalanx.train.norms import total_norm
+from phalanx.train.parallel.collectives import Group
 from phalanx.train.tree import Node, cover, merges_after, total
 
 ALIGNMENT = 16
@@ -104,7 +107,8 @@ class GradientExchange:
     For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
     all counts as zero. Workers own consecutive micro-batches: rank r of `world` those from r x micro_batches / world
-    on. RecipeError when one backward makes a gradient twice, as re-entrant checkpointing of activations can.
+    on; `group` is theirs (None: everybody). RecipeError when one backward makes a gradient twice, as re-entrant
+    checkpointing of activations can.
     """
 
     def __init__(
@@ -116,9 +120,11 @@ class GradientExchange:
         micro_batches: int,
         replicas: bool,
         capacity: float = 25 * 2**20,
+        group: Group = None,
     ):
         self.rank = rank
         self.world = world
+        self._group = group
         self.replicas = replicas
         self.micro_batches = micro_batches
         own = micro_batches // world
@@ -180,11 +186,22 @@ class GradientExchange:
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole sum (0-d)."""
-        return nn.utils.get_total_norm(self.gradients())
+        return total_norm(self.tensors())
 
-    def gradients(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The sum as a few large tensors."""
         return [bucket.sum() for bucket in self.buckets]
+
+    def square(self) -> Tensor | None:
+        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose
+        micro-batches stay apart."""
+        gradients = [parameter.grad for parameter in self._home if parameter.grad is not None]
+        return total_norm(gradients).square() if gradients else None
+
+    @property
+    def parts(self) -> int:
+        """Workers whose squares are of different samples."""
+        return self.world
 
     def _ready(self, parameter: nn.Parameter) -> None:
         """Hook: backward has finished this parameter's gradient."""
@@ -211,7 +228,7 @@ class GradientExchange:
             if self.replicas:
                 self._grow_tree(bucket)
             elif self.world > 1:
-                bucket.work = dist.all_reduce(bucket.slab.flat, async_op=True)
+                bucket.work = dist.all_reduce(bucket.slab.flat, group=self._group, async_op=True)
 
     def _grow_tree(self, bucket: Bucket) -> None:
         """Add a micro-batch's gradient to this worker's part of the tree; after its last, send the nodes out."""
@@ -232,6 +249,7 @@ class GradientExchange:
                 parts.view(-1),
                 output_split_sizes=counts,
                 input_split_sizes=[len(bucket.finished) * part] * self.world,
+                group=self._group,
                 async_op=True,
             )
 
@@ -249,5 +267,5 @@ class GradientExchange:
         nodes = [node for nodes in self._cover for node in nodes]
         values = list(bucket.received.view(len(nodes), -1))
         own = total(self.micro_batches, nodes, values, lambda left, right: left.add_(right))
-        bucket.work = dist.all_gather_into_tensor(bucket.slab.flat, own, async_op=True)
+        bucket.work = all_gather_into(bucket.slab.flat, own, self._group, wait=False)
         bucket.received = None

@@ -1,6 +1,7 @@
 """How workers that an outside launcher started learn what to train: the leading one tells the others over the store."""
 
 import json
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -30,4 +31,5 @@ def await_announcement(place: Place) -> dict[str, Any]:
 
 
 def _key(place: Place) -> str:
-    return f"phalanx/attempt{place.attempt}/run"
+    # The meeting tells runs apart that share an agent's store and have the same attempt.
+    return f"phalanx/attempt{place.attempt}/{os.environ.get('PHALANX_MEETING', 0)}/run"

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import Phase, Piece, Saver, checkpoint_name, retain, share_out
+from phalanx.train.parallel.divided import Held
+from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
 from phalanx.train.state import Progress
 
@@ -36,6 +37,7 @@ class Saving:
         self,
         run: Run,
         place: Place,
+        mesh: Mesh,
         keep: int,
         common: dict[str, Any],
         tell: Callable[[str, dict[str, Any]], None],
@@ -43,6 +45,7 @@ class Saving:
     ):
         self._run = run
         self._place = place
+        self._mesh = mesh
         self._keep = keep
         self._common = common
         self._tell = tell
@@ -53,7 +56,7 @@ class Saving:
         self._stall = 0.0
         self._waiting_for_copy = False
         self._sizes: dict[str, int] = {}  # of what was saved last
-        self._shares: list[list[str]] = []  # who saves which of it
+        self._own: set[str] = set()  # what this worker saves of it
         self.in_flight: int | None = None  # the step being saved, alike on all workers
         self._best: float | None = None
         self.last_saved: int | None = None
@@ -66,21 +69,24 @@ class Saving:
         if self._place.leads:
             self._tidy(step)
 
-    def start(self, progress: Progress, tensors: Mapping[str, Tensor], eager: list[str], best: bool) -> None:
-        """Begin to save. Nothing else may be in flight."""
+    def start(self, progress: Progress, state: Mapping[str, Held], eager: list[str], best: bool) -> None:
+        """Begin to save. Nothing else may be in flight. Workers that hold the same share it out."""
         assert self.in_flight is None
         step = progress.step
         self.in_flight = step
         self._best = progress.best if best else None
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        sizes = {name: held.tensor.numel() * held.tensor.element_size() for name, held in state.items()}
         if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
-            self._sizes, self._shares = sizes, share_out(sizes, self._place.world)
-        own = self._shares[self._place.rank]
-        pieces = [Piece.whole(name, tensors[name]) for name in own]
+            self._sizes, self._own = sizes, self._share_of(state, sizes)
+        pieces = [
+            Piece(name, block.of(state[name].tensor), state[name].holding.shape, block.offset)
+            for name in sorted(self._own)
+            for block in state[name].holding.blocks
+        ]
         meta = {**self._common, **asdict(progress)}
         begun = time.perf_counter()
         try:
-            self._saver.start(step, pieces, meta, eager=[name for name in eager if name in own])
+            self._saver.start(step, pieces, meta, eager=[name for name in eager if name in self._own])
             self._waiting_for_copy = True
         except UsageError as error:  # no room on the disk: training goes on
             self.reason = str(error)
@@ -129,6 +135,15 @@ class Saving:
         self.finish()
         self._janitor.shutdown()
         self._look_after_removals()
+
+    def _share_of(self, state: Mapping[str, Held], sizes: Mapping[str, int]) -> set[str]:
+        """What this worker saves of what it holds."""
+        own: set[str] = set()
+        for copies in {held.copies for held in state.values()}:
+            alike = {name: sizes[name] for name, held in state.items() if held.copies == copies}
+            index, count = self._mesh.number(copies)
+            own.update(share_out(alike, count)[index])
+        return own
 
     def _agree(self) -> dict[str, int]:
         flags = torch.tensor([float(flag) for flag in self.flags()], device=self._place.device)

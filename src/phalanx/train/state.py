@@ -6,13 +6,18 @@ Numbers: the step, and the samples consumed, from which the order of data follow
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.train.optimizers import PREFIX, Optimizer
+from phalanx.train.checkpoint import Manifest, load_blocks
+from phalanx.train.noise import NoiseScale
+from phalanx.train.optimizers import PREFIX, Optimizer, entry_shape
+from phalanx.train.parallel.divided import Divided, Held, local
 from phalanx.train.precision import LossScale
 
 
@@ -30,6 +35,13 @@ class Progress:
     skipped_in_a_row: int = 0
     last_loss: float | None = None
     best: float | None = None
+    noise: NoiseScale = field(default_factory=NoiseScale)
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> "Progress":
+        """As a checkpoint's meta has it (`asdict`)."""
+        values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
+        return cls(**{**values, "noise": NoiseScale(**meta.get("noise", {}))})
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -40,15 +52,66 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def buffer_names(model: nn.Module) -> list[str]:
-    """Names of persistent buffers: what a forward may change between two optimizer steps."""
-    persistent = model.state_dict(keep_vars=True)
-    return [name for name, _ in model.named_buffers() if name in persistent]
-
-
 def state_tensors(model: nn.Module, optimizer: Optimizer, scale: LossScale) -> dict[str, Tensor]:
     """Everything that the next step depends on."""
     return {**model_tensors(model), **optimizer.state(), **scale.state()}
+
+
+def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict[str, Held]:
+    """Everything that the next step depends on, as far as this worker holds it and no other pipeline stage saves it."""
+    parameters = divided.parameters()
+    held = {name: divided.held(name, p) for name, p in parameters.items() if divided.counts(name)}
+    for name, buffer in divided.buffers().items():
+        held[name] = divided.whole(buffer.detach())
+    for key, value in optimizer.state().items():
+        name, _, entry = key.removeprefix(PREFIX).rpartition("/")
+        if divided.counts(name):
+            parameter = parameters[name]
+            shape = entry_shape(entry, parameter.shape)
+            held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
+    return held | {name: divided.whole(value) for name, value in scale.state().items()}
+
+
+def load_held(
+    divided: Divided, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
+) -> None:
+    """Read this worker's part of the state from a checkpoint that was written under any layout. CorruptError names a
+    bad file, DataError what does not fit."""
+    parameters = divided.parameters()
+    wanted: list[tuple[str, tuple[int, ...], Tensor]] = []
+
+    def want(name: str, held: Held) -> None:
+        record = manifest.tensors.get(name)
+        if record is not None and record.shape != held.holding.shape:
+            shapes = f"has shape {list(record.shape)}, the model's has {list(held.holding.shape)}"
+            raise DataError(f"{path}: {name} {shapes}")
+        for block in held.holding.blocks:
+            wanted.append((name, block.offset, block.of(held.tensor)))
+
+    for name, parameter in parameters.items():
+        if name not in manifest.tensors:
+            raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
+        want(name, divided.held(name, parameter))
+    for name, buffer in divided.buffers().items():
+        want(name, divided.whole(buffer.detach()))
+    states: dict[str, Tensor] = {}
+    for key, record in manifest.tensors.items():
+        name, _, entry = key.removeprefix(PREFIX).rpartition("/")
+        if key.startswith("scaler/"):
+            states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
+            wanted.append((key, (0,) * len(record.shape), states[key]))
+        elif key.startswith(PREFIX) and name in parameters:
+            parameter = parameters[name]
+            shape = entry_shape(entry, local(parameter).shape) if record.shape else ()
+            states[key] = torch.zeros(shape, dtype=record.torch_dtype)
+            if record.shape:
+                want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
+            else:
+                wanted.append((key, (), states[key]))
+    with torch.no_grad():
+        load_blocks(path, wanted, threads, manifest)
+    optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
+    scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:

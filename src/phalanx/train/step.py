@@ -7,6 +7,7 @@ all micro-batches, each in a slot of its own so that the sum is exact, and flags
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,16 +15,29 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.model import seed_everything, seed_for
+from phalanx.train.gradients import Gradients
+from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.collectives import summed
+from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
-from phalanx.train.precision import LossScale, computing
+from phalanx.train.precision import LossScale
 from phalanx.train.saving import SAVE_FLAGS
-from phalanx.train.tasks import Task, TensorBatch
+from phalanx.train.tasks import TensorBatch
 from phalanx.train.timing import Stopwatch
 
 FLAGS = ("stop", *SAVE_FLAGS)
+NOISE_EVERY = 8
+"""Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
+
+
+class Squares(NamedTuple):
+    """Squared norms of mean gradients over few and over all terms of a step, for `noise.NoiseScale.update`."""
+
+    small: float
+    small_terms: float
+    big: float
+    big_terms: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Outcome:
     grad_norm: float
     skipped: str | None  # what was not finite
     flags: dict[str, int]
+    squares: Squares | None = None
 
 
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
@@ -42,88 +57,124 @@ def to_device(batch: Batch, device: torch.device) -> TensorBatch:
 
 
 class Stepper:
-    """Performs steps. `micro_batches` is their number in a global batch, over all workers."""
+    """Performs steps: `begin`; for each of this worker's micro-batches `seed`, a forward, `backward`; then `finish`,
+    `settle`, `update`, `follow`. `micro_batches` is their number in a global batch, over all workers. `own_gradients`:
+    gradients are added up in memory of their own from the beginning."""
 
     def __init__(
         self,
-        model: nn.Module,
-        task: Task,
         optimizer: Optimizer,
         scale: LossScale,
+        gradients: Gradients,
         *,
         place: Place,
+        mesh: Mesh,
         micro_batches: int,
-        precision: str,
         clip: float | None,
-        seed: int,
-        exchange: GradientExchange | None,
+        seeds: Seeds,
+        modules: Sequence[nn.Module] = (),
+        own_gradients: bool = False,
     ):
-        self.model = model
-        self.task = task
         self.optimizer = optimizer
         self.scale = scale
+        self.summed = gradients
         self.place = place
+        self.mesh = mesh
         self.micro_batches = micro_batches
-        self.precision = precision
         self.clip = clip
-        self.seed = seed
-        self.exchange = exchange
-        self.parameters = list(optimizer.names)
+        self._seeds = seeds
+        self._own_gradients = own_gradients
+        self._own = micro_batches // mesh.data_size
+        self._first = mesh.data * self._own
+        self._parameters = list(optimizer.names)
+        self._agreed: dist.Work | None = None
+        parts: list[Any] = [part for module in modules for part in module.modules()]
+        self._followers: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
+            part.after_step for part in parts if callable(getattr(part, "after_step", None))
+        ]
+        self._scaled = [part for part in parts if scale.dynamic and hasattr(part, "loss_scale")]
 
-    def gradients(
-        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: Stopwatch
-    ) -> Tensor:
-        """Forward, backward and exchange. Leaves summed gradients in the parameters and returns the agreement: losses
-        and terms of all micro-batches, then the flags [2 x micro_batches + len(FLAGS)], on the device. `flags` is
-        asked as late as the agreement allows."""
-        place, count = self.place, self.micro_batches
-        first = place.rank * len(batches)
-        agreement = torch.zeros(2 * count + len(FLAGS), dtype=torch.float64, device=place.device)
-        for parameter in self.parameters:
-            parameter.grad = None
-        agreed = None
-        for leaf, arrays in enumerate(batches, start=first):
-            batch = to_device(arrays, place.device)
-            seed_everything(seed_for(self.seed, step, leaf), place.device)
-            with computing(self.precision, place.device):
-                args, kwargs = self.task.inputs(batch)
-                loss, terms = self.task.loss(self.model(*args, **kwargs), batch)
-            agreement[leaf] = loss.detach()
-            agreement[count + leaf] = terms
-            if leaf == first + len(batches) - 1:
-                for index, raised in enumerate(flags()):
-                    if raised:
-                        agreement[2 * count + index] = 1
-                if place.world > 1:
-                    agreed = dist.all_reduce(agreement, async_op=True)
-            watch.lap("forward")
-            if self.exchange is not None:
-                self.exchange.begin(leaf)
-            (loss * self.scale.scale if self.scale.dynamic else loss).backward()
-            if self.exchange is not None:
-                self.exchange.end()
-            watch.lap("backward")
-        if self.exchange is not None:
-            self.exchange.finish()
-        else:
-            for parameter in self.parameters:
-                if parameter.grad is None:  # as in an exchange: no gradient counts as zero
-                    parameter.grad = torch.zeros_like(parameter)
-        if agreed is not None:
-            agreed.wait()
+    def begin(self, step: int) -> None:
+        """A step with this number begins."""
+        self._seeds.begin(step, self._first)
+        self.backwards = 0
+        """Micro-batches of this step that are done."""
+        # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
+        # [2 x micro_batches + len(FLAGS) (+ 1)].
+        self._squared = step % NOISE_EVERY == 0 and self._own > 1
+        size = 2 * self.micro_batches + len(FLAGS) + self._squared
+        self._agreement = torch.zeros(size, dtype=torch.float64, device=self.place.device)
+        for parameter in self._parameters:
+            # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
+            parameter.grad = torch.zeros_like(parameter) if self._own_gradients else None
+        for part in self._scaled:
+            part.loss_scale = self.scale.scale
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of this worker's micro-batches are done."""
+        return self.backwards == self._own
+
+    def seed(self) -> None:
+        """Seed random numbers for the forward of the next micro-batch: they do not depend on who computes it."""
+        self._seeds.of(self.backwards)
+
+    def backward(
+        self, loss: Tensor, terms: Tensor | int, flags: Callable[[], Sequence[bool]], watch: Stopwatch
+    ) -> None:
+        """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
+        allows."""
+        leaf = self._first + self.backwards
+        self.backwards += 1
+        if self.mesh.speaks:
+            self._agreement[leaf] = loss.detach()
+            self._agreement[self.micro_batches + leaf] = terms
+        if self.complete:
+            self._agree(flags)
+        watch.lap("forward")
+        self.summed.begin(leaf)
+        (loss * self.scale.scale if self.scale.dynamic else loss).backward()
+        self.summed.end()
+        if self._squared and self.backwards == 1 and (square := self.summed.square()) is not None:
+            self._agreement[-1] = square
+        watch.lap("backward")
+
+    def note(
+        self, sums: Sequence[tuple[Tensor, Tensor | int]] | None, flags: Callable[[], Sequence[bool]], watch: Stopwatch
+    ) -> None:
+        """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
+        worker has not the last stage."""
+        watch.lap("backward")
+        for leaf, (loss, terms) in enumerate(sums or (), start=self._first):
+            if self.mesh.speaks:
+                self._agreement[leaf] = loss
+                self._agreement[self.micro_batches + leaf] = terms
+        self.backwards = self._own
+        self._agree(flags)
+
+    def _agree(self, flags: Callable[[], Sequence[bool]]) -> None:
+        for index, raised in enumerate(flags()):
+            if raised:
+                self._agreement[2 * self.micro_batches + index] = 1
+        if self.place.world > 1:
+            self._agreed = dist.all_reduce(self._agreement, async_op=True)
+
+    def finish(self, watch: Stopwatch) -> Tensor:
+        """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
+        self.summed.finish()
+        if self._agreed is not None:
+            self._agreed.wait()
+            self._agreed = None
         watch.lap("exchange")
-        return agreement
+        return self._agreement
 
     def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
-        if self.exchange is not None:
-            norm = self.exchange.norm()
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        *values, raw_norm = torch.cat([agreement, norm.to(torch.float64).view(1)]).tolist()
+        *values, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
         loss_sum, terms = sum(values[:count]), sum(values[count : 2 * count])
-        flags = {name: round(value) for name, value in zip(FLAGS, values[2 * count :], strict=True)}
+        raised, rest = values[2 * count : 2 * count + len(FLAGS)], values[2 * count + len(FLAGS) :]
+        flags = {name: round(value) for name, value in zip(FLAGS, raised, strict=True)}
         # A batch without a single term teaches nothing: gradient and loss are zero.
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
         loss, grad_norm = loss_sum / max(terms, 1.0), raw_norm * factor
@@ -134,13 +185,22 @@ class Stepper:
             skipped = "non-finite gradient"
         elif self.clip is not None and grad_norm > self.clip:
             factor *= self.clip / grad_norm
-        return Outcome(loss, grad_norm, skipped, flags), factor
+        squares = self._squares(rest[0], values[count : 2 * count], grad_norm) if rest and rest[0] else None
+        return Outcome(loss, grad_norm, skipped, flags, squares), factor
+
+    def _squares(self, sum_of_squares: float, terms: Sequence[float], grad_norm: float) -> Squares:
+        """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
+        first = sum(terms[:: self._own])
+        small_terms = max(first / self.summed.parts, 1.0)
+        small = sum_of_squares / self.summed.parts / (small_terms * self.scale.scale) ** 2
+        return Squares(small, small_terms, grad_norm**2, max(sum(terms), 1.0))
 
     def update(self, factor: float, lr: float) -> None:
         """Scale the gradients and change the parameters."""
-        if self.exchange is not None:
-            gradients = self.exchange.gradients()
-        else:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-        scale_in_place(gradients, factor)
+        scale_in_place(self.summed.tensors(), factor)
         self.optimizer.step(lr)
+
+    def follow(self) -> None:
+        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers."""
+        for after_step in self._followers:
+            after_step(lambda value: value if self.mesh.stage is None else summed(value, self.mesh.stage))

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.data import Feed
-from phalanx.train.loop import Parts
+from phalanx.train.gang import Parts
+from phalanx.train.objective import Objective
 from phalanx.train.timing import PARTS, stopwatch
 
 KINDS = {
@@ -45,7 +46,7 @@ def kind_of(name: str) -> str:
     return OTHER
 
 
-def trace(parts: Parts, steps: int, warm_up: int, out: Path | None) -> Trace:
+def trace(parts: Parts, objective: Objective, steps: int, warm_up: int, out: Path | None) -> Trace:
     """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `out`. Weights do change."""
     recipe, stepper, place = parts.recipe, parts.stepper, parts.place
     micro = recipe.batch.micro
@@ -59,8 +60,12 @@ def trace(parts: Parts, steps: int, warm_up: int, out: Path | None) -> Trace:
             watch.start()
             batches = next(feed)
             watch.lap("data")
-            agreement = stepper.gradients(number, batches, lambda: (), watch)
-            _, factor = stepper.settle(agreement)
+            stepper.begin(number)
+            for arrays in batches:
+                stepper.seed()
+                ((_, loss, terms),) = objective(parts.convert(arrays))
+                stepper.backward(loss, terms, lambda: (), watch)
+            _, factor = stepper.settle(stepper.finish(watch))
             stepper.update(factor, recipe.optim.lr)
             watch.lap("optimizer")
 

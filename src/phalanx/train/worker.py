@@ -6,7 +6,6 @@ The agent forks it with `work({"run": DIR, "folder": DIR})`; where torchrun or s
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,35 @@ import torch
 from torch import nn
 
 from phalanx.data import Data, Facts, open_data
-from phalanx.errors import DataError, ExitCode, PhalanxError
-from phalanx.recipe import Recipe, load_recipe
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.recipe import Recipe, huggingface_directory, load_recipe
+from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
-from phalanx.run.directory import RESULT_FORMAT
+from phalanx.train.adapter import has_adapter
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
-from phalanx.train.checkpoint import clean, digest, list_checkpoints, load_tensors
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.loop import Loop, Parts, StopRequest, reject, restore
-from phalanx.train.memory import explain_memory
-from phalanx.train.model import build_model, described, has_batch_norm
-from phalanx.train.optimizers import Optimizer, trainable
+from phalanx.train.checkpoint import clean, list_checkpoints
+from phalanx.train.ends import make_stepper, norms_of, result_of, resume, tell_start
+from phalanx.train.evaluation import Scores, evaluate
+from phalanx.train.fp8_choice import Chooser, chooser, rows_of
+from phalanx.train.gang import Gang, Parts
+from phalanx.train.head import evaluating, find_head
+from phalanx.train.loop import train
+from phalanx.train.memory import OutOfMemory, explain_memory
+from phalanx.train.model import Seeds, build_model, described
+from phalanx.train.objective import Head, Objective, Scoring, sequences_of
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh, build_mesh
+from phalanx.train.parallel.parallelize import Choices, divide
+from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.place import Place, from_environment, join, leave
-from phalanx.train.precision import LossScale
+from phalanx.train.precision import LossScale, set_products
 from phalanx.train.reporter import Reporter, reporter
-from phalanx.train.state import Progress, load_model, state_tensors
-from phalanx.train.step import Stepper
-from phalanx.train.tasks import Task, load_task
+from phalanx.train.step import to_device
+from phalanx.train.stop import StopRequest
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.warm_up import warm_up
+from phalanx.train.weights import Origin, allocate, files, origin
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -48,7 +59,7 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     try:
         code = _train(run, folder, place, stop, report, force=bool(payload.get("force")))
     except PhalanxError as error:
-        report.error(str(error), int(error.code))
+        report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
     finally:
         report.close()
@@ -63,21 +74,20 @@ def _train(run: Run, folder: Path, place: Place, stop: StopRequest, report: Repo
     if place.leads:
         clean(run.checkpoints)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    parts = assemble(run, recipe, folder, place, data, report, stop)
-    progress = _resume(parts, force)
+    parts, objective = assemble(run, recipe, folder, place, data, report, stop)
+    progress = resume(parts, data.fingerprint, force)
     micro = recipe.batch.micro
     assert isinstance(micro, int)
     if place.leads:
-        _tell_start(parts, progress)
+        tell_start(parts, data.train_samples, progress)
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
     with explain_memory(micro, run.read_json(run.plan)):
-        status = Loop(parts, progress, meta).run()
+        if recipe.compile:
+            warm_up(parts, objective, progress)
+        status = train(Gang(parts, progress, meta), objective)
     if place.leads:
-        tensors = state_tensors(parts.model, parts.optimizer, parts.scale)
-        result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": progress.step}
-        result |= {"final_loss": progress.last_loss, "tokens": progress.units, "restarts": place.attempt}
-        report.result({**result, "digest": digest(tensors.items(), progress.samples)})
+        report.result(result_of(parts, progress, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
 
@@ -85,6 +95,7 @@ def prepare_torch(recipe: Recipe, place: Place) -> None:
     """Settings of this process on which speed and bits depend."""
     assert isinstance(recipe.threads, int)
     torch.set_num_threads(recipe.threads)
+    set_products(recipe.precision, place.device)
     if place.device.type == "cuda" and recipe.exchange.exact != "no":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -97,100 +108,162 @@ def units_per_sample(facts: Facts) -> int:
 
 def assemble(
     run: Run, recipe: Recipe, folder: Path, place: Place, data: Data, report: Reporter, stop: StopRequest
-) -> Parts:
-    """Build everything that a loop works with, from the recipe."""
+) -> tuple[Parts, Objective | Staged]:
+    """Build everything that training works with, from the recipe."""
+    assert isinstance(recipe.layout, Layout)
+    mesh = build_mesh(recipe.layout, place)
     task = load_task(recipe.task, folder)
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, place.device)
-    if recipe.compile is True:
-        model.compile()
-    if recipe.init is not None and not list_checkpoints(run.checkpoints):
-        _initialise(model, folder / recipe.init)
+    # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
+    device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
+    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False)
+    weights = None if list_checkpoints(run.checkpoints) else _origin(recipe, folder, model)
+    if mesh.only_replicates:
+        allocate([model], place.device)
     model.train()
-    optimizer = Optimizer(model, recipe.optim)
+    scoring = scoring_of(recipe, task, model, mesh, place, data)
+    scale = LossScale.for_precision(recipe.precision, recipe.batch.global_ * units_per_sample(data.facts))
+    seeds = Seeds(recipe.seed, place.device)
+    fp8 = _fp8(recipe, run, model, task, mesh, place, data) if recipe.precision == "fp8" else None
+    divided, objective = divided_model(recipe, model, scoring, mesh, place, data, seeds, scale, fp8)
+    allocate(divided.modules, place.device)
+    if weights is not None:
+        weights.fill(divided)
+    optimizer = Optimizer(
+        divided.whole_module,
+        recipe.optim,
+        seed=recipe.seed,
+        offload=recipe.memory.offload == "optimizer",
+        norm_of=norms_of(divided),
+        stage=mesh.pipeline is not None,
+    )
     units = units_per_sample(data.facts)
-    scale = LossScale.for_precision(recipe.precision, recipe.batch.global_ * units)
-    stepper = make_stepper(recipe, place, model, task, optimizer, scale)
+    stepper = make_stepper(recipe, place, divided, optimizer, scale, seeds)
     callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), RunView(run.path, place.rank, place.world, model))
-    return Parts(run, recipe, place, data, model, task, optimizer, scale, stepper, callbacks, report, stop, units)
-
-
-def make_stepper(
-    recipe: Recipe, place: Place, model: nn.Module, task: Task, optimizer: Optimizer, scale: LossScale
-) -> Stepper:
-    """The stepper, with an exchange of gradients where there is something to exchange."""
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    micro_batches = recipe.batch.global_ // micro
-    replicas = recipe.exchange.exact == "replicas"
-    exchange = None
-    if place.world > 1 or (replicas and micro_batches > 1):
-        exchange = GradientExchange(
-            list(trainable(model).values()),
-            rank=place.rank,
-            world=place.world,
-            micro_batches=micro_batches,
-            replicas=replicas,
-            capacity=recipe.exchange.bucket * 2**20,
+
+    def score() -> Scores | None:
+        if data.held_out_samples == 0:
+            return None
+        return evaluate(
+            objective,
+            data,
+            place=place,
+            mesh=mesh,
+            samples=recipe.evaluate.samples,
+            micro=micro,
+            stop=lambda: stop.asked,
         )
-    return Stepper(
-        model,
-        task,
-        optimizer,
-        scale,
+
+    parts = Parts(
+        run=run,
+        recipe=recipe,
         place=place,
-        micro_batches=micro_batches,
-        precision=recipe.precision,
-        clip=recipe.optim.clip,
-        seed=recipe.seed,
-        exchange=exchange,
+        data=data,
+        model=model,
+        divided=divided,
+        optimizer=optimizer,
+        scale=scale,
+        stepper=stepper,
+        callbacks=callbacks,
+        reporter=report,
+        stop=stop,
+        units_per_sample=units,
+        score=score,
+        convert=lambda arrays: to_device(arrays, place.device),
+    )
+    return parts, objective
+
+
+def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: Place, data: Data) -> Scoring:
+    """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
+    scoring = Scoring(task, recipe.precision, place.device)
+    length = data.facts.sequence
+    if mesh.context is not None and length is not None:
+        scoring.sequences = sequences_of(model, mesh.context, length)
+    if recipe.memory.loss == "chunked" or mesh.tensor is not None:
+        scoring.head = head_of(model, task, data)
+    return scoring
+
+
+def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
+    """The output layer that can be left out of the forward, because the task takes the loss from what enters it."""
+    head_loss = getattr(task, "head_loss", None)
+    if head_loss is None:
+        return None
+    name = find_head(model, *task.inputs(_one_sample(model, data)))
+    layer = None if name is None else model.get_submodule(name)
+    # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.
+    bare = getattr(layer, "bias", None) is None and layer is not None and not has_adapter(layer)
+    if name is None or not isinstance(layer, nn.Linear) or not bare:
+        return None
+    return Head(name, head_loss, layer.out_features)
+
+
+def _one_sample(model: nn.Module, data: Data) -> TensorBatch:
+    """A batch of one, where the model is; beside it if that is nowhere."""
+    at = next(model.parameters()).device
+    return to_device(data.train(0, 1), torch.device("cpu") if at.type == "meta" else at)
+
+
+def _fp8(recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, place: Place, data: Data) -> Chooser:
+    """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
+    args, kwargs = task.inputs(_one_sample(model, data))
+    with evaluating(model):
+        of_one = rows_of(model, lambda: model(*args, **kwargs))
+    micro = recipe.batch.micro
+    assert isinstance(micro, int)
+    rows = {name: max(1, rows * micro // mesh.layout.context) for name, rows in of_one.items()}
+    return chooser(run, place, rows, bool(recipe.compile))
+
+
+def divided_model(
+    recipe: Recipe,
+    model: nn.Module,
+    scoring: Scoring,
+    mesh: Mesh,
+    place: Place,
+    data: Data,
+    seeds: Seeds,
+    scale: LossScale,
+    fp8: Chooser | None = None,
+) -> tuple[Divided, Objective | Staged]:
+    """The model as this worker has it, and what runs it."""
+    assert recipe.memory.recompute != "auto"
+    choices = Choices(
+        recipe.precision,
+        recompute=recipe.memory.recompute,
+        compile="graphs" if recipe.compile == "graphs" else recipe.compile is True,
+        rules=recipe.model.rules,
+        sequence=data.facts.sequence,
+        # Only our own loss knows how to be computed over parts of the vocabulary.
+        vocabulary=scoring.head is not None and isinstance(scoring.task, LanguageModeling),
+        fp8=fp8,
+    )
+    if mesh.pipeline is None:
+        objective = Objective(model, scoring)
+        divided, vocabulary = divide(model, objective, mesh, choices)
+        if scoring.head is not None:
+            scoring.head = scoring.head.over(vocabulary)
+        return divided, objective
+    micro = recipe.batch.micro
+    assert isinstance(micro, int)
+    return divide_stages(
+        model,
+        scoring,
+        to_device(data.train(0, micro), place.device),
+        mesh,
+        place,
+        choices,
+        recipe.batch.global_ // (micro * mesh.data_size),
+        seeds.of_stage,
+        (lambda: scale.scale) if scale.dynamic else None,
     )
 
 
-def _initialise(model: nn.Module, where: Path) -> None:
-    """Weights of another run's newest checkpoint, or of one checkpoint."""
-    candidates = list_checkpoints(where / "checkpoints") or list_checkpoints(where) or [where]
-    with torch.no_grad():
-        load_model(model, load_tensors(candidates[0]), str(candidates[0]))
-
-
-def _resume(parts: Parts, force: bool) -> Progress:
-    """Go on from the newest good checkpoint of the run, if it has one."""
-    had = bool(list_checkpoints(parts.run.checkpoints))
-    loaded = restore(parts, lambda path, file, reason: reject(parts, path, file, reason))
-    if loaded is None:
-        if had:
-            raise DataError(
-                f"{parts.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
-            )
-        return Progress()
-    meta = loaded.manifest.meta
-    if meta.get("fingerprint") != parts.data.fingerprint:
-        fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {parts.data.fingerprint})"
-        if not force:
-            raise DataError(
-                f"{loaded.path}: was trained on other data {fingerprints}; "
-                "restore the files that the recipe's data.source matched"
-            )
-        if parts.place.leads:
-            parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
-    return Progress(**{field.name: meta[field.name] for field in fields(Progress)})
-
-
-def _tell_start(parts: Parts, progress: Progress) -> None:
-    recipe, place = parts.recipe, parts.place
-    facts: dict[str, Any] = {
-        "world": place.world,
-        "attempt": place.attempt,
-        "from_step": progress.step,
-        "steps": recipe.steps,
-    }
-    facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
-    parts.reporter.event("start", **facts)
-    if has_batch_norm(parts.model):
-        text = (
-            "the model has BatchNorm: results depend on the micro-batch and differ between workers; GroupNorm does not"
-        )
-        parts.reporter.event("warning", text=text)
-    if parts.data.train_samples < recipe.batch.global_:
-        text = f"the data have only {parts.data.train_samples} training samples, less than batch.global"
-        parts.reporter.event("warning", text=text)
+def _origin(recipe: Recipe, folder: Path, model: nn.Module) -> Origin | None:
+    """Where the weights of a new run come from; None where the model was built with them."""
+    if recipe.init is not None:
+        return origin(recipe.init, folder, model)
+    directory = huggingface_directory(recipe.model.build, folder)
+    return None if directory is None else files(directory, model)

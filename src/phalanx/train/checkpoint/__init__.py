@@ -14,7 +14,7 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from phalanx.train.checkpoint.load import Loaded, load_newest, load_tensors, newest_good, verify
+from phalanx.train.checkpoint.load import Loaded, load_blocks, load_newest, load_tensors, newest_good, verify
 from phalanx.train.checkpoint.publish import clean
 from phalanx.train.checkpoint.retain import retain
 from phalanx.train.checkpoint.save import Phase, Saver, SaveState, share_out
@@ -34,6 +34,7 @@ __all__ = [
     "digest_checkpoint",
     "export_huggingface",
     "list_checkpoints",
+    "load_blocks",
     "load_newest",
     "load_tensors",
     "newest_good",

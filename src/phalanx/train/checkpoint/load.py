@@ -81,24 +81,43 @@ def load_tensors(
     given, blocks = into or {}, ranges or {}
     chosen = list(names) if names is not None else list(given) or list(manifest.tensors)
     loaded: dict[str, torch.Tensor] = {}
+    wanted = []
+    for name in chosen:
+        record = _record(path, manifest, name)
+        offset, extent = blocks.get(name, ((0,) * len(record.shape), record.shape))
+        loaded[name] = _target(path, name, record, offset, extent, given.get(name))
+        wanted.append((name, offset, loaded[name]))
+    load_blocks(path, wanted, threads, manifest)
+    return loaded
+
+
+def load_blocks(
+    path: Path, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]], threads: int, manifest: Manifest
+) -> None:
+    """Fill each tensor, on any device and in any layout, with the block of the named logical tensor that begins at an
+    offset and has the tensor's shape. Only the files' chunks that are touched are read, and these are verified.
+    CorruptError names a bad file; DataError a tensor that is not there or has another dtype."""
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans: dict[str, list[_Span]] = {}
-    for name in chosen:
-        record = manifest.tensors.get(name)
-        if record is None:
-            raise DataError(f"{path}: holds no tensor {name!r}")
-        offset, extent = blocks.get(name, ((0,) * len(record.shape), record.shape))
-        loaded[name] = target = _target(path, name, record, offset, extent, given.get(name))
+    for name, offset, tensor in wanted:
+        record, extent = _record(path, manifest, name), tuple(tensor.shape)
+        target = tensor = _target(path, name, record, offset, extent, tensor)
         if target.device.type != "cpu" or not target.is_contiguous():
             target = torch.empty(extent, dtype=record.torch_dtype)
-            bounced.append((loaded[name], target))
+            bounced.append((tensor, target))
         flat = as_bytes(target)
         for piece in record.pieces:
             spans.setdefault(piece.file, []).extend(_spans(piece, offset, extent, flat, record.torch_dtype.itemsize))
     _read_files(path, manifest, spans, threads)
     for tensor, arrived in bounced:
         tensor.copy_(arrived)
-    return loaded
+
+
+def _record(path: Path, manifest: Manifest, name: str) -> TensorRecord:
+    record = manifest.tensors.get(name)
+    if record is None:
+        raise DataError(f"{path}: holds no tensor {name!r}")
+    return record
 
 
 def _target(

@@ -1,0 +1,144 @@
+"""How a worker's part in a run begins and ends, whichever loop trains between: the stepper, going on from a checkpoint,
+the start that is told, the result."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import DataError
+from phalanx.recipe import Recipe
+from phalanx.run.directory import RESULT_FORMAT
+from phalanx.train.checkpoint import checkpoint_name, digest, digest_checkpoint, list_checkpoints
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.gang import Parts, reject
+from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients
+from phalanx.train.model import Seeds, has_batch_norm
+from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
+from phalanx.train.parallel.collectives import summed
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.restoring import restore
+from phalanx.train.state import Progress, state_tensors
+from phalanx.train.step import Stepper
+
+SAME_FILES = "restore the files that the recipe's data.source matched"
+
+
+def make_stepper(
+    recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
+) -> Stepper:
+    """The stepper, with gradients summed in the way that the layout asks for."""
+    micro, mesh = recipe.batch.micro, divided.mesh
+    assert isinstance(micro, int)
+    micro_batches = recipe.batch.global_ // micro
+    replicas = recipe.exchange.exact == "replicas"
+    parameters = list(divided.trainable().values())
+    gradients: Gradients = LocalGradients(parameters)
+    # A pipeline runs many backwards at once, so its gradients are summed after the last.
+    if mesh.pipeline is None and mesh.fsdp is None and (mesh.replicate is not None or (replicas and micro_batches > 1)):
+        gradients = GradientExchange(
+            parameters,
+            rank=mesh.data,
+            world=mesh.data_size,
+            micro_batches=micro_batches,
+            replicas=replicas,
+            capacity=recipe.exchange.bucket * 2**20,
+            group=mesh.replicate,
+        )
+    if not mesh.only_replicates:
+        gradients = DividedGradients(divided, gradients if isinstance(gradients, GradientExchange) else None)
+    return Stepper(
+        optimizer,
+        scale,
+        gradients,
+        place=place,
+        mesh=mesh,
+        micro_batches=micro_batches,
+        clip=recipe.optim.clip,
+        seeds=seeds,
+        modules=divided.modules,
+        own_gradients=recipe.compile == "graphs",
+    )
+
+
+def norms_of(divided: Divided) -> NormOf:
+    """Norms of whole parameters, also of those that tensor or expert parallel cuts: one more sum over their group."""
+    groups = {"tensor": divided.mesh.tensor, "expert": divided.mesh.expert}
+    names = {parameter: name for name, parameter in divided.parameters().items()}
+
+    def norm_of(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        squares = squared_norms(parameters, tensors)
+        for axis, group in groups.items():
+            cut = [any(c.axis == axis for c in divided.cuts.get(names[p], ())) for p in parameters]  # type: ignore[index]
+            if group is not None and any(cut):
+                chosen = torch.tensor(cut, device=squares.device)
+                squares = torch.where(chosen, summed(squares.where(chosen, 0.0), group), squares)
+        return list(squares.sqrt_().unbind())
+
+    return norm_of if divided.cuts else norms
+
+
+def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES) -> Progress:
+    """Go on from the newest good checkpoint of the run, if it has one. DataError, with the `cure`, when it was trained
+    on data of another fingerprint."""
+    had = bool(list_checkpoints(parts.run.checkpoints))
+    loaded = restore(
+        parts.run,
+        parts.place,
+        parts.divided,
+        parts.optimizer,
+        parts.scale,
+        lambda path, file, reason: reject(parts, path, file, reason),
+    )
+    if loaded is None:
+        if had:
+            raise DataError(
+                f"{parts.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
+            )
+        return Progress()
+    meta = loaded.manifest.meta
+    if meta.get("fingerprint") != fingerprint:
+        fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
+        if not force:
+            raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {cure}")
+        if parts.place.leads:
+            parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
+    return Progress.from_meta(meta)
+
+
+def tell_start(parts: Parts, samples: int, progress: Progress) -> None:
+    """Report that training begins on so many training samples, and what is doubtful about it."""
+    recipe, place = parts.recipe, parts.place
+    facts: dict[str, Any] = {
+        "world": place.world,
+        "attempt": place.attempt,
+        "from_step": progress.step,
+        "steps": recipe.steps,
+    }
+    facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
+    parts.reporter.event("start", **facts)
+    if has_batch_norm(parts.model):
+        text = (
+            "the model has BatchNorm: results depend on the micro-batch and differ between workers; GroupNorm does not"
+        )
+        parts.reporter.event("warning", text=text)
+    if samples < recipe.batch.global_:
+        text = f"the data have only {samples} training samples, less than batch.global"
+        parts.reporter.event("warning", text=text)
+
+
+def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:
+    """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
+    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": progress.step}
+    result |= {"final_loss": progress.last_loss, "tokens": progress.units, "restarts": parts.place.attempt}
+    return {**result, "digest": _digest(parts, progress)}
+
+
+def _digest(parts: Parts, progress: Progress) -> str:
+    """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
+    if not parts.divided.mesh.only_replicates:
+        return digest_checkpoint(parts.run.checkpoints / checkpoint_name(progress.step))
+    return digest(state_tensors(parts.model, parts.optimizer, parts.scale).items(), progress.samples)

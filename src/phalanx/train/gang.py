@@ -1,0 +1,337 @@
+"""One worker's part in a run, as a training loop sees it: batches come, losses go in, steps happen.
+
+    for batch in gang.batches():
+        loss_sum, terms = ...            # forward and loss are the loop's own
+        gang.backward(loss_sum, terms)
+        gang.step()                      # acts after the last micro-batch of a step
+
+Between two steps, in this order: the guard judges, progress counts, evaluation and checkpoint if they are due, a wish
+to stop is obeyed. All decisions rest on numbers that all workers share, so all take the same turn. The arithmetic of a
+step is `step.py`; the trainer (`loop.py`) and loops of the user's own (`joined.py`) both drive a gang.
+"""
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.data.feed import Feed, Samples
+from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
+from phalanx.recipe import Recipe
+from phalanx.run import Run
+from phalanx.train.callbacks import Callbacks
+from phalanx.train.evaluation import Scores
+from phalanx.train.guards import LIMIT, judge
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.reporter import Reporter
+from phalanx.train.restoring import restore
+from phalanx.train.saving import Saving
+from phalanx.train.schedule import factor
+from phalanx.train.state import Progress, held_state
+from phalanx.train.step import Outcome, Stepper
+from phalanx.train.stop import StopRequest
+from phalanx.train.timing import stopwatch
+
+CURE = "lower optim.lr, lengthen optim.schedule.warmup, or look at the data of these steps"
+BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
+STEP_ONCE = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
+
+
+class NotSaved(PhalanxError):
+    """The state with which a run ended could not be written."""
+
+    code = ExitCode.UNFINISHED
+
+
+@dataclass
+class Parts:
+    """What a gang works with. `score` evaluates on held-out data, None where there is nothing to score or a worker was
+    asked to stop; `convert` makes of what `data` gave for a micro-batch what the loop gets."""
+
+    run: Run
+    recipe: Recipe
+    place: Place
+    data: Samples
+    model: nn.Module
+    divided: Divided
+    optimizer: Optimizer
+    scale: LossScale
+    stepper: Stepper
+    callbacks: Callbacks
+    reporter: Reporter
+    stop: StopRequest
+    units_per_sample: int
+    score: Callable[[], Scores | None]
+    convert: Callable[[Any], Any]
+
+
+class Gang:
+    """Trains from `progress` to the last step, or until a worker is asked to stop."""
+
+    def __init__(self, parts: Parts, progress: Progress, common_meta: dict[str, Any]):
+        self.parts = parts
+        self.progress = progress
+        self._rollbacks: Counter[int] = Counter()
+        recipe, place = parts.recipe, parts.place
+        self.saving = Saving(
+            parts.run,
+            place,
+            parts.divided.mesh,
+            recipe.checkpoint.keep,
+            common_meta,
+            self._tell_save,
+            parts.reporter.flush,
+        )
+        if progress.step:
+            self.saving.resume(progress.step)
+        self.watch = stopwatch(place.device)
+        self._buffers = list(parts.divided.buffers())
+        self._begun = progress.samples  # when the current step began
+        self._handed_out = 0  # micro-batches of it that the loop has got
+        self._stopping = False
+        self._improved = False
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's micro-batches, one after the other, until the run is done or stops. Random numbers are seeded
+        for each. UsageError when `backward` or `step` is left out or called once too often."""
+        for micro_batches in self.steps():
+            for number, arrays in enumerate(micro_batches):
+                batch = self.parts.convert(arrays)
+                self._handed_out = number + 1
+                self.parts.stepper.seed()
+                yield batch
+                if self.parts.stepper.backwards != number + 1:
+                    raise UsageError(BACKWARD_ONCE)
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The micro-batches of this worker for each step, as the data gave them."""
+        recipe, parts, progress = self.parts.recipe, self.parts, self.progress
+        parts.callbacks.view.step = progress.step
+        parts.callbacks.start()
+        gc.collect()
+        gc.freeze()  # what exists now stays; later collections need not look at it again
+        with Feed(
+            parts.data,
+            global_batch=recipe.batch.global_,
+            micro=recipe.batch.global_ // parts.stepper.micro_batches,
+            rank=parts.divided.mesh.data,
+            world=parts.divided.mesh.data_size,
+            consumed=progress.samples,
+        ) as feed:
+            self.watch.start()
+            while progress.step < recipe.steps and not self._stopping:
+                micro_batches = next(feed)
+                self.watch.lap("data")
+                self._begun = progress.samples
+                self._handed_out = len(micro_batches)
+                parts.stepper.begin(progress.step + 1)
+                yield micro_batches
+                if progress.samples == self._begun:
+                    raise UsageError(STEP_ONCE)
+
+    def backward(self, loss_sum: Tensor, terms: Tensor | int) -> None:
+        """Backward of a micro-batch: the sum of its losses (0-d) over `terms` terms. Do not divide: the gradient of a
+        step is divided once, by the number of terms of the whole global batch. UsageError when there is no batch that
+        waits for it."""
+        if self.parts.stepper.backwards >= self._handed_out:
+            raise UsageError(BACKWARD_ONCE)
+        self.parts.stepper.backward(loss_sum, terms, self._flags, self.watch)
+
+    def note(self, sums: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
+        """Instead of `backward`: what a pipeline computed for all micro-batches of a step, backward included."""
+        self.parts.stepper.note(sums, self._flags, self.watch)
+
+    def step(self) -> bool:
+        """After the last micro-batch of a step: change the weights, report, evaluate and save what is due. Whether it
+        was the last. UsageError when the step was done already."""
+        stepper, recipe, progress = self.parts.stepper, self.parts.recipe, self.progress
+        if not stepper.complete:
+            return False
+        if progress.samples != self._begun:
+            raise UsageError(STEP_ONCE)
+        before = progress.step
+        outcome = self._finish_step()
+        # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
+        self._stopping = bool(outcome.flags["stop"]) or (self.parts.place.world == 1 and self.parts.stop.asked)
+        self.watch.lap("other")
+        advanced = progress.step > before  # after a rollback nothing is due: it was done when it was new
+        self._improved = advanced and self._evaluate_if_due()
+        self.watch.skip()
+        if advanced and progress.step < recipe.steps and not self._stopping:
+            self._save_if_due(self._improved)
+            self.watch.lap("checkpoint")
+        return True
+
+    def finish(self) -> str:
+        """Save the state with which the run ends; `done` or `stopped`."""
+        self._save_last(self._improved)
+        status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
+        self._tell("end", {"status": status, "step": self.progress.step}, moment="end")
+        return status
+
+    def _finish_step(self) -> Outcome:
+        """Agree, judge, update, count, report."""
+        parts, recipe, progress, watch = self.parts, self.parts.recipe, self.progress, self.watch
+        step = progress.step + 1
+        outcome, scale = parts.stepper.settle(parts.stepper.finish(watch))
+        lr = recipe.optim.lr * factor(recipe.optim.schedule, step, recipe.steps)
+        watch.lap("optimizer")
+        self.saving.wait_copied()
+        watch.lap("checkpoint")
+        if outcome.skipped is None:
+            parts.stepper.update(scale, lr)
+        parts.stepper.follow()
+        watch.lap("optimizer")
+        self.saving.settle(outcome.flags)
+        watch.lap("checkpoint")
+        units = recipe.batch.global_ * parts.units_per_sample
+        progress.step = parts.callbacks.view.step = step
+        progress.samples += recipe.batch.global_
+        if outcome.skipped is None:
+            progress.last_loss = outcome.loss
+            progress.units += units
+        seconds, times = watch.stop()
+        watch.start()
+        event: dict[str, Any] = {
+            "step": step,
+            "loss": _finite(outcome.loss),
+            "grad_norm": _finite(outcome.grad_norm),
+            "lr": lr,
+        }
+        event |= {"tokens": units, "seconds": seconds, "parts": times}
+        if outcome.skipped is not None:
+            event["skipped"] = outcome.skipped
+        if (noise := self._noise(outcome)) is not None:
+            event["noise_scale"] = noise
+        self._tell("step", event, moment="step")
+        self._judge(step, outcome)
+        return outcome
+
+    def _noise(self, outcome: Outcome) -> float | None:
+        """The gradient noise scale in samples, where this step added to the estimate."""
+        squares, scale = outcome.squares, self.progress.noise
+        if squares is None or squares.small_terms >= squares.big_terms:
+            return None
+        scale.update(squares.small, squares.small_terms, squares.big, squares.big_terms)
+        samples = self.parts.recipe.batch.global_ / squares.big_terms
+        return None if scale.value is None else scale.value * samples
+
+    def _flags(self) -> tuple[bool, ...]:
+        """This worker's flags for the agreement, in the order of `step.FLAGS`."""
+        return (self.parts.stop.asked, *self.saving.flags())
+
+    def _judge(self, step: int, outcome: Outcome) -> None:
+        """The guard's turn: take note, and roll back when too many steps in a row were skipped."""
+        scale, progress = self.parts.scale, self.progress
+        if outcome.skipped is None:
+            scale.update(overflow=False)
+            progress.skipped_in_a_row = 0
+            return
+        overflow = outcome.skipped == "non-finite gradient" and not scale.at_bottom
+        scale.update(overflow=True)
+        progress.guards += 1
+        action, progress.skipped_in_a_row = judge(progress.skipped_in_a_row, curable=overflow)
+        event = {"step": step, "what": outcome.skipped, "action": action, "count": progress.guards}
+        self._tell("guard", event, moment="fault")
+        if action == "rollback":
+            self._roll_back(outcome.skipped)
+
+    def _roll_back(self, why: str) -> None:
+        """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
+        parts, progress = self.parts, self.progress
+        self.saving.finish()
+        loaded = restore(parts.run, parts.place, parts.divided, parts.optimizer, parts.scale, self._reject)
+        if loaded is None:
+            raise GaveUpError(
+                f"step {progress.step}: {why} {LIMIT} times in a row, and no checkpoint to go back to; {CURE}"
+            )
+        progress.step = parts.callbacks.view.step = loaded.manifest.meta["step"]
+        progress.units = loaded.manifest.meta["units"]
+        self.saving.resume(progress.step)
+        self._rollbacks[progress.step] += 1
+        if self._rollbacks[progress.step] > LIMIT:
+            raise GaveUpError(f"step {progress.step}: rolled back to it {LIMIT} times and {why} came again; {CURE}")
+
+    def _evaluate_if_due(self) -> bool:
+        """Score held-out data if it is time; whether the score is the best so far."""
+        parts, recipe, progress = self.parts, self.parts.recipe, self.progress
+        every = recipe.evaluate.every
+        due = every is not None and (progress.step % every == 0 or progress.step == recipe.steps)
+        if not due or progress.step == 0:
+            return False
+        scores = parts.score()
+        if scores is None:  # nothing to score, or asked to stop
+            return False
+        improved = math.isfinite(scores.loss) and (progress.best is None or scores.loss < progress.best)
+        if improved:
+            progress.best = scores.loss
+        event = {"step": progress.step, **asdict(scores), "loss": _finite(scores.loss), "best": improved}
+        event["metrics"] = {name: _finite(value) for name, value in scores.metrics.items()}
+        self._tell("eval", event, moment="evaluation")
+        return improved
+
+    def _save_if_due(self, improved: bool) -> None:
+        """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
+        every, step = self.parts.recipe.checkpoint.every, self.progress.step
+        if every is None or (step % every and not improved):
+            return
+        if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
+            return
+        if self.saving.in_flight is not None and not improved:
+            busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"
+            self._tell("warning", {"text": f"{busy}; a larger checkpoint.every would suit this disk"})
+            return
+        self.saving.finish()
+        self._start_save(improved)
+
+    def _save_last(self, improved: bool) -> None:
+        """Save the state with which the run ends, unless it is saved already."""
+        self.saving.finish()
+        if self.saving.last_saved != self.progress.step:
+            self._start_save(improved)
+            self.saving.finish()
+        self.saving.close()
+        if self.saving.last_saved != self.progress.step:
+            where = (
+                ""
+                if self.saving.last_saved is None
+                else f"; the last good checkpoint is of step {self.saving.last_saved}"
+            )
+            raise NotSaved(f"step {self.progress.step}: the last checkpoint could not be written{where}")
+
+    def _start_save(self, improved: bool) -> None:
+        state = held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)
+        self.saving.start(self.progress, state, self._buffers, improved)
+
+    def _tell_save(self, kind: str, event: dict[str, Any]) -> None:
+        self._tell(kind, event, moment={"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
+
+    def _reject(self, path: Path, file: str, reason: str) -> None:
+        reject(self.parts, path, file, reason)
+
+    def _tell(self, kind: str, event: dict[str, Any], moment: str | None = None) -> None:
+        """Report an event, and call the callbacks that wait for it."""
+        if self.parts.place.leads:
+            self.parts.reporter.event(kind, **event)
+        if moment is not None:
+            self.parts.callbacks.call(moment, {"kind": kind, **event})
+
+
+def reject(parts: Parts, path: Path, file: str, reason: str) -> None:
+    """Say that a checkpoint is damaged and will not be used."""
+    if parts.place.leads:
+        relative = str(path.relative_to(parts.run.path))
+        parts.reporter.event("checkpoint_rejected", path=relative, file=file, reason=reason)
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None

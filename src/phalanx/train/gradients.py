@@ -1,0 +1,151 @@
+"""Gradients of a step, summed over all micro-batches and workers, however the model is divided.
+
+Three ways with one face: `LocalGradients` of one worker alone; `exchange.GradientExchange` between replicas of the
+whole model; `DividedGradients` of a model of which each worker holds a part. `begin` and `end` stand around each
+backward, `finish` after the last; then `norm`, and `tensors`: what to scale in place before the optimizer runs.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.norms import total_norm
+from phalanx.train.parallel.collectives import Group
+from phalanx.train.parallel.divided import Divided, local
+
+TOGETHER = 1 << 23
+"""Elements that are summed in one operation."""
+
+
+class Gradients(Protocol):
+    """What a step asks for."""
+
+    def begin(self, leaf: int) -> None:
+        """The backward of micro-batch number `leaf` of the global batch comes next."""
+
+    def end(self) -> None:
+        """That backward is done."""
+
+    def finish(self) -> None:
+        """Make the parameters' gradients the sums over all workers."""
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d)."""
+
+    def tensors(self) -> list[Tensor]:
+        """The sum, or this worker's part of it, as live tensors."""
+
+    def square(self) -> Tensor | None:
+        """Between two backwards: this worker's part (0-d) of the squared norm of the gradient so far. The parts of all
+        workers add up to `parts` squared norms. None where it cannot be told."""
+
+    @property
+    def parts(self) -> int:
+        """Gradients of different samples whose squares all workers' `square` add up to."""
+
+
+class LocalGradients:
+    """The gradients that autograd adds up in `.grad`; a parameter that was not used has zeros, as in an exchange."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self._parameters = parameters
+
+    def begin(self, leaf: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def norm(self) -> Tensor:
+        return total_norm(self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def square(self) -> Tensor | None:
+        return total_norm(self.tensors()).square()
+
+    parts = 1
+
+
+class DividedGradients:
+    """Gradients of a model that is divided over workers. FSDP has summed what it shards; `replicas`, an exchange, sums
+    whole parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank,
+    and those that two pipeline stages hold."""
+
+    def __init__(self, divided: Divided, replicas: Gradients | None):
+        self._divided = divided
+        self._replicas = replicas
+        self._parameters = divided.trainable()
+        self._partial = [p for name, p in self._parameters.items() if name in divided.partial]
+        ties = {name: tie for name, tie in divided.tied.items() if name in self._parameters}
+        self._tied = [(self._parameters[name], tie.group) for name, tie in ties.items()]
+
+    def begin(self, leaf: int) -> None:
+        if self._replicas is not None:
+            self._replicas.begin(leaf)
+
+    def end(self) -> None:
+        if self._replicas is not None:
+            self._replicas.end()
+
+    def finish(self) -> None:
+        if self._replicas is not None:
+            self._replicas.finish()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        mesh = self._divided.mesh
+        if self._replicas is None and mesh.fsdp is None:
+            _sum([_gradient(p) for p in self._parameters.values()], mesh.replicate)
+        _sum([_gradient(p) for p in self._partial], mesh.tensor)
+        for parameter, group in self._tied:
+            _sum([_gradient(parameter)], group)
+
+    def norm(self) -> Tensor:
+        return self._divided.norm({name: _gradient(p) for name, p in self._parameters.items()})
+
+    def tensors(self) -> list[Tensor]:
+        if self._replicas is not None:
+            return self._replicas.tensors()
+        return [_gradient(parameter) for parameter in self._parameters.values()]
+
+    def square(self) -> Tensor | None:
+        # What is partial on tensor ranks or held by two stages is summed at the end only.
+        if self._partial or self._divided.mesh.pipeline is not None:
+            return None
+        present = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        own = self._divided.square({name: _gradient(p) for name, p in present.items()})
+        return own if self._replicas is None else own * self._divided.mesh.layout.replicate
+
+    @property
+    def parts(self) -> int:
+        return 1 if self._replicas is None else self._divided.mesh.layout.replicate
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def _sum(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace each tensor by its sum over the group, many small ones in one operation."""
+    if group is None:
+        return
+    together: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        together.append(tensor)
+        if i == len(tensors) - 1 or sum(t.numel() for t in together) >= TOGETHER:
+            flat = torch.cat([tensor.reshape(-1) for tensor in together])
+            dist.all_reduce(flat, group=group)
+            for one, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+                one.copy_(part.view_as(one))
+            together = []

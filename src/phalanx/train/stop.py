@@ -1,0 +1,20 @@
+"""The wish to stop, as a signal brings it. Nothing stops at once: it is read at the boundaries of steps."""
+
+import signal
+
+
+class StopRequest:
+    """Set by SIGTERM, SIGUSR1 or SIGINT; read at every boundary. Installing it lets held-back signals through."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> None:
+        """Handle the signals in this process (main thread only)."""
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        for number in numbers:
+            signal.signal(number, self._ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
