@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from phalanx.train.huggingface_calls import logits_of
+
 
 def generate(
     model: nn.Module,
@@ -26,7 +28,7 @@ def generate(
     with torch.no_grad():
         for _ in range(tokens):
             inputs = torch.tensor([context[-window:]], device=device)
-            logits = model(inputs)[0, -1].float().cpu()
+            logits = logits_of(model(inputs))[0, -1].float().cpu()
             token = _pick(logits, temperature, top_k, generator)
             context.append(token)
             yield token

@@ -11,8 +11,10 @@ from torch import nn
 
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
-from phalanx.recipe import import_object
-from phalanx.recipe.schema import Model
+from phalanx.recipe import huggingface_directory, import_object
+from phalanx.recipe.schema import Adapter, Model
+from phalanx.train import huggingface
+from phalanx.train.adapter import add_adapters
 
 
 def seed_for(*parts: object) -> int:
@@ -25,6 +27,26 @@ def seed_everything(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every other backend: 100 times slower
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+class Seeds:
+    """Random numbers of a run's forwards: a pure function of seed, step and micro-batch, whoever computes it."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self._seed, self._device = seed, device
+        self._step = self._first = 0
+
+    def begin(self, step: int, first: int) -> None:
+        """A step begins whose first micro-batch here has this number."""
+        self._step, self._first = step, first
+
+    def of(self, micro_batch: int) -> None:
+        """Seed the forward of this worker's micro-batch with that number in the step."""
+        seed_everything(seed_for(self._seed, self._step, self._first + micro_batch), self._device)
+
+    def of_stage(self, micro_batch: int, stage: int) -> None:
+        """The same for one stage of a pipeline, each of which draws its own."""
+        seed_everything(seed_for(self._seed, self._step, self._first + micro_batch, stage), self._device)
 
 
 def arguments(builder: Callable[..., Any], given: dict[str, Any], facts: Facts) -> dict[str, Any]:
@@ -52,14 +74,42 @@ def arguments(builder: Callable[..., Any], given: dict[str, Any], facts: Facts) 
 
 
 def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
-    """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in.
-    It stands in checkpoints, and in the config.json of an export."""
+    """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in;
+    for a Hugging Face directory, what writes one again. It stands in checkpoints, and in the config.json of an export.
+    """
+    if (directory := huggingface_directory(spec.build, folder)) is not None:
+        return {"build": spec.build, "args": spec.args, "huggingface": huggingface.describe(directory, spec.args)}
     builder = import_object(spec.build, folder, key="model.build")
     return {"build": spec.build, "args": arguments(builder, spec.args, facts)}
 
 
-def build_model(spec: Model, facts: Facts, folder: Path | None, seed: int, device: torch.device) -> nn.Module:
-    """The model with its initial weights, which depend on `seed` only. RecipeError for what the user can mend."""
+def build_model(
+    spec: Model,
+    facts: Facts,
+    folder: Path | None,
+    seed: int,
+    device: torch.device,
+    adapter: Adapter | None = None,
+    *,
+    load: bool = True,
+) -> nn.Module:
+    """The model with its initial weights, which depend on `seed` only, or with those of a Hugging Face directory; with
+    adapters beside its layers if the recipe wants them. Without `load` the parameters of a Hugging Face directory stay
+    on the meta device (adapters and buffers on the CPU). RecipeError for what the user can mend."""
+    if (directory := huggingface_directory(spec.build, folder)) is not None:
+        if load:
+            model = huggingface.build_loaded(directory, spec.args, facts, device)
+        else:
+            model = huggingface.build(directory, spec.args, facts)
+    else:
+        model = _built(spec, facts, folder, seed).to(device)
+    if adapter is not None:
+        add_adapters(model, adapter, torch.Generator().manual_seed(seed_for(seed, "adapter")))
+    return model
+
+
+def _built(spec: Model, facts: Facts, folder: Path | None, seed: int) -> nn.Module:
+    """The model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
     filled = arguments(builder, spec.args, facts)
     seed_everything(seed_for(seed, "init"), torch.device("cpu"))
@@ -69,7 +119,7 @@ def build_model(spec: Model, facts: Facts, folder: Path | None, seed: int, devic
         raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
-    return model.to(device)
+    return model
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, told
+from phalanx.train.huggingface_calls import logits_of
+from phalanx.train.vocab import current_vocabulary, linear_cross_entropy
 
 TensorBatch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """What the engine asks of a task. `metrics` may be left out."""
+    """What the engine asks of a task. `metrics` may be left out, and so may
+    `head_loss(hidden, weight, batch) -> (sum of losses, number of terms)`, the loss from what enters the output
+    layer and that layer's weight, for vocabularies so large that not all logits should exist at once."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the model's `forward`."""
@@ -38,7 +42,18 @@ class LanguageModeling:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100)
+        losses = F.cross_entropy(
+            logits_of(output).flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100
+        )
+        return losses, (targets != -100).sum()
+
+    def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+        """The same from what enters an output layer without bias, hidden [b, s, w] and its weight [v, w], without ever
+        holding all logits. Within `vocabulary_group`, weight is this rank's rows of the vocabulary."""
+        targets, vocabulary = batch["targets"], current_vocabulary()
+        losses = linear_cross_entropy(
+            hidden.flatten(0, 1), weight, targets.flatten(), group=vocabulary.group, vocab=vocabulary.size
+        )
         return losses, (targets != -100).sum()
 
 
@@ -50,11 +65,11 @@ class Classification:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
         labels = batch["labels"]
-        return F.cross_entropy(output.float(), labels, reduction="sum"), labels.numel()
+        return F.cross_entropy(logits_of(output).float(), labels, reduction="sum"), labels.numel()
 
     def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
         labels = batch["labels"]
-        return {"accuracy": ((output.argmax(-1) == labels).sum(), labels.numel())}
+        return {"accuracy": ((logits_of(output).argmax(-1) == labels).sum(), labels.numel())}
 
 
 BUILT_IN: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}

@@ -14,6 +14,7 @@ from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_ten
 from phalanx.train.model import build_model
 from phalanx.train.saving import best_file
 from phalanx.train.state import load_model, model_tensors
+from phalanx.train.weights import allocate
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,15 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device) -
     plan, environment = run.read_json(run.plan), run.read_json(run.environment)
     if plan is None or environment is None:
         raise DataError(f"{run.path}: plan.json or environment.json is missing; they tell how the model is built")
+    if "facts" not in plan:
+        raise UsageError(
+            f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
+            f"`phalanx checkpoint export {run.path} OUT` writes its weights"
+        )
     facts = Facts(**plan["facts"])
     folder = Path(environment["folder"])
-    model = build_model(recipe.model, facts, folder, recipe.seed, device)
+    model = build_model(recipe.model, facts, folder, recipe.seed, device, recipe.adapter, load=False)
+    allocate([model], device)
     names = list(model_tensors(model))
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))

@@ -1,0 +1,137 @@
+"""Low-rank adapters (LoRA): linear layers keep their weights as they are and learn a small addition to them.
+
+A layer y = W x becomes y = W x + alpha / rank x B A x, with A [rank, in] and B [out, rank]; B begins at zero, so
+nothing changes at first (Hu et al. 2021). A and B are parameters of the layer itself, `lora_a` and `lora_b`, applied by
+a hook: all other names in the model stay what they were. `Conv1D` of transformers, whose weight is [in, out], has both
+matrices transposed.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import Adapter
+from phalanx.train.parallel.families import matches
+
+A, B = "lora_a", "lora_b"
+LEAVE = "leave_region"
+"""Attribute of a layer that holds part of its inputs: the function that sums what tensor ranks made of theirs."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether an adapter can go beside a module: nn.Linear and transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def chosen(model: nn.Module, spec: Adapter) -> dict[str, nn.Module]:
+    """The layers that get an adapter, by name. Without `spec.modules`: every linear layer within a list of blocks,
+    which leaves out the head. RecipeError naming a pattern that fits no linear layer, and the layers there are."""
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    if spec.modules is None:
+        found = {name: module for name, module in linear.items() if name.startswith(lists)} if lists else {}
+        if not found:
+            raise RecipeError(
+                f"adapter.modules: the model has no blocks with linear layers; name some of {_ends(linear)}"
+            )
+        return found
+    patterns = [spec.modules] if isinstance(spec.modules, str) else spec.modules
+    fitting = {pattern: [name for name in linear if _fits(pattern, name)] for pattern in patterns}
+    for pattern, names in fitting.items():
+        if not names:
+            raise RecipeError(f"adapter.modules: {pattern!r} fits no linear layer; there are {_ends(linear)}")
+    wanted = {name for names in fitting.values() for name in names}
+    return {name: module for name, module in linear.items() if name in wanted}
+
+
+def add_adapters(model: nn.Module, spec: Adapter, generator: torch.Generator | None = None) -> None:
+    """Freeze the model and put adapters beside the chosen layers. Changes the model in place; A is drawn on the CPU, so
+    that it does not depend on the device. RecipeError when no layer fits or `spec.rank` is too large for one."""
+    layers = chosen(model, spec)
+    for name, module in layers.items():
+        smaller = min(_weight(module).shape)
+        if spec.rank >= smaller:
+            raise RecipeError(f"adapter.rank: {spec.rank} must be below {smaller}, the smaller side of {name}")
+    model.requires_grad_(False)
+    for module in layers.values():
+        weight = _weight(module)
+        transposed = not isinstance(module, nn.Linear)
+        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+        bound = 1 / math.sqrt(inputs)  # as nn.Linear draws its weights
+        drawn = torch.empty(spec.rank, inputs).uniform_(-bound, bound, generator=generator)
+        zeros = torch.zeros(outputs, spec.rank)
+        for name, value in ((A, drawn), (B, zeros)):
+            # Beside weights without memory, which are read later, adapters have their values already.
+            device = value.device if weight.is_meta else weight.device
+            held = (value.T if transposed else value).contiguous().to(device, weight.dtype)
+            module.register_parameter(name, nn.Parameter(held))
+        module.register_forward_hook(partial(_add, scale=scale_of(spec), dropout=spec.dropout, transposed=transposed))
+
+
+def scale_of(spec: Adapter) -> float:
+    """alpha / rank."""
+    return spec.alpha / spec.rank
+
+
+def merge(model: nn.Module, spec: Adapter) -> dict[str, Tensor]:
+    """The model's tensors by name with the adapters folded into the weights beside them; the model stays as it is."""
+    return folded(dict(model.state_dict()), scale_of(spec))
+
+
+def folded(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Tensors by name, each weight that has an adapter among them replaced by weight + scale x B A in its own dtype
+    (computed in fp32), and without the adapters."""
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for name, a in tensors.items():
+        path, _, last = name.rpartition(".")
+        if last == A:
+            b, weight = tensors[f"{path}.{B}"], merged[f"{path}.weight"]
+            # the rank is the smaller side of each: add_adapters sees to that
+            product = b.float() @ a.float() if a.shape[0] < a.shape[1] else a.float() @ b.float()
+            merged[f"{path}.weight"] = (weight.float() + scale * product).to(weight.dtype)
+    return merged
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether there is an adapter beside a layer."""
+    return isinstance(getattr(module, A, None), Tensor)
+
+
+def _add(
+    module: nn.Module, args: tuple[Any, ...], output: Tensor, *, scale: float, dropout: float, transposed: bool
+) -> Tensor:
+    """Forward hook: the layer's output and the adapter's."""
+    x = F.dropout(args[0], dropout, module.training)
+    a: Tensor = getattr(module, A)  # which need not be parameters while `functional_call` lends others
+    b: Tensor = getattr(module, B)
+    inner = x @ a if transposed else F.linear(x, a)
+    # Where tensor ranks hold part of the inputs, they add up what they made of them (`tensor.py`).
+    leave = vars(module).get(LEAVE)
+    inner = inner if leave is None else leave(inner)
+    return output + scale * (inner @ b if transposed else F.linear(inner, b))
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    return module.get_parameter("weight")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits the whole name or its last parts."""
+    parts, length = name.split("."), pattern.count(".") + 1
+    return matches(pattern, ".".join(parts[-length:]))
+
+
+def _ends(linear: Mapping[str, nn.Module]) -> str:
+    """The layers there are, each kind once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
