@@ -3,14 +3,16 @@
 Nothing is measured here: what trials and probes found comes in as plain numbers.
 """
 
+from phalanx.plan.memory import Needs, Room, choose_memory, divides_state, losses_to_try, sizes, smaller_micro
 from phalanx.plan.resolve import (
     COMMON_WORLDS,
     Choice,
-    check_memory,
-    choose_micro,
+    choices_untried,
     choose_precision,
     choose_threads,
     go_on,
+    likely_precision,
+    parts_of,
     plan_of,
     resolve,
 )
@@ -18,11 +20,19 @@ from phalanx.plan.resolve import (
 __all__ = [
     "COMMON_WORLDS",
     "Choice",
-    "check_memory",
-    "choose_micro",
+    "Needs",
+    "Room",
+    "choices_untried",
+    "choose_memory",
     "choose_precision",
     "choose_threads",
+    "divides_state",
     "go_on",
+    "likely_precision",
+    "losses_to_try",
+    "parts_of",
     "plan_of",
     "resolve",
+    "sizes",
+    "smaller_micro",
 ]

@@ -16,13 +16,13 @@ from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
+AUTOMATIC = ("fp32", "bf16")
+"""Precisions among which `auto` chooses."""
 COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
 PREDICTION = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
     "the exchange of gradients between workers is not in it yet"
 )
-STATE_BYTES = 16
-"""Bytes a parameter: fp32 weight, gradient and two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -44,78 +44,76 @@ def choose_threads(recipe: Recipe, cores: int, world: int) -> Choice:
     return Choice("threads", threads, f"{cores} cores for {world} {'worker' if world == 1 else 'workers'}")
 
 
-def choose_micro(recipe: Recipe, parameters: int, saved_bytes: int, memory: int, world: int) -> Choice:
-    """The largest micro-batch whose activations fit into half of a worker's memory beside the training state.
-
-    `memory` is what one worker has. Under `exact: replicas` there must be enough micro-batches for other world sizes
-    to share, whatever the world is now: otherwise the choice, and with it the bits, would depend on it.
-    """
-    if recipe.batch.micro != "auto":
-        return Choice("batch.micro", recipe.batch.micro, "given")
-    batch = recipe.batch.global_
-    if recipe.exchange.exact == "replicas":
-        parts = math.lcm(*(size for size in COMMON_WORLDS if batch % size == 0), world)
-        why = f"exact: replicas: {parts} micro-batches can be shared by any number of workers that divides it"
-    else:
-        parts = world
-        why = "a worker's whole share at once"
-    share = batch // parts
-    room = memory // 2 - STATE_BYTES * parameters
-    if saved_bytes and share * saved_bytes > room:
-        fitting = [size for size in divisors(share) if size * saved_bytes <= room]
-        if not fitting:
-            raise RecipeError(
-                f"batch.micro: not even one sample fits: it saves {saved_bytes / 1e6:.0f} MB for backward, and "
-                f"{max(room, 0) / 1e6:.0f} MB are left beside parameters and optimizer state; "
-                "use a smaller model or sequence, or give batch.micro to try all the same"
-            )
-        share = fitting[-1]
-        why = f"the largest whose activations ({share * saved_bytes / 1e9:.2f} GB) fit into half of the memory"
-    return Choice("batch.micro", share, why)
+def likely_precision(recipe: Recipe, device: str) -> str:
+    """What the precision will probably be, before anything was timed."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    return "bf16" if device == "cuda" else "fp32"
 
 
-def check_memory(micro: int, parameters: int, saved_bytes: int, memory: int) -> None:
-    """RecipeError, naming a micro-batch that would fit, when what a step must hold at least (training state and saved
-    activations) is more than all of a worker's memory."""
-    needed = micro * saved_bytes + STATE_BYTES * parameters
-    if needed <= memory:
-        return
-    room = memory // 2 - STATE_BYTES * parameters  # half, as `choose_micro` would
-    fitting = [size for size in divisors(micro) if size < micro and size * saved_bytes <= room]
-    raise RecipeError(
-        f"batch.micro: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
-        f"{memory / 1e9:.1f} GB; "
-        + (f"batch.micro={fitting[-1]} would fit" if fitting else "not even one would fit: use a smaller model")
-    )
-
-
-def choose_precision(recipe: Recipe, seconds: Mapping[str, float]) -> Choice:
-    """The precision, by the time that this very model takes for forward and backward."""
+def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu") -> Choice:
+    """The precision, by the time that this very model takes for forward and backward. Those that ran out of memory have
+    no time."""
     if recipe.precision != "auto":
         return Choice("precision", recipe.precision, "given")
+    timed = [name for name in AUTOMATIC if name in seconds]
+    if not timed:
+        why = f"the rule for a model on {device} that could not be timed"
+        return Choice("precision", likely_precision(recipe, device), why)
+    if len(timed) == 1:
+        return Choice("precision", timed[0], "the other ran out of memory")
     ratio = seconds["fp32"] / seconds["bf16"]
     why = f"forward and backward of a micro-batch take {seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
     return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
 
 
+def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:
+    """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
+    threads = choose_threads(recipe, cores, world)
+    micro = Choice("batch.micro", recipe.batch.micro, "given")
+    if recipe.batch.micro == "auto":
+        parts = parts_of(recipe, world)
+        if recipe.exchange.exact == "replicas":
+            parts = math.lcm(*(size for size in COMMON_WORLDS if recipe.batch.global_ % size == 0), parts)
+        micro = Choice("batch.micro", max(1, recipe.batch.global_ // parts), "a worker's whole share at once")
+    precision = Choice("precision", recipe.precision, "given")
+    if recipe.precision == "auto":
+        why = f"the rule for a loop of one's own on {device}"
+        precision = Choice("precision", likely_precision(recipe, device), why)
+    recompute = Choice("memory.recompute", recipe.memory.recompute, "given")
+    if recipe.memory.recompute == "auto":
+        recompute = Choice("memory.recompute", "none", "the rule for a loop of one's own")
+    loss = Choice("memory.loss", recipe.memory.loss, "given")
+    if recipe.memory.loss == "auto":
+        loss = Choice("memory.loss", "whole", "the loss is the loop's own")
+    return [threads, recompute, loss, micro, precision]
+
+
 def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
-    """The recipe with `choices` for threads, micro-batch and precision made, and the remaining `auto` set to what this
-    version does."""
+    """The recipe with `choices` for threads, memory, micro-batch and precision made, and the remaining `auto` set to
+    what this version does."""
     chosen = {choice.key: choice.value for choice in choices}
     values = recipe.model_dump(by_alias=True)
     values["threads"] = chosen["threads"]
     values["batch"]["micro"] = chosen["batch.micro"]
     values["precision"] = chosen["precision"]
-    values["layout"] = replicated(world)
-    values["memory"]["recompute"] = "none"
-    values["compile"] = recipe.compile is True
+    values["layout"] = laid_out(recipe, world)
+    for key in ("recompute", "loss"):
+        values["memory"][key] = chosen[f"memory.{key}"]
+    values["compile"] = recipe.compile if recipe.compile != "auto" else False
     values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)
 
 
-def replicated(world: int) -> dict[str, int]:
-    """Every worker a replica."""
-    return Layout(replicate=world).model_dump()
+def laid_out(recipe: Recipe, world: int) -> dict[str, Any]:
+    """The layout that is given, or every worker a replica."""
+    return (recipe.layout if isinstance(recipe.layout, Layout) else Layout(replicate=world)).model_dump()
+
+
+def parts_of(recipe: Recipe, world: int) -> int:
+    """Among how many groups of workers the batch is divided."""
+    layout = recipe.layout
+    return layout.replicate * layout.shard if isinstance(layout, Layout) else world
 
 
 def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:
@@ -128,14 +126,28 @@ def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:
         values["evaluate"][key] = new["evaluate"][key]
     values["data"]["source"] = new["data"]["source"]
     values["evaluate"]["source"] = new["evaluate"]["source"]
-    values["layout"] = replicated(world)
-    values["batch"]["micro"] = fitting_micro(resolved, given, world)
+    values["layout"] = layout = layout_again(resolved, given, world)
+    values["batch"]["micro"] = fitting_micro(resolved, given, layout["replicate"] * layout["shard"])
     return Recipe.model_validate(values)
+
+
+def layout_again(resolved: Recipe, given: Recipe, world: int) -> dict[str, Any]:
+    """The layout of a run that goes on: as given now, or as it was, with as many replicas as the workers make."""
+    if isinstance(given.layout, Layout) or not isinstance(resolved.layout, Layout):
+        return laid_out(given, world)
+    replica = resolved.layout.world // resolved.layout.replicate
+    if world % replica:
+        raise RecipeError(
+            f"layout: a replica of this run takes {replica} workers, and {world} are no multiple of that; "
+            "give the layout to go on with"
+        )
+    return {**resolved.layout.model_dump(), "replicate": world // replica}
 
 
 def fitting_micro(resolved: Recipe, given: Recipe, world: int) -> int | str:
     """The micro-batch of a run that goes on: what was resolved. One that nobody gave and that a changed number of
-    workers cannot share gets smaller where that costs no promise: under `replicas` it is part of the bits."""
+    workers cannot share gets smaller where that costs no promise: under `replicas` it is part of the bits. `world`:
+    workers, or groups of them, that share the batch."""
     micro, batch = resolved.batch.micro, resolved.batch.global_
     if given.batch.micro != "auto" or resolved.exchange.exact == "replicas" or batch % world or micro == "auto":
         return micro
@@ -145,13 +157,17 @@ def fitting_micro(resolved: Recipe, given: Recipe, world: int) -> int | str:
 def plan_of(
     profile: Mapping[str, Any], choices: list[Choice], seconds: Mapping[str, float], recipe: Recipe
 ) -> dict[str, Any]:
-    """plan.json: what was found out and chosen, and the step time that follows."""
-    micro, world = recipe.batch.micro, recipe.layout.world if isinstance(recipe.layout, Layout) else 1
+    """plan.json: what was found out and chosen, and the step time that follows; null where nothing could be timed."""
+    micro = recipe.batch.micro
     assert isinstance(micro, int)
-    own = recipe.batch.global_ // (micro * world)
-    predicted = own * seconds[recipe.precision] + seconds["update"]
+    own = recipe.batch.global_ // (micro * parts_of(recipe, 1))
+    predicted = own * seconds[recipe.precision] + seconds["update"] if recipe.precision in seconds else None
+    peaks = profile.get("peaks") or {}
+    by_way: Mapping[str, int | None] = peaks.get(recipe.memory.loss) or next(iter(peaks.values()), {})
     return {
-        **profile,
+        **{key: value for key, value in profile.items() if key != "peaks"},
+        "peak_bytes_per_sample": by_way,
+        "saved_bytes_per_sample": by_way.get(recipe.memory.recompute) or 0,
         "chosen": [asdict(choice) for choice in choices],
         "predicted_step_seconds": predicted,
         "predicted_rule": PREDICTION,

@@ -9,19 +9,32 @@ import torch
 
 from phalanx.errors import RecipeError
 
+WORDS = ("not enough memory", "allocate memory", "out of memory")
+"""What torch says when the CPU's allocator fails, or a library's on a GPU."""
+
+
+class OutOfMemory(RecipeError):
+    """Micro-batches are too large for the memory that there is."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+
 
 @contextlib.contextmanager
 def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
-    """Turn an allocation failure into a RecipeError that names a micro-batch that would fit."""
+    """Turn an allocation failure into an OutOfMemory that names a micro-batch that would fit."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info()[1] * 9 // 10 if torch.cuda.is_available() else 0
-        raise RecipeError(advise(micro, plan, free)) from error
-    except RuntimeError as error:
-        if "not enough memory" not in str(error) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        raise RecipeError(advise(micro, plan, psutil.virtual_memory().available)) from error
+        on_gpu = isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available()
+        free = torch.cuda.mem_get_info()[1] * 9 // 10 if on_gpu else psutil.virtual_memory().available
+        raise OutOfMemory(advise(micro, plan, free)) from error
 
 
 def fitting_micro(plan: dict[str, Any] | None, memory: int) -> int | None:

@@ -4,9 +4,11 @@ Each function runs in a short process of its own (it may fail or fill memory wit
 from which `plan` chooses.
 """
 
+import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,94 +19,149 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import measure_matmul
-from phalanx.compat import scale_in_place
+from phalanx.compat import die_first, scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, import_object, told
+from phalanx.recipe import Recipe, huggingface_directory, import_object, told
+from phalanx.recipe.imports import CONFIG
+from phalanx.recipe.schema import Layout
 from phalanx.run import Run
+from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
-from phalanx.train.loop import StopRequest
+from phalanx.train.causality import check_causal
+from phalanx.train.memory import is_out_of_memory
 from phalanx.train.model import build_model
+from phalanx.train.objective import Objective, Scoring
 from phalanx.train.optimizers import Optimizer, trainable
+from phalanx.train.parallel.blocks import find_blocks
+from phalanx.train.parallel.parallelize import Choices, outline
+from phalanx.train.parallel.recompute import Recompute, apply_recompute
+from phalanx.train.parallel.staging import cut_up
+from phalanx.train.peak import bytes_per_sample
 from phalanx.train.place import from_environment
-from phalanx.train.precision import computing
 from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
-from phalanx.train.tasks import Task, TensorBatch, load_task
+from phalanx.train.stop import StopRequest
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.trace import trace
-from phalanx.train.worker import assemble, prepare_torch, units_per_sample
+from phalanx.train.worker import assemble, head_of, prepare_torch, units_per_sample
 
 FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
     "recomputation not counted"
 )
 REPEATS = 5
+UPDATE = "update"
+OUT_OF_MEMORY = "out_of_memory"
+"""Key of what a trial returns that ran out of memory."""
+WAYS: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def profile(payload: dict[str, Any]) -> dict[str, Any]:
-    """What `recipe` (sources prepared) needs for a sample: parameters, FLOPs, bytes saved for backward."""
+    """What `recipe` (sources prepared) needs for a sample: parameters, FLOPs, and the peak bytes of forward and
+    backward, for each of the `losses` and each way of recomputing among `ways`; None where that way ran out of memory
+    or does not go with the model. `{"out_of_memory": 1.0}` when that is so of a forward alone."""
+    try:
+        return _profile(payload)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {OUT_OF_MEMORY: 1.0}
+
+
+def _profile(payload: dict[str, Any]) -> dict[str, Any]:
     model, task, data = _open(payload)
-    place = from_environment({})
-    flops, saved = [], []
+    device = from_environment({}).device
+    flops = []
     for samples in (1, 2):
-        batch = to_device(data.train(0, samples), place.device)
         counter = FlopCounterMode(display=False)
-        storages: dict[int, int] = {}
-
-        def keep(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _forward(model, task, batch, "fp32", place.device)
+        batch = to_device(data.train(0, samples), device)
+        with counter, torch.no_grad():
+            _loss(Scoring(task, "fp32", device), model, batch)
         flops.append(counter.get_total_flops())
-        saved.append(sum(storages.values()))
+    if isinstance(task, LanguageModeling):  # a forward that fails has been told by now
+        check_causal(model, task, to_device(data.train(0, 1), device))
+    parameters = sum(p.numel() for p in trainable(model).values())
+    scorings = _scorings(payload, model, task, data, device)
     return {
-        "parameters": sum(p.numel() for p in trainable(model).values()),
+        "parameters": parameters,
+        "frozen_parameters": sum(p.numel() for p in model.parameters()) - parameters,
         "flops_per_sample": 3.0 * (flops[1] - flops[0]),
         "flops_rule": FLOPS_RULE,
         "facts": asdict(data.facts),
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
-        "saved_bytes_per_sample": max(0, saved[1] - saved[0]),
+        "peaks": {loss: _peaks(payload, model, scoring, data, device) for loss, scoring in scorings.items()},
     }
 
 
 def race(payload: dict[str, Any]) -> dict[str, float]:
     """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`, and of an `update`: norm,
-    clipping, optimizer. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch
-    and threads."""
+    clipping, optimizer. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch,
+    recomputation, loss and threads, beside the optimizer's state. A precision that runs out of memory is left out;
+    `{"out_of_memory": 1.0}` when all do."""
+    try:
+        return _race(payload)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {OUT_OF_MEMORY: 1.0}
+
+
+def _race(payload: dict[str, Any]) -> dict[str, float]:
     model, task, data = _open(payload)
-    place = from_environment({})
+    device = from_environment({}).device
     torch.set_num_threads(payload["threads"])
-    batch = to_device(data.train(0, payload["micro"]), place.device)
-    times: dict[str, list[float]] = {precision: [] for precision in payload["precisions"]}
-    for _ in range(REPEATS + 1):
-        for precision, seconds in times.items():
+    batch = to_device(data.train(0, payload["micro"]), device)
+    head = None
+    if payload.get("loss") == "chunked":
+        head = head_of(model, task, data)
+    optim = Recipe.model_validate(payload["recipe"]).optim
+    optimizer = Optimizer(model, optim, offload=payload.get("offload") == "optimizer")
+    scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
+    times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
+    with _recomputing(model, payload.get("recompute", "none")):
+        # The update comes first, so that the timed passes have its state beside them, as those of a run do.
+        for _ in range(REPEATS + 1):
+            for precision, scoring in list(scorings.items()):
+                scoring.head = head
+                model.zero_grad(set_to_none=True)
+                begun = time.perf_counter()
+                try:
+                    _loss(scoring, model, batch).backward()
+                except Exception as error:
+                    if not is_out_of_memory(error) or len(scorings) == 1:
+                        raise
+                    del scorings[precision], times[precision]
+                    continue
+                _wait(device)
+                times[precision].append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            _forward(model, task, batch, precision, place.device).backward()
-            if place.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begun)
-            model.zero_grad(set_to_none=True)
-    optimizer = Optimizer(model, Recipe.model_validate(payload["recipe"]).optim)
-    _forward(model, task, batch, payload["precisions"][0], place.device).backward()
-    times["update"] = []
-    for _ in range(REPEATS + 1):
-        begun = time.perf_counter()
-        gradients = [parameter.grad for parameter in optimizer.names if parameter.grad is not None]
-        scale_in_place(gradients, 1.0 / (1.0 + float(nn.utils.get_total_norm(gradients))))
-        optimizer.step(0.0)
-        if place.device.type == "cuda":
-            torch.cuda.synchronize()
-        times["update"].append(time.perf_counter() - begun)
+            gradients = [parameter.grad for parameter in optimizer.names if parameter.grad is not None]
+            if not gradients:  # of a precision that ran out of memory
+                continue
+            scale_in_place(gradients, 1.0 / (1.0 + float(nn.utils.get_total_norm(gradients))))
+            optimizer.step(0.0)
+            _wait(device)
+            times[UPDATE].append(time.perf_counter() - begun)
     return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def matmul(payload: dict[str, Any]) -> dict[str, float]:
     """The machine's matmul rate in TFLOP/s by precision, with the threads of one worker."""
     return measure_matmul(payload["device"], payload["threads"])
+
+
+def fits(payload: dict[str, Any]) -> None:
+    """RecipeError unless the recipe's model can be divided as its layout says."""
+    recipe = Recipe.model_validate(payload["recipe"])
+    assert isinstance(recipe.layout, Layout)
+    model, task, data = _open(payload, load=False)
+    choices = Choices(rules=recipe.model.rules, sequence=data.facts.sequence)
+    found = outline(model, recipe.layout, choices)
+    if recipe.layout.pipeline > 1:
+        batch = to_device(data.train(0, 1), torch.device("cpu"))
+        cut_up(model, Scoring(task, "fp32", torch.device("cpu")), batch, recipe.layout, found)
 
 
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
@@ -114,37 +171,112 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
     prepare_torch(recipe, place)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     nowhere = Run(Path(payload["out"]).parent)
-    parts = assemble(nowhere, recipe, folder, place, data, ToRun(nowhere, leads=False), StopRequest())
-    return asdict(trace(parts, payload["steps"], 3, Path(payload["out"])))
+    parts, objective = assemble(nowhere, recipe, folder, place, data, ToRun(nowhere, leads=False), StopRequest())
+    assert isinstance(objective, Objective)
+    return asdict(trace(parts, objective, payload["steps"], 3, Path(payload["out"])))
 
 
 def importable(payload: dict[str, Any]) -> str:
-    """RecipeError unless everything that a recipe names by import path exists. Returns a hash of the source files of
-    model and task and of what they imported from the recipe's folder, by which one knows that earlier trials still
-    hold."""
+    """RecipeError unless everything that a recipe names by import path exists, and a Hugging Face directory has what
+    its model needs; DataError when `init` does not fit that, or has adapters that the recipe has not. Returns a hash of
+    the source files of model and task and of what they imported from the recipe's folder, and of config.json, by which
+    one knows that earlier trials still hold."""
     folder = Path(payload["folder"])
-    build = import_object(payload["build"], folder, key="model.build")
+    directory = huggingface_directory(payload["build"], folder)
+    if directory is not None:
+        model = huggingface.build(directory, payload.get("args") or {})
+        weights.files(directory, model)
+        if payload.get("init") is not None:
+            weights.origin(payload["init"], folder, model, payload["adapter"])
+        owner, config = "", (directory / CONFIG).read_bytes()
+    else:
+        owner, config = import_object(payload["build"], folder, key="model.build").__module__, b""
     task = load_task(payload["task"], folder)
     load_callbacks(payload["callbacks"], folder)
-    named = {build.__module__, type(task).__module__}
+    named = {owner, type(task).__module__}
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     sources = {file for name, file in files.items() if name in named or Path(file).is_relative_to(folder)}
-    return xxhash.xxh3_64_hexdigest(b"".join(Path(it).read_bytes() for it in sorted(sources) if it.endswith(".py")))
+    code = b"".join(Path(it).read_bytes() for it in sorted(sources) if it.endswith(".py"))
+    return xxhash.xxh3_64_hexdigest(code + config)
 
 
-def _open(payload: dict[str, Any]) -> tuple[nn.Module, Task, Data]:
+def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, Data]:
+    die_first()
     recipe = Recipe.model_validate(payload["recipe"])
     folder = Path(payload["folder"])
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     device = from_environment({}).device
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, device)
+    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
     return model.train(), load_task(recipe.task, folder), data
 
 
-def _forward(model: nn.Module, task: Task, batch: TensorBatch, precision: str, device: torch.device) -> Tensor:
+def _scorings(
+    payload: dict[str, Any], model: nn.Module, task: Task, data: Data, device: torch.device
+) -> dict[str, Scoring]:
+    """The losses to follow, by name. Where the model's output layer cannot be left out, the whole loss stands for the
+    one in chunks, as it does in the run."""
+    precision, losses = payload.get("precision", "fp32"), payload.get("losses", ["whole"])
+    found = {loss: Scoring(task, precision, device) for loss in losses}
+    if "chunked" in found:
+        found["chunked"].head = head_of(model, task, data)
+        if found["chunked"].head is None:
+            found = {"whole": found["chunked"]}
+    return found
+
+
+def _peaks(
+    payload: dict[str, Any], model: nn.Module, scoring: Scoring, data: Data, device: torch.device
+) -> dict[str, int | None]:
+    """Peak bytes of a sample by way of recomputing."""
+    found: dict[str, int | None] = dict.fromkeys(WAYS)
+    for way in payload.get("ways", WAYS):
+        if way != "none" and not find_blocks(model) and found["none"] is not None:
+            found[way] = found["none"]  # nothing would be recomputed
+            continue
+        with _recomputing(model, way):
+            found[way] = _peak(way, model, scoring, data, device)
+    return found
+
+
+def _peak(way: Recompute, model: nn.Module, scoring: Scoring, data: Data, device: torch.device) -> int | None:
+    def forward(samples: int) -> Tensor:
+        return _loss(scoring, model, to_device(data.train(0, samples), device))
+
     try:
-        with computing(precision, device):
-            args, kwargs = task.inputs(batch)
-            return task.loss(model(*args, **kwargs), batch)[0]
+        return bytes_per_sample(model, forward, device)
     except Exception as error:
+        # Selective recomputation refuses models that change in place what it keeps; others take another way then.
+        if is_out_of_memory(error) or (way != "none" and isinstance(error, RuntimeError)):
+            return None
+        raise
+
+
+@contextlib.contextmanager
+def _recomputing(model: nn.Module, way: Recompute) -> Iterator[None]:
+    """The model's blocks with this way of recomputing, and afterwards as they were."""
+    blocks = [model.get_submodule(name) for name in find_blocks(model)]
+    before = [vars(block).get("forward") for block in blocks]
+    apply_recompute(model, find_blocks(model), way)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                vars(block)["forward"] = forward
+
+
+def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:
+    """The sum of a micro-batch's losses. RecipeError when model or task fail; running out of memory is passed on."""
+    try:
+        ((_, total, _),) = scoring(model, batch)
+    except Exception as error:
+        if isinstance(error, RecipeError) or is_out_of_memory(error):
+            raise
         raise RecipeError(f"a trial forward of the model and its loss failed: {told(error)}") from error
+    return total
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,103 @@
+"""A model's output layer: found in any module, and bypassed, so that the loss can be taken from what enters it.
+
+A task's `head_loss` needs the hidden states and the output layer's weight instead of logits. The model stays as it is,
+with the parameters and names that it has; nothing here computes a loss.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.compat import fake_tensors
+from phalanx.errors import RecipeError
+from phalanx.train.parallel.standins import map_tensors
+
+
+def find_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Name of the `nn.Linear` whose output is what `model(*args, **kwargs)` gives, or gives as `logits`; None where
+    there is no such layer: logits that are scaled, capped, sliced or converted afterwards are not the layer's output.
+
+    The model runs once, without gradients and in evaluation mode, so that neither random numbers nor running statistics
+    change; one on the meta device runs without data, and RecipeError says if it cannot.
+    """
+    made: dict[str, list[Any]] = {}
+
+    def noting(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            made.setdefault(name, []).append(output)
+
+        return hook
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    hooks = [module.register_forward_hook(noting(name)) for name, module in layers.items()]
+    try:
+        with torch.no_grad(), evaluating(model):
+            logits = _logits(_run(model, args, kwargs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # A layer that is called several times is not only the last: bypassing it would change what the model computes.
+    heads = [name for name, outputs in made.items() if len(outputs) == 1 and outputs[0] is logits]
+    return heads[0] if heads and logits is not None else None
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model(*args, **kwargs)
+
+    def lent(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+    with fake_tensors():
+        tensors = {name: lent(x) for name, x in [*model.named_parameters(), *model.named_buffers()]}
+        try:
+            return torch.func.functional_call(model, tensors, map_tensors(args, lent), map_tensors(kwargs, lent))
+        except Exception as error:
+            raise RecipeError(
+                f"layout: {type(model).__name__} cannot run without data, so its output layer cannot be found before "
+                f"it is divided ({type(error).__name__}); use layout.tensor=1 and memory.loss=whole"
+            ) from error
+
+
+@contextlib.contextmanager
+def bypassed(head: nn.Module) -> Iterator[None]:
+    """Within it, calling `head` gives its input back: a model whose output layer it is gives hidden states instead of
+    logits. Hooks on the head run as ever, so that a sharded one is gathered."""
+    # On the instance, not by a hook: a hook would come after the product that it is to spare.
+    before = vars(head).get("forward")
+    vars(head)["forward"] = _itself
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(head)["forward"]
+        else:
+            vars(head)["forward"] = before
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _logits(output: Any) -> Tensor | None:
+    """The tensor that a loss starts from: the output itself, or its `logits` as Hugging Face calls them."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif not isinstance(output, Tensor):
+        output = getattr(output, "logits", None)
+    return output if isinstance(output, Tensor) else None
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode; modules that were in training mode are again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
