@@ -39,6 +39,8 @@ class Accelerator:
 
     name: str
     memory_bytes: int
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Machine:
     memory_bytes: int
     device_memory_bytes: int
     cpu: Cpu
+    capability: tuple[int, int] | None = None
+    """Of the GPUs: CUDA compute capability."""
 
 
 def this_machine(
@@ -90,6 +94,7 @@ def this_machine(
         memory_bytes=memory,
         device_memory_bytes=min(gpu.memory_bytes for gpu in gpus) if gpus else memory,
         cpu=cpu,
+        capability=gpus[0].capability if gpus else None,
     )
 
 
@@ -189,7 +194,8 @@ def _read(path: Path) -> str | None:
 _LIST = """
 import json, torch
 found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([[each.name, each.total_memory] for each in found]))
+capability = [None if torch.version.hip else (each.major, each.minor) for each in found]
+print(json.dumps([[each.name, each.total_memory, kind] for each, kind in zip(found, capability)]))
 """
 DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
@@ -210,4 +216,5 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last}")
-    return [Accelerator(name, memory) for name, memory in json.loads(done.stdout.splitlines()[-1])]
+    listed = json.loads(done.stdout.splitlines()[-1])
+    return [Accelerator(name, memory, tuple(kind) if kind else None) for name, memory, kind in listed]

@@ -1,9 +1,17 @@
 """How fast this very machine multiplies matrices, by precision: the yardstick that speeds are compared with.
 Not a benchmark of training."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.recipe.checks import has_fp8
+
+if TYPE_CHECKING:
+    import torch
 
 Clock = Callable[[], float]
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
@@ -16,7 +24,8 @@ def measure_matmul(
     clock: Clock = time.perf_counter,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """TFLOP/s of square matrix products on "cpu" or "cuda" by precision ("fp32", "bf16", and "fp16" on GPUs).
+    """TFLOP/s of square matrix products on "cpu" or "cuda" by precision: "fp32", "bf16", on GPUs also "tf32", "fp16"
+    and, where the hardware has it, "fp8".
 
     Each precision gets about `seconds`: for each of a few sizes the median of repeated runs after one that warms up;
     the best size counts. On a CPU `threads` threads compute, and torch's own setting is put back afterwards.
@@ -25,7 +34,9 @@ def measure_matmul(
 
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device == "cuda":
-        kinds["fp16"] = torch.float16
+        kinds |= {"tf32": torch.float32, "fp16": torch.float16}
+        if not torch.version.hip and has_fp8(torch.cuda.get_device_capability()):
+            kinds["fp8"] = torch.float8_e4m3fn
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             del kinds["bf16"]
     sizes = sizes or SIZES[device]
@@ -38,10 +49,10 @@ def measure_matmul(
             for size in sizes:
                 a = torch.randn(size, size, device=device).to(kind)
                 b = torch.randn(size, size, device=device).to(kind)
-                out = torch.empty_like(a)
+                product = _scaled(a, b) if name == "fp8" else _plain(a, b, fast=name == "tf32")
 
-                def run(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-                    torch.mm(a, b, out=out)
+                def run(product: Callable[[], object] = product) -> None:
+                    product()
                     if device == "cuda":
                         torch.cuda.synchronize()
 
@@ -53,6 +64,31 @@ def measure_matmul(
     finally:
         torch.set_num_threads(before)
     return rates
+
+
+def _plain(a: torch.Tensor, b: torch.Tensor, fast: bool) -> Callable[[], object]:
+    """The product of two matrices; `fast` lets a GPU round fp32 to TF32 in it."""
+    import torch
+
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.mm(a, b, out=out)
+        torch.set_float32_matmul_precision(before)
+
+    return product if a.is_cuda else lambda: torch.mm(a, b, out=out)
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    """The product of two matrices in fp8."""
+    import torch
+
+    from phalanx.compat import scaled_product
+
+    one = torch.ones((), device=a.device)
+    return lambda: scaled_product(a, b.t(), one, one, torch.bfloat16, fast=True)
 
 
 def median_seconds(run: Callable[[], None], budget: float, clock: Clock, least: int = 3) -> float:

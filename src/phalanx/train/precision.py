@@ -1,7 +1,8 @@
 """Numeric precision: in what the model computes, and the loss scale that fp16 needs.
 
 Parameters, gradients, their sums and the optimizer's state are always fp32; `bf16` and `fp16` are what matmuls and
-convolutions compute in (autocast).
+convolutions compute in (autocast). `fp8` is bf16 but for some linear layers (fp8_choice.py); `tf32` is fp32 whose
+products NVIDIA's tensor cores may round to 10 bits, and the same as fp32 elsewhere.
 """
 
 import contextlib
@@ -10,14 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def computing(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which the model's forward and the loss run."""
-    if precision == "fp32":
+    if precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST[precision])
+
+
+def set_products(precision: str, device: torch.device) -> None:
+    """What fp32 products and convolutions of this process are computed in: fp32, with `tf32` on a GPU in TF32."""
+    if device.type == "cuda":
+        fast = precision == "tf32"
+        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.backends.cudnn.allow_tf32 = fast  # torch's own default is True, whatever matmuls do
 
 
 @dataclass

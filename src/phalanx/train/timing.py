@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 
@@ -50,15 +51,38 @@ class HostStopwatch:
         return self._last - self._begin, self._parts
 
 
+class Event(Protocol):
+    """A mark in a GPU's stream of work, as torch.cuda.Event is one."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+def _cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)
+    return event
+
+
 class CudaStopwatch:
-    """For GPUs, which run behind the host: events in the stream, read once the step has ended."""
+    """For GPUs, which run behind the host: events in the stream.
+
+    `stop` waits for nothing: it would leave the GPU without work. It reads the laps that the GPU has passed (in a
+    training step at least all up to the agreement, where host and GPU meet); the rest, a step's update as a rule, goes
+    to the next step. So a step lasts from agreement to agreement, and over many steps nothing is lost.
+    """
+
+    def __init__(self, event: Callable[[], Event] = _cuda_event):
+        self._event = event
+        self._marks: list[tuple[str, Event]] = []
 
     def start(self) -> None:
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self.lap("start")
+        if not self._marks:
+            self.lap("start")
 
     def lap(self, part: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._event()
         event.record()
         self._marks.append((part, event))
 
@@ -67,11 +91,17 @@ class CudaStopwatch:
 
     def stop(self) -> tuple[float, dict[str, float]]:
         self.lap("other")
-        self._marks[-1][1].synchronize()
+        passed = 1
+        while passed < len(self._marks) and self._marks[passed][1].query():
+            passed += 1
+        if passed == 1:
+            self._marks[-1][1].synchronize()
+            passed = len(self._marks)
         parts = dict.fromkeys(PARTS, 0.0)
-        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before), (part, after) in pairwise(self._marks[:passed]):
             if part != "skip":
                 parts[part] += before.elapsed_time(after) / 1000
+        del self._marks[: passed - 1]
         return sum(parts.values()), parts
 
 

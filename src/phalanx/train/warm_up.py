@@ -1,0 +1,76 @@
+"""Compiling before the first step, so that it shows as what it is and not as one very slow step.
+
+torch.compile works when a function is called. So the first micro-batches that this worker is going to train on run
+forward and backward once, and leave no trace: gradients are dropped, buffers (running statistics, what a router counts)
+and random numbers are put back. Held-out data are scored by other code, which is compiled when it first runs; so is a
+loop of the user's own, whose loss nobody else knows.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phalanx.compat import graph_breaks, is_compiled
+from phalanx.train.gang import Parts
+from phalanx.train.objective import Objective
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.staging import Staged
+from phalanx.train.state import Progress
+
+RUNS = {"graphs": 3}
+"""By `compile`: runs until nothing is left to do. The first compiles, a CUDA graph is recorded by the second."""
+
+
+def warm_up(
+    parts: Parts, objective: Objective | Staged, progress: Progress, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Compile what training needs, and report how long it took. Every worker calls it, since divided models talk."""
+    begun, breaks = clock(), graph_breaks()
+    batches = _first_batches(parts, progress)
+    with _leaving_no_trace(parts.divided, parts.place.device):
+        for _ in range(RUNS.get(str(parts.recipe.compile), 1)):
+            parts.stepper.begin(progress.step + 1)
+            if isinstance(objective, Staged):
+                objective.step(batches)
+            else:
+                parts.stepper.seed()
+                _forward_and_backward(objective, batches[0], parts.divided)
+        if parts.place.device.type == "cuda":
+            torch.cuda.synchronize(parts.place.device)
+    parts.stepper.begin(progress.step + 1)  # drops what gradients there are
+    if parts.place.leads:
+        compiled = sum(is_compiled(part) for module in parts.divided.modules for part in module.modules())
+        facts = {"seconds": clock() - begun, "blocks": compiled, "breaks": graph_breaks() - breaks}
+        parts.reporter.event("compiled", **facts)
+
+
+def _first_batches(parts: Parts, progress: Progress) -> list[Any]:
+    """This worker's micro-batches of the next step."""
+    recipe, mesh = parts.recipe, parts.divided.mesh
+    micro = recipe.batch.micro
+    assert isinstance(micro, int)
+    share = recipe.batch.global_ // mesh.data_size
+    begin = progress.samples + mesh.data * share
+    return [parts.convert(parts.data.train(start, micro)) for start in range(begin, begin + share, micro)]
+
+
+def _forward_and_backward(objective: Objective, batch: Any, divided: Divided) -> None:
+    ((_, loss, _),) = objective(batch)
+    if divided.mesh.fsdp is not None:  # it works through the hooks of an ordinary backward
+        loss.backward()
+    else:  # past the hooks of an exchange, which expects a whole step
+        torch.autograd.grad(loss, list(divided.trainable().values()), allow_unused=True)
+
+
+@contextmanager
+def _leaving_no_trace(divided: Divided, device: torch.device) -> Iterator[None]:
+    """Put buffers and random numbers back."""
+    before = [(buffer, buffer.clone()) for module in divided.modules for buffer in module.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
