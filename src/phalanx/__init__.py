@@ -1,6 +1,7 @@
 """Phalanx trains deep-learning models on one machine or many: fast, predicted, never lost, explained.
 
-From Python: `phalanx.Recipe`, `phalanx.train(recipe)`, `phalanx.Run(path)`. Each is imported when it is first used.
+From Python: `phalanx.Recipe`, `phalanx.train(recipe)`, `phalanx.join(recipe)`, `phalanx.Run(path)`. Each is imported
+when it is first used.
 """
 
 import sys
@@ -10,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import train
+    from phalanx.joining import join
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
-__all__ = ["Recipe", "Run", "__version__", "train"]
+__all__ = ["Recipe", "Run", "__version__", "join", "train"]
 
 __version__: str
 
-_HOME = {"Recipe": "phalanx.recipe", "Run": "phalanx.run", "train": "phalanx.api"}
+_HOME = {"Recipe": "phalanx.recipe", "Run": "phalanx.run", "train": "phalanx.api", "join": "phalanx.joining"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,18 @@ from typing import Annotated
 
 import typer
 
+from phalanx.errors import UsageError
+
 
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; or a script that calls phalanx.join.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=50 optim.lr=3e-4.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Overrides, such as steps=50 optim.lr=3e-4; for a script, its arguments."
+        ),
     ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run's directory.", show_default="runs/<name>")
@@ -31,9 +38,18 @@ def train(
     Ctrl-C saves and exits 75; a second one stops at once. Started by torchrun or srun (RANK and WORLD_SIZE are set),
     this process is one worker.
     """
-    from phalanx.cli.training import train_here, train_outside
+    from phalanx.cli.training import train_here, train_outside, train_own_loop
 
     given = overrides or []
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if recipe.suffix == ".py":
+        if dry_run:
+            raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
+        if outside:
+            raise UsageError(
+                f"this is a worker of torchrun or srun, which can start the script itself: torchrun {recipe}"
+            )
+        return train_own_loop(recipe, given, run, nproc, force, sys.stderr)
+    if outside:
         return train_outside(recipe, given, run, force, sys.stderr)
     return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr)

@@ -10,8 +10,10 @@ from typing import TextIO
 
 from phalanx.api import Ready, finished, starting, supervise
 from phalanx.cli.data import preparing
-from phalanx.errors import ExitCode, PhalanxError
+from phalanx.cluster import this_machine
+from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.agent import NurseryProcess, TrialError
+from phalanx.joining import Shown, train_script
 from phalanx.observe.live import display_for, facts_of
 from phalanx.observe.units import duration
 from phalanx.recipe import dump_recipe, load_recipe
@@ -30,7 +32,9 @@ def train_here(
     try:
         with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
             with preparing() as progress:
-                ready = stack.enter_context(starting(loaded, run, nproc, nursery.call, force, progress, write=not dry))
+                ready = stack.enter_context(
+                    starting(loaded, run, nproc, nursery.call, force, progress, write=not dry, preload=nursery.preload)
+                )
             print(introduction(ready), file=out)
             if dry:
                 print(dump_recipe(ready.recipe), end="")
@@ -44,6 +48,23 @@ def train_here(
     if outcome.message:
         print(f"error: {outcome.message}", file=out)
     print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
+    return int(outcome.code)
+
+
+def train_own_loop(
+    script: Path, arguments: Sequence[str], run_path: Path | None, nproc: int | None, force: bool, out: TextIO
+) -> int:
+    """Run a script that calls `phalanx.join` under our own agent and follow it; returns its exit code."""
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file; expected a recipe or a script that calls phalanx.join")
+    run = Run(run_path if run_path is not None else Path("runs") / script.stem)
+    machine = this_machine()
+    world = nproc or (machine.count if machine.device == "cuda" else 1)
+    with NurseryProcess() as nursery, Shown(run, out) as shown:
+        outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
+    if outcome.message:
+        print(f"error: {outcome.message}", file=out)
+    print(conclusion(run, outcome.code, script, arguments, nproc), file=out)
     return int(outcome.code)
 
 
@@ -105,7 +126,9 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                 print(done, file=out)
                 return int(ExitCode.DONE)
             with NurseryProcess() as nursery, preparing() as progress:
-                ready = stack.enter_context(starting(loaded, run, place.world, nursery.call, force, progress))
+                ready = stack.enter_context(
+                    starting(loaded, run, place.world, nursery.call, force, progress, preload=nursery.preload)
+                )
         except PhalanxError as error:
             announce(place, {"error": str(error), "code": int(error.code)})
             raise

@@ -1,0 +1,327 @@
+"""`phalanx.join`: a training loop of the user's own as a run. Makes the run ready, gives the loop its gang, ends it.
+
+A script with a loop is started in any of three ways, and need not know which:
+
+    python train.py                               alone, in this process
+    phalanx train train.py --nproc 4 --run DIR    under our agent, which starts it again after any failure
+    torchrun --nproc-per-node 4 train.py          as workers of an outside launcher
+
+Nothing is tried out before such a run: its model is not known until the loop builds it. So every `auto` of its recipe
+follows a rule (`plan.choices_untried`).
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from phalanx.api import (
+    Ready,
+    changed,
+    check_machine,
+    check_place,
+    continuing,
+    create,
+    last_attempt,
+    last_step,
+    locked,
+    previous,
+    result_of,
+    shrink_micro,
+    write_run,
+)
+from phalanx.cluster import this_machine
+from phalanx.errors import ExitCode, PhalanxError, RecipeError
+from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
+from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
+from phalanx.plan import choices_untried, go_on, resolve
+from phalanx.recipe import Recipe, check, expanded, load_recipe, refused
+from phalanx.recipe.load import Loaded
+from phalanx.recipe.schema import Layout
+from phalanx.run import Event, Run
+from phalanx.run.directory import write_json
+from phalanx.run.events import NO_ROOM
+
+RUN = "PHALANX_RUN"
+"""Set by `phalanx train SCRIPT`: the run's directory."""
+FORCE = "PHALANX_FORCE"
+"""Set by `phalanx train SCRIPT --force`."""
+WITHOUT_EFFECT = (
+    *("model.build", "model.args", "init", "adapter", "task", "data", "evaluate"),
+    *("optim.name", "optim.lr", "optim.weight_decay", "optim.betas", "optim.momentum", "optim.state"),
+    *("memory.loss", "memory.offload"),
+)
+"""Keys that say what a loop of the user's own says itself."""
+ONLY_TRAINER = ("pipeline", "context")
+"""Layouts that must know the loss, or cut sequences: the trainer can, a loop of the user's own cannot."""
+
+
+@contextlib.contextmanager
+def join(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    overrides: Sequence[str] = (),
+    *,
+    run: "str | os.PathLike[str] | None" = None,
+    force: bool = False,
+) -> Iterator[Any]:
+    """This process as a worker of a run: `with phalanx.join("recipe.yaml") as gang:`; see `train.joined.Joined`.
+
+    The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
+    on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
+    process then exits with 75. An error that the user can mend is told in a line, and exits with its code.
+    """
+    from phalanx.train.place import leave
+    from phalanx.train.stop import StopRequest
+
+    supervised, stop = "PHALANX_EVENTS" in os.environ, StopRequest()
+    force = force or FORCE in os.environ
+    try:
+        with contextlib.ExitStack() as stack:
+            if not supervised:
+                stack.enter_context(_signals_restored())
+            stop.install()
+            gang, report, where = _join(stack, recipe, overrides, run, force, stop)
+            try:
+                with gang.explaining_memory():
+                    yield gang
+                    status = gang.end()
+            except PhalanxError as error:
+                _tell(report, error, supervised)
+                raise
+            if gang.rank == 0 and not supervised:
+                stack.callback(print, _conclusion(where, status), file=sys.stderr)
+            leave()
+    except PhalanxError as error:
+        raise SystemExit(int(error.code)) from None
+    if status == "stopped":
+        raise SystemExit(int(ExitCode.UNFINISHED))
+
+
+def _join(
+    stack: contextlib.ExitStack,
+    recipe: "str | os.PathLike[str] | Recipe | None",
+    overrides: Sequence[str],
+    run: "str | os.PathLike[str] | None",
+    force: bool,
+    stop: Any,
+) -> tuple[Any, Any, Run]:
+    """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
+    PhalanxError is told before it is raised."""
+    from phalanx.train.joined import Joined
+    from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.place import from_environment
+    from phalanx.train.place import join as meet
+    from phalanx.train.reporter import reporter
+    from phalanx.train.worker import prepare_torch
+
+    events = os.environ.get("PHALANX_EVENTS")
+    notes, show = list[str](), None
+    try:
+        place = from_environment()
+        if place.leads:
+            try:
+                ready = stack.enter_context(_ready(recipe, overrides, run, place.world, events is not None, force))
+            except PhalanxError as error:
+                announce(place, {"error": str(error), "code": int(error.code)})
+                raise
+            notes = ready.notes
+            told: dict[str, Any] = {"run": str(ready.run.path.absolute()), "folder": str(ready.folder)}
+            told["attempt"] = ready.first_attempt if events is None else place.attempt
+            announce(place, told)
+            if events is None:
+                show = stack.enter_context(Shown(ready.run, sys.stderr)).show
+        else:
+            told = await_announcement(place)
+    except PhalanxError as error:
+        _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
+        raise
+    place = replace(place, attempt=told["attempt"])
+    where = Run(Path(told["run"]))
+    report = reporter(where, place.leads, events, show)
+    stack.callback(report.close)
+    try:
+        report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
+        for note in notes:
+            report.event("warning", text=note)
+        resolved = load_recipe(where.resolved).recipe
+        prepare_torch(resolved, place)
+        meet(place)
+        return Joined(where, resolved, Path(told["folder"]), place, report, stop, force), report, where
+    except PhalanxError as error:
+        _tell(report, error, events is not None)
+        raise
+
+
+def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
+    """Say why a worker ends: to its agent and into its log, or on the terminal."""
+    from phalanx.train.memory import OutOfMemory
+
+    if report is not None:
+        report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
+        report.flush()
+    if supervised or report is None:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _conclusion(run: Run, status: str) -> str:
+    if status == "stopped":
+        return "not finished; start it again in the same way to go on"
+    return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {run.path}"
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """A script goes on after its run with the signals as they were."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Shown:
+    """A run's display, made when training begins or something went wrong: what it must know is not written before."""
+
+    def __init__(self, run: Run, stream: TextIO):
+        self._run, self._stream = run, stream
+        self._early: list[Event] = []
+        self._display: Display | None = None
+
+    def show(self, event: Event) -> None:
+        """Take one event, in the order of events.jsonl."""
+        if self._display is None:
+            self._early.append(event)
+            if event["kind"] not in ("start", "fault", "end"):
+                return
+            facts = facts_of(self._run) if self._run.resolved.is_file() else LiveFacts(self._run.path.name)
+            self._display = display_for(self._stream, 0, facts)
+            for each in self._early:
+                self._display.show(each)
+            return
+        self._display.show(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.close()
+
+
+@contextlib.contextmanager
+def _ready(
+    recipe: "str | os.PathLike[str] | Recipe | None",
+    overrides: Sequence[str],
+    run: "str | os.PathLike[str] | None",
+    world: int,
+    supervised: bool,
+    force: bool,
+) -> Iterator[Ready]:
+    """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
+    if isinstance(recipe, Recipe):
+        given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
+        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
+    else:
+        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    _check_loop(loaded)
+    where = Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
+    if not supervised:
+        check_place(where.path)
+    given, machine = loaded.recipe, this_machine()
+    old, notes = previous(where), []
+    if old is not None and (differing := refused(*old, given)):
+        if not force:
+            raise RecipeError(changed(where, differing))
+        notes += [f"forced: {difference}" for difference in differing]
+        old = None
+    if old is not None:
+        resolved = go_on(old[1], given, world)
+        notes += continuing(old[1], resolved)
+        plan: dict[str, Any] = where.read_json(where.plan) or {}
+    else:
+        choices = choices_untried(given, machine.cores, world, machine.device)
+        resolved = resolve(given, choices, world)
+        plan = {"chosen": [vars(choice) for choice in choices]}
+        if loop := (where.read_json(where.plan) or {}).get("loop"):  # forced: it went on with this optimizer's state
+            plan["loop"] = loop
+    check(resolved, loaded.folder, world, loaded.at)
+    check_machine(loaded, machine)
+    create(where)
+    cluster = {"host": machine.host, "device": machine.device, "name": machine.name, "cores": machine.cores}
+    ready = Ready(where, resolved, loaded.folder, plan, cluster, notes, last_attempt(where) + 1)
+    with contextlib.nullcontext() if supervised else locked(where):
+        write_run(ready, loaded)
+        yield ready
+
+
+def _check_loop(loaded: Loaded) -> None:
+    """RecipeError when the recipe says what only the trainer can do, or what the loop itself says."""
+    for key in WITHOUT_EFFECT:
+        part: Any = loaded.given
+        for name in key.split("."):
+            part = part.get(name) if isinstance(part, Mapping) else None
+        if part is not None:
+            raise RecipeError(
+                f"{loaded.at(key)}: has no effect in a training loop of your own, which has its own model, data, loss "
+                "and optimizer; leave it out, and say it in the script"
+            )
+    if isinstance(loaded.recipe.layout, Layout):
+        for name in ONLY_TRAINER:
+            if getattr(loaded.recipe.layout, name) > 1:
+                raise RecipeError(
+                    f"{loaded.at(f'layout.{name}')}: a training loop of your own cannot be divided so, only a recipe's "
+                    "task can; use replicate, shard or tensor"
+                )
+
+
+def train_script(
+    script: Path,
+    arguments: Sequence[str],
+    run: Run,
+    nproc: int,
+    nursery: NurseryProcess,
+    show: Callable[[Event], None],
+    environment: Mapping[str, str],
+    force: bool = False,
+) -> Outcome:
+    """Run a script with a loop of its own as `nproc` workers under our agent, and write the run's result."""
+    check_place(run.path)
+    create(run)
+    with locked(run):
+        payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
+        payload["run"] = str(run.path.absolute())
+        command = {"function": "phalanx.train.script:work", "payload": payload}
+
+        def showing(event: Event) -> None:
+            if event["kind"] == "start":  # now the recipe is known
+                agent.attempts = load_recipe(run.resolved).recipe.recovery.attempts
+            show(event)
+
+        outcome = None
+        try:
+            with Agent(run, nursery, showing, attempts=3) as agent:
+                outcome = agent.supervise(nproc, command, environment, last_attempt(run) + 1)
+                while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
+                    agent.emit("warning", text=told)
+                    outcome = agent.supervise(nproc, command, environment, last_attempt(run) + 1)
+                if outcome.result is None and outcome.code is ExitCode.DONE:
+                    never = f"{script}: ended without training: it never came to `with phalanx.join(...)`"
+                    outcome = replace(outcome, code=ExitCode.USAGE, message=never)
+                if outcome.result is None:
+                    status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
+                    agent.emit("end", status=status, step=last_step(run))
+            write_json(run.result, result_of(run, outcome))
+        except OSError as error:
+            if outcome is None or error.errno not in NO_ROOM:
+                raise
+            said = f"{outcome.message}; " if outcome.message else ""
+            code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
+            return replace(
+                outcome, code=code, message=f"{said}{run.path}: no room left for the run's events and result"
+            )
+    return outcome
