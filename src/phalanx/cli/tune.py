@@ -1,0 +1,141 @@
+"""`phalanx tune`: parse, search, print each trial as it ends, write the tuned recipe."""
+
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.api import Ready
+    from phalanx.tuning import Row, Tuned
+
+
+def tune(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they become part of the tuned recipe.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The tuned recipe.", show_default="NAME.tuned.yaml beside the recipe"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Seconds of measuring for each candidate, beside its start.")
+    ] = 5.0,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Worker processes.", show_default="tried, on a CPU")
+    ] = None,
+    allow_precision: Annotated[
+        bool, typer.Option("--allow-precision", help="Try other precisions than the one that the recipe gives.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON at the end.")] = False,
+) -> None:
+    """Try what could make a recipe faster on this machine, in the order of predicted gain, and keep what does.
+
+    Batch size, learning rate, data and model stay as they are; precision, too, unless the recipe says `auto` or
+    --allow-precision is given. Ctrl-C ends it and writes nothing.
+    """
+    from datetime import date
+
+    from phalanx.cli.data import preparing
+    from phalanx.errors import UsageError
+    from phalanx.recipe import load_recipe
+    from phalanx.run.directory import write_whole
+    from phalanx.tuning import Watcher, text_of
+    from phalanx.tuning import tune as search
+
+    out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    if out.absolute() == recipe.absolute():
+        raise UsageError(f"--out {out}: is the recipe itself; the tuned one needs a file of its own")
+    loaded = load_recipe(recipe, overrides or [])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
+    with preparing() as progress:
+        screen = Screen(quiet=as_json)
+        watcher = Watcher(progress, screen.begun, screen.trying, screen.tried)
+        tuned = search(loaded, nproc=nproc, seconds=seconds, allow_precision=allow_precision, watcher=watcher)
+    write_whole(out, text_of(loaded, overrides or [], tuned, date.today()))
+    if as_json:
+        typer.echo(json.dumps(_plain(tuned, out), indent=2))
+    else:
+        typer.echo("\n".join(_conclusion(tuned, recipe, out)))
+
+
+class Screen:
+    """The table, row by row; on a terminal also what is being tried."""
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet
+
+    def begun(self, ready: "Ready", seconds: float) -> None:
+        from phalanx.observe.units import duration
+
+        if self._quiet:
+            return
+        recipe = ready.recipe
+        workers = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+        print(f"{ready.cluster.get('name')}, {ready.cluster.get('cores')} cores; {recipe.name} by itself:")
+        print(
+            f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro={recipe.batch.micro}, "
+            f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.threads} "
+            f"{'thread' if recipe.threads == 1 else 'threads'}: {duration(seconds)} a step\n"
+        )
+        print(f"{'tried':<26} {'predicted':>9}  {'measured (quartiles)':<23} {'a step':>9}  result", flush=True)
+
+    def trying(self, label: str) -> None:
+        if sys.stderr.isatty() and not self._quiet:
+            print(f"\r{label} ...\033[K", end="", file=sys.stderr, flush=True)
+
+    def tried(self, row: "Row") -> None:
+        if sys.stderr.isatty() and not self._quiet:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if not self._quiet:
+            print(row_text(row), flush=True)
+
+
+def row_text(row: "Row") -> str:
+    """One line of the table."""
+    from phalanx.observe.units import duration
+    from phalanx.tuning import gain
+
+    predicted = "" if row.predicted is None else f"{row.predicted:.2f} x"
+    result = ": ".join(part for part in ("kept" if row.kept and row.predicted else "", row.note) if part)
+    if row.found is None:
+        return f"{row.label:<26} {predicted:>9}  {'':<23} {'':>9}  {result}"
+    found, step = gain(row.found), duration(row.found.after)
+    return f"{row.label:<26} {predicted:>9}  {found:<23} {step:>9}  {result}".rstrip()
+
+
+def _conclusion(tuned: "Tuned", recipe: Path, out: Path) -> list[str]:
+    from phalanx.observe.units import duration
+    from phalanx.tuning import gain
+
+    lines = ["", *(f"not tried  {note}" for note in tuned.untried), ""]
+    if tuned.total is None:
+        lines.append(f"nothing is faster than what `phalanx train {recipe}` does by itself")
+    else:
+        lines.append(
+            f"{duration(tuned.total.before)} -> {duration(tuned.total.after)} a step: {gain(tuned.total)} as fast"
+        )
+    workers = [] if tuned.workers == 1 else ["--nproc", str(tuned.workers)]
+    return [*lines, f"wrote {out}; train it with: {shlex.join(['phalanx', 'train', str(out), *workers])}"]
+
+
+def _plain(tuned: "Tuned", out: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "default_step_seconds": tuned.default_seconds,
+        "trials": [row.plain() for row in tuned.rows],
+        "changes": tuned.changes,
+        "total": None if tuned.total is None else asdict(tuned.total),
+        "untried": tuned.untried,
+        "workers": tuned.workers,
+        "machine": tuned.machine,
+        "recipe": str(out),
+    }

@@ -1,0 +1,152 @@
+"""A world of workers that trains in bouts: started once, held still while another has its turn, then going on.
+
+For measuring recipes against each other. Workers, exchange, feed and events are those of a real run; only the agent's
+recovery is missing: a world in which anything fails is at its end. Held still by SIGSTOP: no worker knows of it, and
+its threads use no core meanwhile.
+"""
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from phalanx.jobs.agent import Attempt, NurseryProcess, verdict
+from phalanx.run import Event, Run
+from phalanx.run.channel import Message, drain, receive, send
+
+WARM_UP = 3
+"""Steps before the first bout: compilation, first allocations."""
+UNCOUNTED = 1
+"""First whole steps of a bout that do not count: they find the caches full of somebody else's data."""
+
+
+class WorldFailed(Exception):
+    """A worker failed, or took too long; the text says in a line or two why."""
+
+
+class World:
+    """Workers that perform `command` in `run`, forked by a nursery that has no others meanwhile.
+
+    `command` reports step events and never ends by itself. `patience`: seconds for a start and for each bout.
+    """
+
+    def __init__(
+        self,
+        nursery: NurseryProcess,
+        run: Run,
+        world: int,
+        command: Message,
+        *,
+        patience: float = 600.0,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.nursery = nursery
+        self.run = run
+        self.world = world
+        self.command = command
+        self.patience = patience
+        self.running = False
+        self.starts: list[float] = []
+        """Seconds from each start to the end of the first step."""
+        self._clock = clock
+        self._attempt = Attempt(world)
+        self._number = -1
+
+    def start(self) -> None:
+        """Fork the workers and let them warm up; then they are held still. WorldFailed when they do not get so far."""
+        self.nursery.wait_ready()
+        for _ in drain(self.nursery.events):  # of workers that were there before
+            pass
+        self._attempt = Attempt(self.world)
+        self._number += 1
+        begun = self._clock()
+        start: Message = {"kind": "start", "attempt": self._number, "world": self.world, "command": self.command}
+        send(self.nursery.control, {**start, "environment": {}, "logs": str(self.run.logs)})
+        self.running = True
+        for count, event in enumerate(self._steps(begun + self.patience), 1):
+            if count == 1:
+                self.starts.append(event["t"] - begun)
+            if count == WARM_UP:
+                break
+        self._signal(signal.SIGSTOP)
+
+    def bout(self, seconds: float, least: int = 3) -> list[Event]:
+        """Events of the whole steps done in about so many seconds, `least` at least. Starts the workers if need be."""
+        if not self.running:
+            self.start()
+        begun = self._clock()
+        self._signal(signal.SIGCONT)
+        events: list[Event] = []
+        for event in self._steps(begun + seconds + self.patience):
+            if event["t"] - event["seconds"] >= begun:  # not the step in which it was held still
+                events.append(event)
+            if len(events) >= UNCOUNTED + least and self._clock() - begun >= seconds:
+                break
+        self._signal(signal.SIGSTOP)
+        return events[UNCOUNTED:]
+
+    def close(self) -> None:
+        """End the workers; the nursery is free for others then."""
+        if not self.running:
+            return
+        self.running = False
+        self._signal(signal.SIGKILL)
+        while len(self._attempt.codes) < self.world:
+            for message in receive(self.nursery.control) or self._orphans():
+                self._take(message)
+
+    def _steps(self, until: float) -> Iterator[Event]:
+        """Step events as they come."""
+        with selectors.DefaultSelector() as selector:
+            for sock in (self.nursery.control, self.nursery.events):
+                selector.register(sock, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(max(0.0, until - self._clock()))
+                if not ready:
+                    self.close()
+                    raise WorldFailed(f"took longer than {self.patience:.0f} s")
+                for key, _ in ready:
+                    assert isinstance(key.fileobj, socket.socket)
+                    for message in receive(key.fileobj) or self._orphans():
+                        self._take(message)
+                        if message["kind"] == "step":
+                            yield message
+                if self._attempt.codes:
+                    self._fail()
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "exited":
+            self._attempt.codes[message["rank"]] = message["status"]
+        elif message["kind"] == "error":
+            self._attempt.error = self._attempt.error or message
+
+    def _fail(self) -> None:
+        """A worker ended: end the others, and say why."""
+        first = dict(self._attempt.codes)
+        self.close()
+        for message in drain(self.nursery.events):
+            self._take(message)
+        self._attempt.codes = {**first, **self._attempt.codes}  # who fell first stands first
+        code, text = verdict(self._attempt, self.run.logs, self._number)
+        text = text or f"the workers ended with {'no error' if code is None else code.name}"
+        raise WorldFailed(text.partition(" (log: ")[0])  # worlds are for a while, and their logs gone after it
+
+    def _orphans(self) -> list[Message]:
+        self.running = False
+        raise WorldFailed("the process that forks workers died, and they with it")
+
+    def _signal(self, number: int) -> None:
+        send(self.nursery.control, {"kind": "signal", "number": int(number)})
+
+
+def seconds_of(events: list[Event]) -> list[float]:
+    """Durations of steps."""
+    return [float(event["seconds"]) for event in events]
+
+
+def share_of(events: list[Event], part: str) -> float:
+    """The share of the steps' time that a part of them took."""
+    total: Any = sum(event["seconds"] for event in events)
+    return float(sum(event["parts"].get(part, 0.0) for event in events) / total) if total else 0.0
