@@ -10,34 +10,36 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import Machine, environment, peak, this_machine
+from phalanx.cluster import Machine, environment, this_machine
 from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
 from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
 from phalanx.plan import (
-    COMMON_WORLDS,
-    check_memory,
-    choose_micro,
-    choose_precision,
-    choose_threads,
     go_on,
-    plan_of,
-    resolve,
+    smaller_micro,
 )
-from phalanx.recipe import Difference, Recipe, check, dump_recipe, expanded, load_recipe, refused
+from phalanx.recipe import (
+    Difference,
+    Recipe,
+    check,
+    check_device,
+    dump_recipe,
+    expanded,
+    huggingface_directory,
+    load_recipe,
+    refused,
+)
+from phalanx.recipe.checks import FP8
 from phalanx.recipe.load import Loaded
+from phalanx.recipe.schema import Layout
+from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
-from phalanx.run.cache import remembered
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.run.events import NO_ROOM
 from phalanx.train.schedule import factor
-
-Call = Callable[[str, Any], Any]
-"""Runs `module:function(payload)` in a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def train(
         return where.read_json(where.result) or {}
     with (
         NurseryProcess() as nursery,
-        starting(loaded, where, nproc, nursery.call, force, lambda progress: None) as ready,
+        starting(loaded, where, nproc, nursery.call, force, lambda progress: None, preload=nursery.preload) as ready,
     ):
         outcome = supervise(ready, nursery, show or (lambda event: None), force)
     if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
@@ -97,16 +99,23 @@ def starting(
     force: bool,
     progress: Callable[[Progress], None],
     write: bool = True,
+    preload: Callable[[str, Any], None] = lambda function, payload: None,
 ) -> Iterator[Ready]:
     """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
-    recipe cannot run. Without `write` nothing is written but the data cache."""
+    recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
+    that forks workers (`NurseryProcess.preload`)."""
     machine = this_machine()
     world = nproc or (machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
+    check_machine(loaded, machine)
     if write:
         check_place(run.path)
-    importable = {"build": loaded.recipe.model.build, "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    importable |= {"init": loaded.recipe.init, "adapter": loaded.recipe.adapter is not None}
     with loaded.locating():
+        directory = huggingface_directory(loaded.recipe.model.build, loaded.folder)
+        if directory is not None:
+            preload("phalanx.train.huggingface:preload", str(directory))
         code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
     trial = remembering(call, machine, code)
 
@@ -129,6 +138,12 @@ def starting(
         yield ready
 
 
+def check_machine(loaded: Loaded, machine: Machine) -> None:
+    """RecipeError when the recipe asks for what this machine does not have."""
+    anywhere = os.environ.get(FP8) == "always"
+    check_device(loaded.recipe, machine.device, machine.name, machine.capability, loaded.at, fp8_anywhere=anywhere)
+
+
 def check_place(path: Path) -> None:
     """UsageError when a run cannot be kept at `path`, as far as that can be told without writing."""
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
@@ -144,18 +159,6 @@ def create(run: Run) -> None:
         run.create()
     except OSError as error:
         raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
-
-
-def remembering(call: Call, machine: Machine, code: str) -> Call:
-    """`call` for trials, with what they found on this machine within the last day: a second start is quicker, and
-    chooses alike although times vary."""
-
-    def trial(function: str, payload: dict[str, Any]) -> Any:
-        key = {"trial": function, "payload": payload, "code": code, "machine": [machine.name, machine.cores]}
-        key["torch"] = version("torch")
-        return remembered("trials", key, lambda: call(function, payload))
-
-    return trial
 
 
 def make_ready(
@@ -180,50 +183,26 @@ def make_ready(
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
     open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
-    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] in ("start", "worker")]
-    first_attempt = max(attempts, default=-1) + 1
+    first_attempt = last_attempt(run) + 1
     if old is not None:
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
+        check_layout(recipe, folder, call)
         notes += continuing(old[1], recipe)
         plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
+    check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call)
     check(recipe, folder, world, loaded.at)
     return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 
-def first_resolution(
-    given: Recipe, folder: Path, machine: Machine, world: int, call: Call
-) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
-    threads = choose_threads(given, machine.cores, world)
-    payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
-    profile = call("phalanx.train.trial:profile", payload)
-    # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
-    sharing = max(world, *COMMON_WORLDS) if given.exchange.exact == "replicas" else world
-    memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
-    micro = choose_micro(given, profile["parameters"], profile["saved_bytes_per_sample"], memory, world)
-    check_memory(micro.value, profile["parameters"], profile["saved_bytes_per_sample"], memory)
-    candidates = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
-    seconds = call("phalanx.train.trial:race", {**payload, "micro": micro.value, "precisions": candidates})
-    choices = [threads, micro, choose_precision(given, seconds)]
-    recipe = resolve(given, choices, world)
-    rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
-    sheet = peak(machine)
-    cluster = {
-        "host": machine.host,
-        "device": machine.device,
-        "name": machine.name,
-        "count": machine.count,
-        "cores": machine.cores,
-        "memory_bytes": machine.memory_bytes,
-        "threads": threads.value,
-        "matmul_tflops": rates,
-        "data_sheet_tflops": None if sheet is None else sheet.tflops,
-        "data_sheet_source": None if sheet is None else sheet.source,
-    }
-    return recipe, plan_of(profile, choices, seconds, recipe), cluster
+def check_layout(recipe: Recipe, folder: Path, call: Call) -> None:
+    """RecipeError when the recipe's model cannot be divided as its layout says."""
+    layout = recipe.layout
+    if isinstance(layout, Layout) and layout.replicate != layout.world:
+        spec = {**trial_recipe(recipe), "layout": layout.model_dump()}
+        call("phalanx.train.trial:fits", {"recipe": spec, "folder": str(folder)})
 
 
 def previous(run: Run) -> tuple[Recipe, Recipe] | None:
@@ -255,14 +234,10 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
     if old.batch.micro != new.batch.micro:
         notes.append(f"batch.micro {old.batch.micro} -> {new.batch.micro}: so that the workers can share the batch")
     if old.layout != new.layout and new.exchange.exact != "replicas":
-        notes.append("the number of workers changed under exchange.exact = world: the digest will differ by rounding")
+        worlds = {recipe.layout.world for recipe in (old, new) if isinstance(recipe.layout, Layout)}
+        what = "layout" if len(worlds) == 1 else "number of workers"
+        notes.append(f"the {what} changed under exchange.exact = world: the digest will differ by rounding")
     return notes
-
-
-def trial_recipe(given: Recipe) -> dict[str, Any]:
-    """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
-    kept = given.model_dump(mode="json", by_alias=True)
-    return {key: kept[key] for key in ("model", "task", "data", "batch", "optim", "seed")}
 
 
 def finished(run: Run, recipe: Recipe) -> str | None:
@@ -290,7 +265,7 @@ def keep_tokenizer(ready: Ready) -> None:
     """Copy the tokenizer into the run, so that the run stays whole without the data."""
     source = ready.recipe.data.source
     first = source[0] if isinstance(source, list) else source
-    stored = Path(str(first.prepared)) / ready.run.tokenizer.name
+    stored = Path(str(first.prepared)) / ready.run.tokenizer.name  # not there for data of a loop's own
     if stored.is_file():
         write_whole(ready.run.tokenizer, stored.read_text(encoding="utf-8"))
 
@@ -324,6 +299,9 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
             for note in ready.notes:
                 agent.emit("warning", text=note)
             outcome = agent.supervise(world, command, {}, ready.first_attempt)
+            while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
+                agent.emit("warning", text=told)
+                outcome = agent.supervise(world, command, {}, last_attempt(run) + 1)
             if outcome.result is None:
                 status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
                 agent.emit("end", status=status, step=last_step(run))
@@ -335,6 +313,33 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
         code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
         return replace(outcome, code=code, message=f"{said}{run.path}: no room left for the run's events and result")
     return outcome
+
+
+def shrink_micro(run: Run) -> str | None:
+    """Have a run that ran out of memory go on with the next smaller micro-batch, and say so; None where the recipe
+    gives it, or where there is none smaller."""
+    old = previous(run)
+    if old is None or old[0].batch.micro != "auto" or (micro := smaller_micro(old[1])) is None:
+        return None
+    was, values = old[1].batch.micro, old[1].model_dump(by_alias=True)
+    values["batch"]["micro"] = micro
+    why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
+    plan = run.read_json(run.plan) or {}
+    for choice in plan.get("chosen", []):
+        if choice["key"] == "batch.micro":
+            choice |= {"value": micro, "why": why}
+    write_whole(run.resolved, dump_recipe(Recipe.model_validate(values)))
+    write_json(run.plan, plan)
+    told = f"{why}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
+    if old[1].exchange.exact == "replicas":
+        return f"{told}, also under exact: replicas, which holds for one micro-batch only"
+    return f"{told} by rounding"
+
+
+def last_attempt(run: Run) -> int:
+    """The number of the attempt that was made last; -1 before the first."""
+    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] in ("start", "worker")]
+    return max(attempts, default=-1)
 
 
 def last_step(run: Run) -> int:

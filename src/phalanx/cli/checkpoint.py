@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,12 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify
 Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or one of its checkpoints.")]
 Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of the run; default: the newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Format(StrEnum):
+    """What an export is for."""
+
+    HF = "hf"
 
 
 @app.command("ls")
@@ -81,15 +88,18 @@ def export(
     path: Where,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new directory to write.")],
     step: Step = None,
+    to: Annotated[Format, typer.Option("--to", help="What OUT becomes; hf: a Hugging Face directory.")] = Format.HF,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights for other tools.
 
-    OUT becomes a Hugging Face style directory, which the safetensors library reads."""
+    OUT becomes a Hugging Face directory, which the safetensors library reads; if the model came from one (hf:PATH),
+    `from_pretrained` does, too: tensors have their old names, adapters are folded in, the tokenizer comes along."""
     from phalanx.train.checkpoint import export_huggingface
 
+    write = {Format.HF: export_huggingface}[to]
     checkpoint = _chosen(path, step)
-    files = sorted(file.name for file in export_huggingface(checkpoint, out).iterdir())
+    files = sorted(file.name for file in write(checkpoint, out).iterdir())
     if as_json:
         print(json.dumps({"path": str(checkpoint), "out": str(out), "files": files}))
     else:

@@ -25,6 +25,8 @@ def evaluate(
 
     from phalanx.data import open_data
     from phalanx.train.evaluation import evaluate as score
+    from phalanx.train.objective import Objective, Scoring
+    from phalanx.train.parallel.mesh import alone
     from phalanx.train.place import from_environment
     from phalanx.train.tasks import load_task
     from phalanx.train.trained import load_trained
@@ -37,11 +39,10 @@ def evaluate(
         raise UsageError(f"{run}: nothing was held out (evaluate.share = 0 and no evaluate.source)")
     assert isinstance(recipe.batch.micro, int)
     scores = score(
-        trained.model,
-        load_task(recipe.task, trained.folder),
+        Objective(trained.model, Scoring(load_task(recipe.task, trained.folder), recipe.precision, place.device)),
         data,
         place=place,
-        precision=recipe.precision,
+        mesh=alone(),
         samples=samples or data.held_out_samples,
         micro=recipe.batch.micro,
     )

@@ -28,7 +28,7 @@ def profile(
     loaded = load_recipe(recipe, overrides or [])
     with NurseryProcess() as nursery, preparing() as progress:
         nowhere = Run(Path(".phalanx-profile-writes-nothing"))
-        with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False) as ready:
+        with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False, preload=nursery.preload) as ready:
             payload = {"recipe": ready.recipe.model_dump(mode="json", by_alias=True), "folder": str(ready.folder)}
             answer = nursery.call("phalanx.train.trial:traced", {**payload, "steps": steps, "out": str(out.absolute())})
     typer.echo(_page(answer, top))

@@ -33,6 +33,8 @@ def check(
 
     loaded = room.load_recipe(path, overrides or [])
     room.check(loaded.recipe, loaded.folder, nproc, loaded.at)
+    if room.huggingface_directory(loaded.recipe.model.build, loaded.folder, loaded.at("model.build")) is None:
+        room.import_object(loaded.recipe.model.build, loaded.folder, loaded.at("model.build"))
     for key, value in _import_paths(loaded.recipe):
         room.import_object(value, loaded.folder, loaded.at(key))
     whole = loaded.recipe.model_dump(mode="json", by_alias=True)
@@ -46,10 +48,10 @@ def check(
 
 
 def _import_paths(recipe: Any) -> list[tuple[str, str]]:
-    """The keys that hold `module:name`."""
+    """The keys that hold `module:name`, beside the model's."""
     task = [("task", recipe.task)] if ":" in recipe.task else []
     callbacks = [(f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks)]
-    return [("model.build", recipe.model.build), *task, *callbacks]
+    return [*task, *callbacks]
 
 
 def _automatic(value: Any, key: str = "") -> Any:

@@ -26,7 +26,7 @@ from phalanx.data.sources import (
     split_file,
     split_parquet,
 )
-from phalanx.data.tokenizers import TOKENIZER, Tokenizer, load_tokenizer
+from phalanx.data.tokenizers import TOKENIZER, Tokenizer, load_tokenizer, tokenizer_file
 from phalanx.recipe.schema import Bpe, Data, Source
 from phalanx.run.directory import write_json
 
@@ -102,7 +102,7 @@ def _plan_text(source: Source, data: Data, folder: Path) -> Plan:
     if isinstance(data.tokenizer, Bpe):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
-        tokenizer = str(folder / data.tokenizer)
+        tokenizer = str(tokenizer_file(folder / data.tokenizer))
         load_tokenizer(tokenizer)  # it says what is wrong before anything is written
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
     return Plan(kind, source.field, tuple(files), tuple(_group(parts)), tokenizer, checksum)  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ from phalanx.errors import DataError, RecipeError, UsageError
 
 TOKENIZER = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+_OTHER_KINDS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Tokenizers that a Hugging Face directory may have instead."""
 _SEPARATORS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
@@ -123,7 +125,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(path)
     if not is_dataset(path):
-        return FileTokenizer(path / TOKENIZER if path.is_dir() else path)
+        return FileTokenizer(tokenizer_file(path))
     described = read_manifest(path).tokenizer
     if described is None:
         raise UsageError(f"{path}: a dataset of images has no tokenizer")
@@ -133,6 +135,22 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not stored.is_file() or xxh3_128_hexdigest(stored.read_bytes()) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
     return FileTokenizer(stored, described["name"])
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json of a directory, such as a Hugging Face model's; a file is taken as it is. RecipeError when the
+    directory has none."""
+    if not path.is_dir():
+        return path
+    if not (path / TOKENIZER).is_file():
+        others = [name for name in _OTHER_KINDS if (path / name).is_file()]
+        cure = (
+            f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
+            if others
+            else "name the file of one, or a directory that has one"
+        )
+        raise RecipeError(f"data.tokenizer: {path} has no {TOKENIZER}; {cure}")
+    return path / TOKENIZER
 
 
 def _library() -> Any:

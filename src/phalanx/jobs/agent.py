@@ -25,11 +25,13 @@ FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, Ex
 
 
 class TrialError(Exception):
-    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one."""
+    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
+    SIGKILL, which is what the kernel does to a process when memory runs out."""
 
-    def __init__(self, text: str, trace: str | None):
+    def __init__(self, text: str, trace: str | None, killed: bool = False):
         super().__init__(text)
         self.trace = trace
+        self.killed = killed
 
 
 class Raised(PhalanxError):
@@ -74,6 +76,12 @@ class NurseryProcess:
                 raise TrialError("the process that loads torch died; its message stands above", None)
             self._ready = True
 
+    def preload(self, function: str, payload: Any) -> None:
+        """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
+        them has to. It must start no thread, touch no tensor and raise nothing."""
+        self.wait_ready()
+        send(self.control, {"kind": "preload", "function": function, "payload": payload})
+
     def call(self, function: str, payload: Any) -> Any:
         """Run `module:function(payload)` in a fork of the nursery and return its value.
 
@@ -89,7 +97,7 @@ class NurseryProcess:
             return reply["value"]
         if reply["code"] is not None:
             raise Raised(reply["text"], ExitCode(reply["code"]))
-        raise TrialError(reply["text"], reply["trace"])
+        raise TrialError(reply["text"], reply["trace"], reply.get("killed", False))
 
 
 @dataclass
@@ -107,11 +115,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code, the worker's result if it reached one, and a message for the user."""
+    """How a run ended: its exit code, the worker's result if it reached one, and a message for the user.
+    `out_of_memory`: a smaller micro-batch could go on."""
 
     code: ExitCode
     result: dict[str, Any] | None
     message: str | None
+    out_of_memory: bool = False
 
 
 class Agent:
@@ -158,7 +168,8 @@ class Agent:
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
             if code is not None:
-                return Outcome(code, attempt.result, message)
+                short = attempt.error is not None and bool(attempt.error.get("out_of_memory"))
+                return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
             assert message is not None
             self.emit("fault", **fault(attempt), detail=message)
             if attempt.steps == 0 and number == first_attempt and first_to_fall(attempt.codes)[1] == 1:

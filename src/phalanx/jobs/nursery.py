@@ -5,8 +5,9 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 (hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
 
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}`, `signal{number}`, `call{function,
-payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `returned{value}` or `raised{...}`. Workers write
-their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS.
+payload}`, `preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `returned{value}` or
+`raised{...}`. Workers write their events to a second socket, which they inherit and whose number stands in
+PHALANX_EVENTS.
 """
 
 import contextlib
@@ -83,6 +84,9 @@ class Nursery:
             self.kill(message["number"])
         elif kind == "call":
             self.fork(CALL, lambda: self.call(message["function"], message["payload"]), {}, None)
+        elif kind == "preload":
+            _run(message["function"], message["payload"])
+            share_memory()
         elif kind == "exit":
             return False
         else:
@@ -167,7 +171,8 @@ class Nursery:
                 # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
                 if rank == CALL and status != 0:
                     text = f"the trial process ended with {describe(status)}"
-                    send(self.agent, {"kind": "raised", "text": text, "code": None, "trace": None})
+                    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                    send(self.agent, {"kind": "raised", "text": text, "code": None, "trace": None, "killed": killed})
                 continue
             send(self.agent, {"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
@@ -185,6 +190,12 @@ class Nursery:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
+
+
+def share_memory() -> None:
+    """Have collections in the children leave alone all that exists now, so that its memory stays shared."""
+    gc.collect()
+    gc.freeze()
 
 
 def describe(status: int) -> str:
@@ -250,8 +261,7 @@ def main() -> None:
     load_torch()
     import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
 
-    gc.collect()
-    gc.freeze()  # collections in the children leave all this alone, and so its memory shared
+    share_memory()
     Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd)).run()
 
 

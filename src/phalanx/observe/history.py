@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
 """What a step's time is split into, in the order in which it is shown."""
 
-_COLUMNS = ("step", "t", "loss", "grad_norm", "lr", "tokens", "seconds", "skipped")
+_COLUMNS = ("step", "t", "loss", "grad_norm", "lr", "tokens", "seconds", "skipped", "noise_scale")
 
 
 def number(value: Any) -> float:
@@ -56,6 +56,8 @@ class Steps:
     tokens: Floats
     seconds: Floats
     skipped: Floats
+    noise_scale: Floats
+    """In samples; NaN for steps that made no estimate."""
     parts: Floats
 
     def __len__(self) -> int:
@@ -104,6 +106,7 @@ class History:
     guards: tuple[Event, ...]
     faults: tuple[Event, ...]
     warnings: tuple[Event, ...]
+    compiled: tuple[Event, ...]
     redone: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
     nodes: int
@@ -214,6 +217,7 @@ class _Reader:
                 number(get("tokens", 0)),
                 seconds,
                 1.0 if get("skipped") else 0.0,
+                number(get("noise_scale")),
                 *[number(parts.get(part, 0.0)) for part in PARTS],
             )
         )
@@ -251,6 +255,7 @@ class _Reader:
             guards=tuple(named("guard", [])),
             faults=tuple(named("fault", [])),
             warnings=tuple(named("warning", [])),
+            compiled=tuple(named("compiled", [])),
             redone=tuple(self.redone),
             nodes=max(1, len(self.nodes)),
             first_t=self.first_t,

@@ -256,7 +256,7 @@ class TerminalDisplay:
         self._tally.take(event)
         now = self._clock()
         kind = event["kind"]
-        if kind in ("start", "fault", "warning", "guard", "checkpoint_rejected", "checkpoint_failed"):
+        if kind in ("start", "compiled", "fault", "warning", "guard", "checkpoint_rejected", "checkpoint_failed"):
             self._live.start()
             if (kind != "start" or event.get("attempt")) and (text := sentence(event, self._tally)):
                 self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
@@ -347,6 +347,9 @@ def sentence(event: Event, tally: Tally) -> str:
         return (
             f"{again}{units.times(tally.world, 'worker')} on {get('device', '?')}, {begin}, {tally.total} steps in all"
         )
+    if kind == "compiled":
+        breaks = f", with {units.times(get('breaks', 0), 'graph break')}" if get("breaks") else ""
+        return f"compiled {units.times(get('blocks', 0), 'block')} in {units.duration(get('seconds'))}{breaks}"
     if kind == "eval":
         scores: dict[str, Any] = get("metrics") or {}
         listed = "".join(f"  {name} {units.loss(value)}" for name, value in scores.items())

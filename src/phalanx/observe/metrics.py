@@ -14,6 +14,9 @@ import numpy as np
 
 from phalanx.observe.history import PARTS, Floats, Steps
 
+FEWEST_ESTIMATES = 5
+"""Steps that must have added to the estimate of the gradient noise: the first ones say little."""
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -94,6 +97,8 @@ def data_sheet_rate(cluster: Mapping[str, Any] | None, precision: str, world: in
 
 def _tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> float | None:
     rates = (cluster or {}).get(table)
+    if precision == "tf32" and (cluster or {}).get("device") == "cpu":
+        precision = "fp32"  # which it is there
     value = rates.get(precision) if isinstance(rates, Mapping) else None
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
@@ -111,6 +116,12 @@ def mfu(plan: Mapping[str, Any] | None, units_per_second: float | None, availabl
     FLOP/s available. None when either is unknown."""
     used = model_flops(plan, units_per_second)
     return None if used is None or not available else used / available
+
+
+def noise_scale(steps: Steps) -> float | None:
+    """The gradient noise scale in samples, as last estimated (McCandlish et al. 2018); None before FEWEST_ESTIMATES."""
+    estimates = steps.noise_scale[np.isfinite(steps.noise_scale)]
+    return float(estimates[-1]) if len(estimates) >= FEWEST_ESTIMATES else None
 
 
 def eta(remaining: int, seconds_per_step: float | None) -> float | None:

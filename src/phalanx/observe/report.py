@@ -85,6 +85,8 @@ def loss_facts(summary: Summary) -> list[tuple[str, str]]:
     facts = [("training", training)]
     if loss.not_finite:
         facts.append(("not finite", f"{loss.not_finite} of {units.times(summary.last_step, 'step')}"))
+    if loss.noise_scale is not None:
+        facts.append(("noise scale", noise_in_words(loss.noise_scale, summary.what.global_batch)))
     if loss.held_out_last is None:
         facts.append(("held-out", "never evaluated"))
         return facts
@@ -95,6 +97,23 @@ def loss_facts(summary: Summary) -> list[tuple[str, str]]:
     if loss.metrics:
         facts.append(("metrics", ", ".join(f"{name} {units.loss(value)}" for name, value in loss.metrics.items())))
     return facts
+
+
+def noise_in_words(samples: float, batch: int | None) -> str:
+    """The gradient noise scale, and how far the global batch may grow by it."""
+    scale = f"gradient noise scale about {units.times(_rounded(samples), 'sample')}"
+    if batch is None:
+        return scale
+    if samples > 2 * batch:
+        return f"{scale}; batch.global is {batch}: room to grow to about {_rounded(samples)}"
+    if samples > batch / 2:
+        return f"{scale}; batch.global is {batch}: about as large as pays off"
+    return f"{scale}; batch.global is {batch}: a smaller one would need hardly more steps"
+
+
+def _rounded(samples: float) -> int:
+    """To two digits: it is an estimate."""
+    return max(1, int(float(f"{samples:.2g}")))
 
 
 def speed_facts(summary: Summary) -> list[tuple[str, str]]:
@@ -144,6 +163,9 @@ def duration_facts(summary: Summary) -> list[tuple[str, str]]:
     total += f", {units.percent(spent.productive / spent.wall)} of it in steps that counted"
     total += f"; paused for {units.duration(spent.paused)} besides" if spent.paused else ""
     parts = [f"{name} {units.duration(seconds)}" for name, seconds in named if seconds > 0.0005 * spent.wall]
+    if spent.compiling:
+        within = f" (compiling {units.duration(spent.compiling)})"
+        parts = [part + within if part.startswith("starting") else part for part in parts]
     return [("wall", total), ("made of", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
 
 

@@ -36,6 +36,8 @@ class Loss:
     held_out_best_step: int | None = None
     metrics: dict[str, float] | None = None
     """Of the last evaluation."""
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, as last estimated; None until enough steps have added to the estimate."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Durations:
     redone: float = 0.0
     evaluating: float = 0.0
     starting: float = 0.0
+    compiling: float = 0.0
+    """Of starting: torch.compile at work before the first step."""
     down: float = 0.0
     """From the last step, evaluation or save of an attempt that died to the next start."""
     rest: float = 0.0
@@ -227,6 +231,7 @@ def _loss(history: History) -> Loss:
         held_out_best=best[0] if best else None,
         held_out_best_step=best[1] if best else None,
         metrics={str(name): number(value) for name, value in scores.items()} if isinstance(scores, dict) else None,
+        noise_scale=metrics.noise_scale(steps),
     )
 
 
@@ -274,7 +279,8 @@ def durations(history: History) -> Durations:
     redone = sum(life.redone_seconds for life in lives)
     evaluating = sum(value for event in history.evals if math.isfinite(value := number(event.get("seconds"))))
     rest = max(0.0, wall - productive - redone - evaluating - starting - down)
-    return Durations(wall, productive, redone, evaluating, starting, down, rest, paused)
+    compiling = sum(value for event in history.compiled if math.isfinite(value := number(event.get("seconds"))))
+    return Durations(wall, productive, redone, evaluating, starting, compiling, down, rest, paused)
 
 
 def _checkpoints(history: History) -> Checkpoints:

@@ -87,23 +87,24 @@ def what_ran(
     """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
     plan, cluster, environment = plan or {}, cluster or {}, environment or {}
     model, batch, optim = _part(recipe, "model"), _part(recipe, "batch"), _part(recipe, "optim")
-    task = str(recipe.get("task", "?"))
+    loop = _part(plan, "loop")  # what only a training loop of the user's own knew
+    task = "a training loop of one's own" if loop else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
     start = history.attempts[-1] if history.attempts else None
     threads = recipe.get("threads")
     return What(
         name=str(recipe.get("name") or run.path.name),
         run=str(run.path),
-        model=str(model.get("build", "?")),
+        model=str(loop.get("model") or model.get("build", "?")),
         model_args=dict(_part(model, "args")),
         parameters=_int(plan.get("parameters")),
         task=task,
-        data=_data(_part(recipe, "data"), task),
+        data=str(loop.get("data") or _data(_part(recipe, "data"), task)),
         global_batch=_int(batch.get("global")),
         micro_batch=_int(batch.get("micro")),
         unit=unit,
         units_per_sample=_int(plan.get("units_per_sample")) or 1,
-        optimizer=_optimizer(optim),
+        optimizer=_optimizer(optim, loop.get("optimizer")),
         precision=str(recipe.get("precision", "?")),
         layout=_layout(recipe.get("layout")),
         world=start.world if start else 1,
@@ -161,16 +162,22 @@ def _data(data: Mapping[str, Any], task: str) -> str:
     return f"{text}; tokenizer {tokenizer}, sequence {data.get('sequence', '?')}"
 
 
-def _optimizer(optim: Mapping[str, Any]) -> str:
+def _optimizer(optim: Mapping[str, Any], own: str | None = None) -> str:
     if not optim:
         return "?"
     schedule = _part(optim, "schedule")
     clip = f", clip {optim['clip']:g}" if isinstance(optim.get("clip"), int | float) else ""
-    text = f"{optim.get('name', '?')}, lr {optim.get('lr', '?')}{clip}"
+    text = (own or f"{optim.get('name', '?')}, lr {optim.get('lr', '?')}") + clip
     return f"{text}, warm-up {schedule.get('warmup')}, {schedule.get('decay')} decay" if schedule else text
 
 
 def _layout(layout: Any) -> str:
     if not isinstance(layout, Mapping):
         return str(layout or "?")
-    return " x ".join(f"{name} {size}" for name, size in layout.items() if size != 1) or "one process"
+    sizes = {name: size for name, size in layout.items() if isinstance(size, int) and size != 1}
+    text = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one process"
+    if "pipeline" not in sizes:  # how its stages are cut and take turns means nothing without them
+        return text
+    stages = layout.get("stages")
+    cut = f", blocks {' + '.join(map(str, stages))}" if isinstance(stages, list) else ""
+    return f"{text} ({layout.get('schedule', '?')}{cut})"

@@ -5,9 +5,9 @@ runs or machines. Import paths in it are the only thing that executes somebody's
 """
 
 from phalanx.recipe.changes import Difference, differences, is_free, refused
-from phalanx.recipe.checks import check
+from phalanx.recipe.checks import check, check_device
 from phalanx.recipe.dump import dump_recipe
-from phalanx.recipe.imports import import_object, told
+from phalanx.recipe.imports import huggingface_directory, import_object, told
 from phalanx.recipe.load import Loaded, load_recipe
 from phalanx.recipe.reference import markdown
 from phalanx.recipe.schema import Recipe
@@ -20,9 +20,11 @@ __all__ = [
     "Recipe",
     "can_be_auto",
     "check",
+    "check_device",
     "differences",
     "dump_recipe",
     "expanded",
+    "huggingface_directory",
     "import_object",
     "is_free",
     "json_schema",

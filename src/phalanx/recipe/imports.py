@@ -1,4 +1,6 @@
-"""Import paths in recipes, `module:name`: models, tasks and callbacks of the user's own. Runs the user's module."""
+"""Import paths in recipes, `module:name`: models, tasks and callbacks of the user's own. Runs the user's module.
+Beside them stands `hf:PATH`, which names a directory and runs nothing.
+"""
 
 import importlib
 import sys
@@ -9,6 +11,27 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.explain import nearest
+
+HUGGING_FACE = "hf:"
+CONFIG = "config.json"
+
+
+def huggingface_directory(build: str, folder: Path | None, key: str = "model.build") -> Path | None:
+    """The directory that `hf:PATH` names, PATH relative to `folder` (the recipe's); None for an import path.
+
+    RecipeError when it is no directory with a config.json.
+    """
+    if not build.startswith(HUGGING_FACE):
+        return None
+    name = build.removeprefix(HUGGING_FACE)
+    path = (folder or Path.cwd()) / Path(name).expanduser()
+    if not name or not path.is_dir():
+        raise RecipeError(
+            f"{key}: found {build!r}, expected hf:PATH of a Hugging Face directory; there is none at {path}"
+        )
+    if not (path / CONFIG).is_file():
+        raise RecipeError(f"{key}: {path} has no {CONFIG}, so it is no Hugging Face model; save_pretrained writes one")
+    return path
 
 
 def import_object(path: str, folder: Path | None = None, key: str = "import path") -> Any:

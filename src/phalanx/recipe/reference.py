@@ -18,8 +18,8 @@ for editors, and any key can be overridden on the command line: `phalanx train R
 
 - YAML 1.2: `1e-3` is a number, `no` is a word, a key that stands twice is an error.
 - Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values.
-- In any text, `${python.stdlib}` is the folder of Python's standard library, `${recipe.folder}` that of the recipe, and
-  `${env.NAME}` an environment variable.
+- In any text, `${python.stdlib}` is the folder of Python's standard library, `${python.packages}` that of installed
+  packages, `${recipe.folder}` that of the recipe, and `${env.NAME}` an environment variable.
 - `auto` is resolved before training; the run keeps what was chosen.
 
 This page is made from the schema: `phalanx recipe schema --markdown > docs/recipe.md`.

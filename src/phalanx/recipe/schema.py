@@ -35,12 +35,30 @@ Steps = Annotated[
 
 
 class Model(Part):
-    """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`."""
+    """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`; or `hf:PATH`, a Hugging
+    Face directory, whose architecture and weights are taken."""
 
     build: str = "phalanx.models:transformer"
-    """`module:callable`; modules beside the recipe are found, too."""
+    """`module:callable`; modules beside the recipe are found, too. Or `hf:PATH` of a Hugging Face directory."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the callable. `vocab`, `sequence`, `classes` are filled in from the data where it takes them."""
+    """Arguments of the callable. `vocab`, `sequence`, `classes` are filled in from the data where it takes them. With
+    `hf:PATH`, values that replace those of its config.json."""
+    rules: dict[str, str] | None = None
+    """How `layout.tensor` cuts the model: pattern of module names -> style. null: what is known about the model."""
+
+
+class Adapter(Part):
+    """Low-rank adapters (LoRA) for fine-tuning: the model's own weights stay as they are, and two small matrices beside
+    each chosen layer learn what is added: alpha / rank x (B A). An export has them folded in."""
+
+    rank: PositiveInt = 8
+    """Rows of A and columns of B, for each layer."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """Scale of what is added, divided by `rank`."""
+    modules: str | list[str] | None = None
+    """Names of linear layers, or their last parts (`q_proj`); `*` stands for one part. null: all in the blocks."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the inputs of A, in training."""
 
 
 class Idx(Part):
@@ -97,7 +115,9 @@ class Data(Part):
 
     source: Source | list[Source] = Field(default_factory=lambda: Source(text=STDLIB, exclude=PACKAGES))
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
-    tokenizer: str | Bpe = Field("bytes", description="`bytes`, the path of a tokenizer.json, or {bpe: SIZE}.")
+    tokenizer: str | Bpe = Field(
+        "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
+    )
     sequence: PositiveInt = 256
     """Tokens of one training sample."""
     documents: Literal["join", "separate"] = "join"
@@ -120,9 +140,11 @@ class Batch(Part):
     """`global` samples make one optimizer step; `micro` samples are computed at once (it changes only rounding)."""
 
     global_: PositiveInt = Field(16, alias="global")
-    """Samples of one optimizer step, over all workers. Changes the mathematics."""
+    """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` tells how far it may
+    grow: the gradient noise scale."""
     micro: PositiveInt | Literal["auto"] = "auto"
-    """Samples computed at once by one worker. Changes speed, memory and rounding only."""
+    """Samples computed at once by one worker. Changes speed, memory and rounding only. `auto`: as many as fit, by
+    prediction and a trial; when memory runs out all the same, the run goes on with fewer."""
 
 
 class Schedule(Part):
@@ -139,15 +161,17 @@ class Schedule(Part):
 class Optim(Part):
     """The optimizer. `clip` bounds the norm of the whole gradient; null leaves it alone."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """Which optimizer."""
+    name: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
+    """Which optimizer. `lars` and `lamb` are for large batches, in place of `sgd` and `adamw`."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate. That of `lars` is of the order of 1 to 30."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """How fast weights shrink by themselves."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Memory of adamw's first and second moment."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Of sgd and muon.")
+    """Memory of adamw's and lamb's first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Of sgd, muon and lars.")
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How adamw keeps its moments: 8, 4 or about 2 bytes for each parameter. The lower two round stochastically."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Bound on the norm of the whole gradient; null leaves it alone."""
     schedule: Schedule = Schedule()
@@ -169,6 +193,11 @@ class Layout(Part):
     """Ranks over which a sequence is split."""
     expert: PositiveInt = 1
     """Ranks over which experts are split; reuses shard x context."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order pipeline stages compute micro-batches."""
+    stages: list[PositiveInt] | None = None
+    """Blocks of each pipeline stage, in order. null: as even as parameters allow, in two stages a rank where the
+    schedule wants several."""
 
     @property
     def world(self) -> int:
@@ -179,10 +208,16 @@ class Layout(Part):
 class Memory(Part):
     """What is traded for memory."""
 
-    recompute: Literal["auto", "none"] = "auto"
-    """Whether activations are computed again in the backward pass instead of kept."""
-    offload: Literal["none"] = "none"
-    """What is kept in host memory."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Which activations are computed again in the backward pass instead of kept. `selective` keeps the results of
+    matrix products, attention and communication; `full` keeps only what enters a block. `auto`: as few as lets a
+    sample fit."""
+    loss: Literal["auto", "whole", "chunked"] = "auto"
+    """`chunked` computes the loss of a language model without ever holding all logits. `auto`: where those of a
+    micro-batch would take more than 256 MB in fp32."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What is kept in host memory. `optimizer`: the state of adamw or sgd, updated by the CPU. Without a GPU it changes
+    nothing."""
 
 
 class Exchange(Part):
@@ -219,7 +254,9 @@ class Recipe(Part):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "gpt-python"
     """Name of the run; `--run` defaults to runs/NAME."""
     model: Model = Model()
-    init: str | None = Field(None, description="A checkpoint or run directory whose weights to start from.")
+    init: str | None = None
+    """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export."""
+    adapter: Adapter | None = Field(None, description="Train small adapters (LoRA) instead of the model's own weights.")
     task: str = "language-modeling"
     """What is learned: `language-modeling`, `classification`, or `module:Class` of your own."""
     data: Data = Data()
@@ -228,13 +265,16 @@ class Recipe(Part):
     steps: Steps = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optim: Optim = Optim()
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of the computation. `auto` measures which is fastest here."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
+    """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with
+    products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with those linear layers of blocks in fp8 that measure
+    faster so; it needs an NVIDIA GPU of compute capability 8.9 or later."""
     layout: Layout | Literal["auto"] = "auto"
     """How the workers share the work."""
     memory: Memory = Memory()
-    compile: bool | Literal["auto"] = "auto"
-    """Whether the model goes through torch.compile."""
+    compile: bool | Literal["auto", "graphs"] = "auto"
+    """Whether the repeated blocks of the model go through torch.compile. `graphs` records them as CUDA graphs besides,
+    for models so small that launching kernels takes the time; whole replicas on GPUs only."""
     exchange: Exchange = Exchange()
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()

@@ -8,6 +8,7 @@ from phalanx.recipe.schema import STEPS_PATTERN, Recipe
 from phalanx.recipe.text import Key, dotted
 
 Schema = dict[str, Any]
+_NOUNS = {"integer": "whole number", "number": "number"}
 
 
 @cache
@@ -113,8 +114,11 @@ def form_in_words(schema: Schema) -> str:
             items = schema["prefixItems"]
             return f"a list of {len(items)}, each {expected(items[0])}"
         case "array":
-            inner = [one.get("title", "text") for one in alternatives(schema.get("items", {}))]
-            return f"a list of {either([word.lower() + 's' for word in inner])}"
+            inner = [
+                one.get("title", _NOUNS.get(one.get("type", ""), "text")).lower() + "s" + _range(one)
+                for one in alternatives(schema.get("items", {}))
+            ]
+            return f"a list of {either(inner)}"
         case "object" if "properties" in schema:
             return f"a mapping ({', '.join(schema['properties'])})"
         case "object":

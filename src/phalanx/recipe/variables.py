@@ -1,4 +1,6 @@
-"""Variables in a recipe's strings: `${python.stdlib}`, `${env.NAME}`, `${recipe.folder}`. Nothing else is expanded."""
+"""Variables in a recipe's strings: `${python.stdlib}`, `${python.packages}`, `${env.NAME}`, `${recipe.folder}`. Nothing
+else is expanded.
+"""
 
 import os
 import re
@@ -15,9 +17,11 @@ _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 
 def variables(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that a recipe in `folder` may use. In a virtual environment the standard library is the base's."""
+    """The variables that a recipe in `folder` may use. In a virtual environment the standard library is the base's, and
+    the installed packages are the environment's."""
     return {
         "python.stdlib": sysconfig.get_path("stdlib"),
+        "python.packages": sysconfig.get_path("purelib"),
         "recipe.folder": str(folder),
         **{f"env.{name}": value for name, value in environment.items()},
     }
@@ -38,7 +42,7 @@ def expand(value: Any, known: Mapping[str, str], at: Callable[[Key], str], key: 
             if name.startswith("env."):
                 why = f"{name[4:] or 'it'} is not set in the environment"
             else:
-                why = "known are ${python.stdlib}, ${recipe.folder} and ${env.NAME}"
+                why = "known are ${python.stdlib}, ${python.packages}, ${recipe.folder} and ${env.NAME}"
             raise RecipeError(f"{at(key)}: {dotted(key)}: unknown variable {match[0]}; {why}")
         return known[name]
 

@@ -26,7 +26,7 @@ class Reporter(Protocol):
     def event(self, kind: str, **fields: Any) -> None:
         """Report an event of events.jsonl."""
 
-    def error(self, text: str, code: int) -> None:
+    def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
         """Report why this worker ends with `code`."""
 
     def result(self, value: dict[str, Any]) -> None:
@@ -57,8 +57,8 @@ class ToAgent:
         if kind != "step" or now - self._since >= self._patience:
             self.flush()
 
-    def error(self, text: str, code: int) -> None:
-        self.event("error", text=text[:MESSAGE], code=code)
+    def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
+        self.event("error", text=text[:MESSAGE], code=code, out_of_memory=out_of_memory)
 
     def result(self, value: dict[str, Any]) -> None:
         self.event("result", value=value)
@@ -84,7 +84,7 @@ class ToRun:
         if self._log is not None:
             self._show(self._log.write(kind, **fields))
 
-    def error(self, text: str, code: int) -> None:
+    def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
         print(f"error: {text}", file=sys.stderr)  # nobody else would tell it, whichever worker this is
         self.event("fault", rank=0, what=f"exit {code}", detail=text)
 
