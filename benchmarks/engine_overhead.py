@@ -175,18 +175,28 @@ def accelerate(job: Job, model: nn.Module) -> Steps:
 
 def phalanx(job: Job, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]:
     """As in a worker. The model is its own; the seed gives it the weights with which everyone starts."""
-    from phalanx.train.loop import Loop, StopRequest
+    from phalanx.train.gang import Gang
     from phalanx.train.place import Place
     from phalanx.train.state import Progress
+    from phalanx.train.stop import StopRequest
     from phalanx.train.worker import assemble
 
     recipe, run = job.recipe, Run(folder)
     place = Place(job.rank, job.world, job.rank, 0, job.device)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    parts = assemble(run, recipe, folder, place, data, report, StopRequest())
+    parts, objective = assemble(run, recipe, folder, place, data, report, StopRequest())
     if place.leads:
         report.event("start", world=job.world, attempt=0, from_step=0, steps=recipe.steps, device=str(job.device))
-    return parts.model, Loop(parts, Progress(), {}).steps()
+    gang = Gang(parts, Progress(), {})
+
+    def steps() -> Steps:  # the trainer's loop, with a pause after each step
+        for batch in gang.batches():
+            ((_, loss, terms),) = objective(batch)
+            gang.backward(loss, terms)
+            if gang.step():
+                yield
+
+    return parts.model, steps()
 
 
 class Loader:
@@ -202,28 +212,31 @@ class Loader:
         return ({"tokens": x, "labels": y} for x, y in self.batches)
 
 
-def make_trainer(job: Job, model: nn.Module, turns: "Turns", folder: Path) -> Any:
-    """The Trainer has a loop of its own, and a callback at the end of each step is where the others get their turns."""
+def make_trainer(
+    job: Job, model: nn.Module, steps: int, stepped: Callable[[], bool], folder: Path, compiled: bool = False
+) -> Any:
+    """The Trainer has a loop of its own; it calls `stepped` at the end of each step, and ends when that says False."""
     import transformers
 
     class Trainer(transformers.Trainer):
         def get_train_dataloader(self) -> Any:
-            return Loader(job.batches(), turns.steps_of(TRAINER) + 1)
+            return Loader(job.batches(), steps + 1)
 
         def compute_loss(self, model: nn.Module, inputs: Any, *_: object, **__: object) -> Tensor:
             return loss_of(model(inputs["tokens"]), inputs["labels"])
 
     class Baton(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = not turns.trainer_stepped()
+            control.should_training_stop = not stepped()
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=job.samples,
-        max_steps=turns.steps_of(TRAINER) + 1,
+        max_steps=steps + 1,
         max_grad_norm=1.0,
         bf16=job.recipe.precision == "bf16",
         use_cpu=job.device.type == "cpu",
+        torch_compile=compiled,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -320,10 +333,12 @@ def contend(payload: dict[str, Any]) -> None:
     facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
     bout = bout_of(job, copy.deepcopy(model), payload["seconds"], payload["bout"])
-    names = [PLAIN, PHALANX, *(name for name in PEERS if installed(PEERS[name]))]
+    names = [PLAIN, PHALANX, *(name for name in PEERS if can_run(name))]
     models = {name: copy.deepcopy(model) for name in names}
     turns = Turns(names, bout, payload["rounds"])
-    trainer = make_trainer(job, models[TRAINER], turns, folder) if TRAINER in names else None
+    trainer = None
+    if TRAINER in names:  # where a callback at the end of each step gives the others their turns
+        trainer = make_trainer(job, models[TRAINER], turns.steps_of(TRAINER), turns.trainer_stepped, folder)
     makers = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
     turns.steppers = {name: make(job, models[name]) for name, make in makers.items() if name in names}
     models[PHALANX], turns.steppers[PHALANX] = phalanx(job, folder, report)
@@ -393,7 +408,7 @@ def recipe_of(size: Size, precision: str, world: int, dataset: Path, cores: int)
             "threads": max(1, cores // world),
             "compile": False,
             "layout": {"replicate": world},
-            "memory": {"recompute": "none"},
+            "memory": {"recompute": "none", "loss": "whole"},
             "exchange": {"strategy": "allreduce"},
         }
     )
@@ -460,6 +475,11 @@ def table(world: int, precision: str, results: dict[str, dict[str, Any]]) -> lis
     return [*lines, ""]
 
 
+def can_run(name: str) -> bool:
+    """Whether a peer is installed; the Trainer does not come with Accelerate, but needs it."""
+    return all(installed(package) for package in (PEERS[name], *(["accelerate"] if name == TRAINER else [])))
+
+
 def installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -467,12 +487,21 @@ def installed(package: str) -> str | None:
         return None
 
 
-def head(options: argparse.Namespace) -> list[str]:
+def surroundings(machine: str | None = None) -> str:
+    """Date, machine and versions, in a line."""
     versions = ", ".join(f"{p} {installed(p)}" for p in ("torch", "numpy", *PEERS.values()) if installed(p))
     missing = ", ".join(p for p in PEERS.values() if not installed(p))
+    told = f"{date.today()}; {machine or cpu_name()}; Python {platform.python_version()}, {versions}."
+    return told + (f" Not installed, so not measured: {missing}." if missing else "")
+
+
+def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     processors = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
-    machine = f"{processors[0] if processors else platform.machine()}, {os.cpu_count()} cores"
+    return f"{processors[0] if processors else platform.machine()}, {os.cpu_count()} cores"
+
+
+def head(options: argparse.Namespace) -> list[str]:
     command = shlex.join(["python", "benchmarks/engine_overhead.py", *sys.argv[1:]])
     fields = {name: ", ".join(f"{key} {value}" for key, value in asdict(SIZES[name]).items()) for name in options.sizes}
     sizes = "; ".join(f"{name}: {field}" for name, field in fields.items())
@@ -481,8 +510,7 @@ def head(options: argparse.Namespace) -> list[str]:
         "",
         f"`{command}`",
         "",
-        f"{date.today()}; {machine}; Python {platform.python_version()}, {versions}."
-        + (f" Not installed, so not measured: {missing}." if missing else ""),
+        surroundings(),
         f"{options.rounds} rounds of interleaved bouts of up to {options.steps} steps or {options.bout} s. *Median "
         "step* compares the medians over all steps; *mean step, by round* is the mean step of a bout over the plain "
         "loop's in the same round (median and quartiles over the rounds), in which rare costs count, too. `fp32` and "

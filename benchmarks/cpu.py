@@ -1,0 +1,277 @@
+"""How fast a CPU trains, rung by rung, and against the best that peers can do on it.
+
+    python benchmarks/cpu.py [--out docs/results/cpu.md] [--sizes M L] [--rounds 12] [--bout 1.0]
+    python benchmarks/cpu.py --quick
+
+The ladder: fp32 eager -> bf16 -> compiled blocks -> fused AdamW -> processes instead of threads. Every rung is
+`phalanx train` with one thing more, under real workers. The peers (a plain loop, Lightning Fabric, Accelerate, Hugging
+Face's Trainer) get all of that at once, not their defaults: bf16, their own way to compile, fused AdamW, and both all
+cores as threads of one process and a process for each core, of which the better one counts.
+
+Each contender has processes of its own, started once and held still (SIGSTOP) while others have their turn, so that
+all meet the same weather: short bouts, in an order that rotates. A gain is a ratio of medians over all steps; quartiles
+are of the rounds' ratios of medians. The models and batches are those of engine_overhead.py.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_overhead import (
+    PEERS,
+    PLAIN,
+    SIZES,
+    TRAINER,
+    Job,
+    accelerate,
+    can_run,
+    fabric,
+    make_dataset,
+    make_trainer,
+    plain,
+    quiet,
+    recipe_of,
+    surroundings,
+)
+
+from phalanx.data import open_data
+from phalanx.jobs.agent import NurseryProcess
+from phalanx.jobs.bouts import World, WorldFailed, seconds_of
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.run import Run
+
+PHALANX = "Phalanx"
+LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who trains, and how."""
+
+    name: str
+    precision: str = "bf16"
+    compile: bool = True
+    fused: bool = True
+    processes: int = 1
+    threads: int = 1
+
+    @property
+    def label(self) -> str:
+        optimizer = "fused AdamW" if self.fused else "AdamW in a loop"
+        return f"{self.precision}, {'compiled' if self.compile else 'eager'}, {optimizer}, {self.shape}"
+
+    @property
+    def shape(self) -> str:
+        processes = f"{self.processes} {'process' if self.processes == 1 else 'processes'}"
+        return f"{processes} x {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+
+    def recipe(self, size: str, dataset: Path, cores: int) -> Recipe:
+        recipe = recipe_of(SIZES[size], self.precision, self.processes, dataset, cores)
+        return recipe.model_copy(update={"compile": self.compile, "threads": self.threads})
+
+
+def ladder(cores: int) -> list[Contender]:
+    """Each rung adds one thing to that before it; the last is beside the one before, with the cores divided among
+    processes, and the one after it shows what more than one thread gives at all."""
+    return [
+        Contender(PHALANX, "fp32", compile=False, fused=False, threads=cores),
+        Contender(PHALANX, "bf16", compile=False, fused=False, threads=cores),
+        Contender(PHALANX, "bf16", compile=True, fused=False, threads=cores),
+        Contender(PHALANX, "bf16", compile=True, fused=True, threads=cores),
+        Contender(PHALANX, "bf16", compile=True, fused=True, processes=cores),
+        Contender(PHALANX, "bf16", compile=True, fused=True),
+    ]
+
+
+def peers(cores: int) -> list[Contender]:
+    names = [PLAIN, *filter(can_run, PEERS)]
+    shapes = [(1, cores)] if cores == 1 else [(1, cores), (cores, 1)]
+    return [Contender(name, processes=processes, threads=threads) for name in names for processes, threads in shapes]
+
+
+# ---- in the workers
+
+
+def train_phalanx(payload: dict[str, Any]) -> None:
+    """`phalanx train`'s worker, but for the optimizer of the rungs below `fused`."""
+    from phalanx.train.optimizers import choice
+    from phalanx.train.worker import work
+
+    quiet()
+    if not payload["fused"]:
+        choice._adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
+    work({"run": payload["folder"], "folder": payload["folder"]})
+
+
+def train_peer(payload: dict[str, Any]) -> None:
+    """A peer's loop, each step reported as our workers report theirs."""
+    from phalanx.train.model import build_model
+    from phalanx.train.place import from_environment, join
+    from phalanx.train.reporter import reporter
+
+    quiet()
+    folder = Path(payload["folder"])
+    recipe = load_recipe(Run(folder).resolved).recipe
+    place = from_environment()
+    assert isinstance(recipe.threads, int)
+    torch.set_num_threads(recipe.threads)
+    join(place)
+    if place.world == 1:  # peers would take a launcher's variables for a world
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    job = Job(recipe, place.world, place.rank, place.device)
+    report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS"])
+    facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
+    model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
+    numbers = itertools.count(1)
+    last = time.perf_counter()
+
+    def stepped() -> bool:
+        nonlocal last
+        now = time.perf_counter()
+        if place.leads:
+            report.event("step", step=next(numbers), seconds=now - last, parts={})
+        if torch.get_num_threads() != recipe.threads:
+            raise RuntimeError(f"{payload['name']} changed the number of threads")
+        last = now
+        return True
+
+    if payload["name"] == TRAINER:
+        make_trainer(job, model, 10**9, stepped, folder, compiled=recipe.compile is True).train()
+        return
+    # Trainer is told to compile; the others are given a compiled model, as their documentation says.
+    if payload["name"] in PEERS:
+        importlib.import_module(PEERS[payload["name"]])  # Fabric wants to be there before
+    steps = LOOPS[payload["name"]](job, torch.compile(model) if recipe.compile else model)
+    for _ in steps:
+        stepped()
+
+
+# ---- turns
+
+
+def compete(
+    contenders: list[Contender], size: str, options: argparse.Namespace, folder: Path, dataset: Path, cores: int
+) -> tuple[dict[Contender, list[list[float]]], dict[Contender, str]]:
+    """Seconds of steps of every contender by rounds, and why some have none."""
+    rounds: dict[Contender, list[list[float]]] = {}
+    failed: dict[Contender, str] = {}
+    worlds: dict[Contender, World] = {}
+    with contextlib.ExitStack() as stack:
+        for number, contender in enumerate(contenders):
+            run = Run(folder / f"{size}-{number}")
+            run.create()
+            run.resolved.write_text(dump_recipe(contender.recipe(size, dataset, cores)))
+            function = "train_phalanx" if contender.name == PHALANX else "train_peer"
+            payload = {"folder": str(run.path), "name": contender.name, "fused": contender.fused}
+            command = {"function": f"{Path(__file__).stem}:{function}", "payload": payload}
+            nursery = stack.enter_context(NurseryProcess())
+            world = World(nursery, run, contender.processes, command)
+            try:
+                world.start()
+            except WorldFailed as error:
+                failed[contender] = str(error)
+                print(f"{contender.name}, {contender.label}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{contender.name}, {contender.label}: first step after {world.starts[0]:.1f} s", flush=True)
+            worlds[contender], rounds[contender] = world, []
+        names = list(worlds)
+        for number in range(options.rounds):
+            start = number % len(names)
+            for contender in names[start:] + names[:start]:
+                rounds[contender].append(seconds_of(worlds[contender].bout(options.bout)))
+    return rounds, failed
+
+
+# ---- the page
+
+
+def median(rounds: list[list[float]]) -> float:
+    return statistics.median(itertools.chain.from_iterable(rounds))
+
+
+def ratio(old: list[list[float]], new: list[list[float]]) -> str:
+    """How many times faster `new` is, with the quartiles of the rounds."""
+    pairs = [statistics.median(a) / statistics.median(b) for a, b in zip(old, new, strict=True)]
+    low, _, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+    return f"{median(old) / median(new):.2f} ({low:.2f} to {high:.2f})"
+
+
+def pages(size: str, rounds: dict[Contender, list[list[float]]], failed: dict[Contender, str], cores: int) -> list[str]:
+    fields = ", ".join(f"{key} {value}" for key, value in asdict(SIZES[size]).items())
+    rungs = [rung for rung in ladder(cores) if rung in rounds]
+    lines = [
+        f"## {size}: {fields}",
+        "",
+        "| rung | step, ms | x the rung before | x the first |",
+        "|---|---:|---:|---:|",
+    ]
+    for before, rung in zip([None, *rungs], rungs, strict=False):
+        gained = "" if before is None else ratio(rounds[before], rounds[rung])
+        first = "" if before is None else ratio(rounds[rungs[0]], rounds[rung])
+        lines.append(f"| {rung.label} | {median(rounds[rung]) * 1e3:.2f} | {gained} | {first} |")
+    best = {}
+    for contender in sorted(rounds, key=lambda one: median(rounds[one])):
+        best.setdefault(contender.name, contender)
+    ours = best[PHALANX]
+    lines += ["", "| best of each | how | step, ms | Phalanx is faster by |", "|---|---|---:|---:|"]
+    for name, contender in best.items():
+        faster = "" if name == PHALANX else ratio(rounds[contender], rounds[ours])
+        lines.append(f"| {name} | {contender.label} | {median(rounds[contender]) * 1e3:.2f} | {faster} |")
+    for contender, why in failed.items():
+        lines.append(f"| {contender.name} | {contender.label} | failed | {why.splitlines()[0][:160]} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--quick", action="store_true", help="the smallest model, two short rounds")
+    parser.add_argument("--sizes", nargs="+", default=["M", "L", "XL"], choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--bout", type=float, default=1.0, help="seconds of a bout, about")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.rounds, options.bout = ["S"], 2, 0.2
+    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # where the workers find this file
+    # Each worker would keep a pool of compilers for itself.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    cores = len(os.sched_getaffinity(0))
+    lines = [
+        "# How fast a CPU trains: each rung's gain, and the best of each",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/cpu.py', *sys.argv[1:]])}`",
+        "",
+        surroundings(),
+        f"{options.rounds} rounds of interleaved bouts of {options.bout} s or 3 steps. *x* is a ratio of median step "
+        "times (quartiles of the rounds); above 1 is faster. Every contender has processes of its own, held still "
+        "while it is not its turn.",
+        "",
+    ]
+    with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
+        dataset = make_dataset(Path(name))
+        for size in options.sizes:
+            contenders = list(dict.fromkeys([*ladder(cores), *peers(cores)]))  # one core has fewer
+            found = compete(contenders, size, options, Path(name), dataset, cores)
+            told = pages(size, *found, cores)
+            print("\n".join(told), flush=True)
+            lines += told
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()

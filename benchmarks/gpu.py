@@ -1,0 +1,394 @@
+"""How fast one GPU trains, in tokens a second, MFU and joules a token, beside peers on the same card in the same run.
+
+    python benchmarks/gpu.py [--out docs/results/gpu.md] [--cases gpt2 1b3 8b-4k 8b-8k] [--rounds 2] [--seconds 20]
+    python benchmarks/gpu.py --toy                     # everything at toy size on the CPU, to see that it works
+
+Models: GPT-2 124M at 1,024 tokens, a 1.3 B (24 x 2048) at 2,048, and as many layers of Llama-8B's shape as fit at 4,096
+and 8,192. Phalanx in bf16 and fp8, compiled, beside a loop in the manner of nanoGPT, Lightning Fabric, Accelerate and
+Hugging Face's Trainer (bf16 autocast, torch.compile, fused AdamW), each where it is installed. Each contender of each
+round is one process, so that it has the whole memory and the same start; the order rotates.
+
+FLOPs a token: 6 x matmul parameters (the head included, the input embedding not) + 12 x layers x width x sequence, the
+full attention; with causal-half, 6 x instead. Recomputation does not count. MFU is over the data sheet's dense bf16
+peak, for fp8 too; `of ceiling` is over the best bf16 matmul that this very card did in this run.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_overhead import (
+    PEERS,
+    PLAIN,
+    TRAINER,
+    Job,
+    accelerate,
+    can_run,
+    fabric,
+    installed,
+    make_dataset,
+    make_trainer,
+    phalanx,
+    plain,
+    quiet,
+    surroundings,
+)
+from torch import nn
+
+from phalanx.cluster import Machine, measure_matmul, peak, this_machine
+from phalanx.errors import PhalanxError
+from phalanx.recipe import Recipe, check_device
+from phalanx.run import Run
+
+FP8 = "Phalanx, fp8"
+PHALANX = "Phalanx"
+LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
+STATE_BYTES = 16
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch: `samples` of `sequence` tokens in a step. `layers` 0: as many as fit."""
+
+    title: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    activation: str
+    vocab: int
+    tie: bool
+    sequence: int
+    samples: int
+
+
+CASES = {
+    "gpt2": Case("GPT-2 124M", 12, 768, 12, 12, 3072, "relu2", 50304, True, 1024, 32),
+    "1b3": Case("1.3 B (24 x 2048)", 24, 2048, 16, 16, 8192, "relu2", 50304, True, 2048, 8),
+    "8b-4k": Case("layers of Llama-8B", 0, 4096, 32, 8, 14336, "swiglu", 128256, False, 4096, 2),
+    "8b-8k": Case("layers of Llama-8B", 0, 4096, 32, 8, 14336, "swiglu", 128256, False, 8192, 1),
+}
+TOYS = {
+    "gpt2": Case("toy GPT-2", 2, 32, 2, 2, 128, "relu2", 256, True, 32, 2),
+    "1b3": Case("toy of 1.3 B", 3, 32, 2, 2, 128, "relu2", 256, True, 64, 2),
+    "8b-4k": Case("toy of Llama-8B", 0, 64, 4, 2, 192, "swiglu", 512, False, 64, 2),
+    "8b-8k": Case("toy of Llama-8B", 0, 64, 4, 2, 192, "swiglu", 512, False, 128, 1),
+}
+
+
+def matmul_parameters(case: Case) -> int:
+    """Weights of all linear layers and of the head; the input embedding is a look-up."""
+    head = case.width // case.heads
+    attention = 2 * case.width**2 + 2 * case.width * case.kv_heads * head
+    feed_forward = (3 if case.activation == "swiglu" else 2) * case.width * case.ffn
+    return case.layers * (attention + feed_forward) + case.vocab * case.width
+
+
+def flops_per_token(case: Case, causal_half: bool = False) -> float:
+    """The rule at the top of this file."""
+    return 6.0 * matmul_parameters(case) + (6 if causal_half else 12) * case.layers * case.width * case.sequence
+
+
+def with_layers_that_fit(case: Case, memory: int) -> Case:
+    """As many layers as training state and activations leave room for in 6/10 of the memory; the rest is for logits,
+    what a compiler keeps, and peers that need more. A rule of thumb, alike for all contenders."""
+    if case.layers:
+        return case
+    one = Case(**{**asdict(case), "layers": 1})
+    outside = STATE_BYTES * (2 - case.tie) * case.vocab * case.width
+    tokens = case.samples * case.sequence
+    kept = tokens * (20 * case.width + 6 * case.ffn)  # bytes of activations in bf16, of a layer
+    layer = STATE_BYTES * (matmul_parameters(one) - case.vocab * case.width) + kept
+    return Case(**{**asdict(case), "layers": max(1, int((0.6 * memory - outside) / layer))})
+
+
+# ---- one contender, in a process of its own
+
+
+def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool) -> Recipe:
+    names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "vocab", "tie")
+    return Recipe.model_validate(
+        {
+            "model": {"args": {name: getattr(case, name) for name in names}},
+            "data": {"source": {"prepared": str(dataset)}, "sequence": case.sequence},
+            "batch": {"global": case.samples, "micro": case.samples},
+            "optim": {"lr": 3e-4, "schedule": {"warmup": 100, "decay": "constant"}},
+            "steps": 10**9,
+            "evaluate": {"every": None, "share": 0},
+            "checkpoint": {"every": None},
+            "precision": precision,
+            "threads": max(1, (os.cpu_count() or 1) // 2),
+            "compile": compiled,
+            "layout": {"replicate": 1},
+            "memory": {"recompute": "none", "loss": "chunked" if case.vocab > 100_000 else "whole"},
+            "exchange": {"strategy": "allreduce", "exact": "no"},
+        }
+    )
+
+
+class Meter:
+    """Times steps and counts joules, after a warm-up, until `seconds` have gone by."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.counter = EnergyCounter()
+        self.times: list[float] = []
+        self.joules: float | None = None
+        self._steps = 0
+        self._last = 0.0
+
+    def stepped(self) -> bool:
+        """A step has ended; False when that was the last."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._steps += 1
+        if self._steps == WARM_UP:
+            self._energy = self.counter.joules()
+        elif self._steps > WARM_UP:
+            self.times.append(now - self._last)
+        self._last = time.perf_counter()
+        if len(self.times) < 3 or sum(self.times) < self.seconds:
+            return True
+        after = self.counter.joules()
+        if after is not None and self._energy is not None:
+            self.joules = after - self._energy
+        return False
+
+
+class EnergyCounter:
+    """The card's own counter of energy since its driver was loaded; without nvidia-ml-py there is none."""
+
+    def __init__(self) -> None:
+        self._handle = None
+        if torch.cuda.is_available() and installed("nvidia-ml-py"):
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def joules(self) -> float | None:
+        if self._handle is None:
+            return None
+        import pynvml
+
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+
+
+def contend(task: dict[str, Any]) -> dict[str, Any]:
+    """Train as one contender, and measure."""
+    from phalanx.train.place import from_environment, join
+    from phalanx.train.reporter import ToRun
+    from phalanx.train.worker import prepare_torch
+
+    quiet()
+    case, name, folder = Case(**task["case"]), task["name"], Path(task["folder"])
+    recipe = recipe_of(case, "fp8" if name == FP8 else "bf16", Path(task["dataset"]), task["compile"])
+    machine, place = this_machine(), from_environment({})
+    job = Job(recipe, 1, 0, place.device)
+    meter = Meter(task["seconds"])
+    if name in (PHALANX, FP8):
+        check_device(recipe, machine.device, machine.name, machine.capability)
+        prepare_torch(recipe, place)
+        join(place)
+        _, steps = phalanx(job, folder, ToRun(Run(folder), leads=True))
+    else:
+        torch.set_float32_matmul_precision("high")
+        assert isinstance(recipe.threads, int)
+        torch.set_num_threads(recipe.threads)
+        model = plain_model(recipe, place.device)
+        if name == TRAINER:
+            make_trainer(job, model, 10**6, meter.stepped, folder, compiled=task["compile"]).train()
+            return result_of(meter, case)
+        if name in PEERS:
+            importlib.import_module(PEERS[name])  # Fabric wants to be there before anything is compiled
+        steps = LOOPS[name](job, torch.compile(model) if task["compile"] else model)
+    for _ in steps:
+        if not meter.stepped():
+            break
+    return result_of(meter, case)
+
+
+def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
+    """The same module that Phalanx trains."""
+    from phalanx.models import transformer
+
+    torch.manual_seed(0)
+    with device:
+        return transformer(sequence=recipe.data.sequence, **recipe.model.args)
+
+
+def result_of(meter: Meter, case: Case) -> dict[str, Any]:
+    tokens = case.samples * case.sequence
+    joules = None if meter.joules is None else meter.joules / (tokens * len(meter.times))
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {"seconds": meter.times, "joules_per_token": joules, "memory_bytes": memory}
+
+
+def child(task: dict[str, Any]) -> None:
+    """Run one task and leave its result, or why there is none, in its file."""
+    try:
+        result = measure_matmul(**task["matmul"]) if "matmul" in task else contend(task)
+    except PhalanxError as error:
+        result = {"refused": str(error)}
+    except torch.OutOfMemoryError as error:
+        result = {"refused": f"out of memory: {str(error).split('.')[0]}"}
+    Path(task["result"]).write_text(json.dumps(result))
+
+
+# ---- the run
+
+
+def run_child(task: dict[str, Any], folder: Path, patience: float) -> dict[str, Any]:
+    """The result of a task in a fresh process."""
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--child", json.dumps({**task, "result": str(result)})]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        return {"refused": f"took longer than {patience:.0f} s"}
+    if not result.is_file():
+        lines = done.stderr.strip().splitlines()
+        return {"refused": f"failed: {lines[-1][:200] if lines else f'exit code {done.returncode}'}"}
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def compete(case: Case, options: argparse.Namespace, folder: Path, dataset: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every contender's results, one a round; one that was refused is not asked again."""
+    names = [PLAIN, PHALANX, FP8, *filter(can_run, PEERS)]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            if any("refused" in result for result in results[name]):
+                continue
+            place = folder / f"{number}-{name}".replace(" ", "-").replace(",", "")
+            Run(place).create()
+            task = {"case": asdict(case), "name": name, "folder": str(place), "dataset": str(dataset)}
+            task |= {"seconds": options.seconds, "compile": not options.toy}
+            results[name].append(run_child(task, folder, 1800.0))
+            print(f"{case.title} at {case.sequence}, {name}: {brief(results[name][-1], case)}", flush=True)
+    return results
+
+
+def brief(result: dict[str, Any], case: Case) -> str:
+    if "refused" in result:
+        return str(result["refused"])
+    return f"{case.samples * case.sequence / statistics.median(result['seconds']):,.0f} tokens/s"
+
+
+def table(
+    case: Case, results: dict[str, list[dict[str, Any]]], sheet: float | None, ceiling: float | None
+) -> list[str]:
+    """A case's rows; `sheet` and `ceiling` in TFLOP/s."""
+    tokens = case.samples * case.sequence
+    full, half = flops_per_token(case), flops_per_token(case, causal_half=True)
+    lines = [
+        f"## {case.title} at {case.sequence:,}: {case.layers} layers, {tokens:,} tokens a step",
+        "",
+        f"{full / 1e9:.3f} GFLOP a token with full attention, {half / 1e9:.3f} causal-half.",
+        "",
+        "| | tokens/s | of the plain loop | MFU, full | MFU, causal-half | of ceiling | J/token | memory, GB | |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    rates = {
+        name: tokens / statistics.median(itertools.chain.from_iterable(one["seconds"] for one in found))
+        for name, found in results.items()
+        if found and not any("refused" in one for one in found)
+    }
+    for name, found in results.items():
+        if name not in rates:
+            why = next((one["refused"] for one in found if "refused" in one), "not run")
+            lines.append(f"| {name} | | | | | | | | {str(why).splitlines()[0]} |")
+            continue
+        rate = rates[name]
+        joules = [one["joules_per_token"] for one in found if one["joules_per_token"] is not None]
+        memory = [one["memory_bytes"] for one in found if one["memory_bytes"] is not None]
+        cells = [f"{rate:,.0f}", f"{rate / rates[PLAIN]:.3f}" if PLAIN in rates else ""]
+        cells += [share(rate * full, sheet), share(rate * half, sheet), share(rate * full, ceiling)]
+        cells += [f"{statistics.median(joules):.2e}" if joules else "", f"{max(memory) / 1e9:.1f}" if memory else ""]
+        lines.append(f"| {name} | {' | '.join(cells)} | |")
+    return [*lines, ""]
+
+
+def share(flops: float, tflops: float | None) -> str:
+    return "" if not tflops else f"{flops / (tflops * 1e12):.1%}"
+
+
+def head(options: argparse.Namespace, machine: Machine, sheet: float | None, ceiling: dict[str, float]) -> list[str]:
+    rule = " ".join(__doc__.split("\n\n")[-1].split())
+    rates = ", ".join(f"{name} {rate:,.4g}" for name, rate in ceiling.items())
+    peaks = "not on a data sheet that is known here" if sheet is None else f"{sheet:,.4g} TFLOP/s in bf16 on paper"
+    energy = "" if installed("nvidia-ml-py") else " Energy is left out: nvidia-ml-py is not installed."
+    return [
+        "# How fast one GPU trains",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/gpu.py', *sys.argv[1:]])}`",
+        "",
+        surroundings(f"{machine.name}, {machine.device_memory_bytes / 1e9:.0f} GB"),
+        f"Peak: {peaks}. Measured matmul ceiling in TFLOP/s: {rates}. {options.rounds} rounds of {options.seconds} s, "
+        f"a process for each contender, medians over all steps.{energy}",
+        "",
+        rule,
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, no compilation; runs on a CPU")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measured steps for each contender and round")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(json.loads(options.child))
+        return
+    machine = this_machine()
+    if machine.device != "cuda" and not options.toy:
+        raise SystemExit("no GPU here; --toy runs everything at toy size on the CPU")
+    if options.toy:
+        options.rounds, options.seconds = 1, 0.1
+    paper = peak(machine)
+    sheet = None if paper is None else paper.tflops.get("bf16")
+    with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
+        folder = Path(name)
+        matmul: dict[str, Any] = {"device": machine.device, "threads": machine.cores}
+        if options.toy:
+            matmul |= {"seconds": 0.05, "sizes": [256]}
+        ceiling = run_child({"matmul": matmul}, folder, 600.0)
+        lines = head(options, machine, sheet, ceiling)
+        print("\n".join(lines), flush=True)
+        dataset = make_dataset(folder, megabytes=1 if options.toy else 64)
+        for key in options.cases:
+            memory = 10**7 if options.toy else machine.device_memory_bytes
+            case = with_layers_that_fit((TOYS if options.toy else CASES)[key], memory)
+            told = table(case, compete(case, options, folder, dataset), sheet, ceiling.get("bf16"))
+            print("\n".join(told), flush=True)
+            lines += told
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()
