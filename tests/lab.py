@@ -135,7 +135,7 @@ class Lab:
         (folder / "samples").mkdir(parents=True)
         (folder / "few.txt").write_text(words(1, 700))
         (folder / "many.txt").write_text(words(2, 3000))
-        for name in ("faults.py", "lab_tasks.py"):
+        for name in ("faults.py", "lab_tasks.py", "lab_models.py"):
             (folder / name).write_text(Path(__file__).with_name(name).read_text())
         return folder
 
@@ -148,7 +148,8 @@ class Lab:
             yield
 
     def variables(self) -> dict[str, str]:
-        return {"PHALANX_CACHE": str(self.cache), "PHALANX_LAB": self.mark}
+        own = str(Path(__file__).parent)
+        return {"PHALANX_CACHE": str(self.cache), "PHALANX_LAB": self.mark, "PYTHONPATH": own}
 
     def place(self) -> Run:
         """A run directory that does not exist yet."""
@@ -171,8 +172,9 @@ class Lab:
         plan_faults(run, faults)
         recipe = Recipe.model_validate(merged(BASE, changes or {}))
         loaded = Loaded(recipe, None, folder or self.folder, {})
-        call = self.nursery.call
-        with self.environment(), starting(loaded, run, nproc, call, force, lambda progress: None) as ready:
+        call, preload = self.nursery.call, self.nursery.preload
+        begun = starting(loaded, run, nproc, call, force, lambda progress: None, preload=preload)
+        with self.environment(), begun as ready:
             try:
                 outcome = supervise(ready, self.nursery, show, force)
             except BaseException:

@@ -46,6 +46,20 @@ class Loud(Plain):
         return total * 4096.0, terms
 
 
+class OverflowsOnOne(Plain):
+    """On the last rank, and only there, the gradient of the first micro-batch is too large for any format."""
+
+    calls = 0
+
+    def loss(self, output, batch):
+        total, terms = super().loss(output, batch)
+        if torch.is_grad_enabled() and ATTEMPT is not None and int(RANK) == int(os.environ["WORLD_SIZE"]) - 1:
+            self.calls += 1
+            if self.calls == 1:
+                total = total + (output * 0.0).sum().sqrt()  # the root has no slope there: 0, and a gradient of NaN
+        return total, terms
+
+
 class Poisoned(Plain):
     """Where the first sample of a micro-batch is in a list of poison.json, beside this file, something is not a number:
     its loss (list `loss`) or only its gradient (list `gradient`)."""
@@ -78,6 +92,24 @@ class Mistaken(Plain):
         if ATTEMPT is not None and int(RANK) in json.loads((HERE / "mistaken.json").read_text()):
             raise KeyError("no such column: 'label'")
         return super().loss(output, batch)
+
+
+class Hungry(Plain):
+    """Runs out of memory with more samples at once than `limit` of hungry.json beside this file, after so many
+    micro-batches; with `trial`, a trial does so, too, as the kernel ends it."""
+
+    calls = 0
+
+    def inputs(self, batch):
+        hungry = json.loads((HERE / "hungry.json").read_text())
+        if torch.is_grad_enabled() and len(batch["tokens"]) > hungry["limit"]:
+            if ATTEMPT is None and hungry.get("trial"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ATTEMPT is not None:
+                self.calls += 1
+                if self.calls > hungry.get("after", 0):
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().inputs(batch)
 
 
 def checksum(row):

@@ -204,6 +204,11 @@ def test_another_number_of_workers_is_told_to_change_the_digest() -> None:
     assert note == "the number of workers changed under exchange.exact = world: the digest will differ by rounding"
 
 
+def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> None:
+    (note,) = continuing(resolved(layout={"replicate": 4}), resolved(layout={"shard": 2, "replicate": 2}))
+    assert note == "the layout changed under exchange.exact = world: the digest will differ by rounding"
+
+
 def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
     exact = {"exchange": {"exact": "replicas"}}
     assert continuing(resolved(**exact), resolved(layout={"replicate": 3}, **exact)) == []

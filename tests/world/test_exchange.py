@@ -209,7 +209,8 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[i
         weights, rank=rank, world=world, micro_batches=2 * world, replicas=replicas, capacity=1.0
     )
     sent: list[int] = []
-    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor")}
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # by version
+    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", gather)}
 
     def noting(name: str) -> Callable[..., Any]:
         def operation(tensor: Tensor, *args: Any, **options: Any) -> Any:

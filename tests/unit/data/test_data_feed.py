@@ -55,6 +55,8 @@ def test_it_fills_its_store_again_once_half_of_it_is_used_up():
     data = Counting()
     with feed(data, depth=4) as steps, data.changed:
         assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
+        with steps._changed:  # the fourth was asked for; it must lie in the store, too, before one is taken out
+            assert steps._changed.wait_for(lambda: len(steps._ready) == 4, timeout=10)
         next(steps)
         assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
         next(steps)

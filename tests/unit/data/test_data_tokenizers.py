@@ -112,6 +112,21 @@ def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
         load_tokenizer(out)
 
 
+def test_a_directory_stands_for_the_tokenizer_in_it(texts, bpe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / TOKENIZER).write_bytes(bpe.read_bytes())
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
+    assert (out / TOKENIZER).read_bytes() == bpe.read_bytes()
+
+
+@pytest.mark.parametrize(("beside", "cure"), [("vocab.txt", "transformers makes one of vocab.txt"), ("x", "name the")])
+def test_a_directory_without_one_is_named_with_a_cure(texts, tmp_path, beside, cure):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / beside).write_text("")
+    with pytest.raises(RecipeError, match=rf"data.tokenizer: .*model has no tokenizer.json; {cure}"):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize(("name", "words"), [("none.json", "no such tokenizer"), ("bad.json", "not a tokenizer.json")])
 def test_a_tokenizer_that_cannot_be_read_is_named_before_anything_is_written(texts, tmp_path, name, words):
     (texts / "bad.json").write_text("{}")

@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.errors import DataError
 
 seen: list[Any] = []
+held: list[Any] = []
 
 
 def double(value: int) -> int:
@@ -18,6 +19,14 @@ def double(value: int) -> int:
 def remember(value: Any) -> list[Any]:
     seen.append(value)
     return seen
+
+
+def keep(value: Any) -> None:
+    held.append(value)
+
+
+def kept(_: Any) -> list[Any]:
+    return held
 
 
 def refuse(text: str) -> None:

@@ -39,6 +39,12 @@ def test_each_call_is_a_process_of_its_own(nursery: NurseryProcess) -> None:
     assert nursery.call("nursery_calls:remember", "b") == ["b"]
 
 
+def test_what_was_preloaded_is_there_in_every_call(nursery: NurseryProcess) -> None:
+    nursery.preload("nursery_calls:keep", "b")
+    assert nursery.call("nursery_calls:kept", None) == ["b"]
+    assert nursery.call("nursery_calls:kept", None) == ["b"]
+
+
 def test_a_users_error_comes_back_with_its_text_and_code(nursery: NurseryProcess) -> None:
     with pytest.raises(Raised, match=r"^the shard is torn$") as caught:
         nursery.call("nursery_calls:refuse", "the shard is torn")
@@ -64,8 +70,15 @@ def test_code_that_leaves_the_process_comes_back_as_an_error(nursery: NurseryPro
 
 
 def test_a_trial_that_is_killed_comes_back_as_an_error(nursery: NurseryProcess) -> None:
-    with pytest.raises(TrialError, match="the trial process ended with SIGKILL"):
+    with pytest.raises(TrialError, match="the trial process ended with SIGKILL") as caught:
         nursery.call("nursery_calls:kill_oneself", int(signal.SIGKILL))
+    assert caught.value.killed
+
+
+def test_only_sigkill_counts_as_killed(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError, match="ended with SIGHUP") as caught:
+        nursery.call("nursery_calls:kill_oneself", int(signal.SIGHUP))
+    assert not caught.value.killed
 
 
 def test_after_errors_the_nursery_goes_on(nursery: NurseryProcess) -> None:

@@ -86,6 +86,14 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("breaks", "text"), [(0, "compiled 12 blocks in 34 s"), (2, "compiled 12 blocks in 34 s, with 2 graph breaks")]
+)
+def test_compiling_is_told(breaks: int, text: str) -> None:
+    event = {"t": 0.0, "kind": "compiled", "seconds": 34.0, "blocks": 12, "breaks": breaks}
+    assert logged([start(), event])[-1].endswith(text)
+
+
 def test_the_last_step_is_logged_before_an_early_end() -> None:
     lines = logged([start(), step(1, 0.5), step(2, 1.0), {"t": 1.1, "kind": "end", "status": "stopped", "step": 2}])
     assert "step   2/100" in lines[-2]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
         spent = summary(make(tmp_path / make.__name__)).durations
         parts = spent.productive + spent.redone + spent.evaluating + spent.starting + spent.down + spent.rest
         assert parts == pytest.approx(spent.wall, rel=1e-6)
+
+
+def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.t += 40
+    maker.event("compiled", seconds=34.0, blocks=12, breaks=0)
+    maker.steps(1, 10)
+    maker.end()
+    assert summary(tmp_path / "run").durations.compiling == 34.0
+    assert re.search(r"starting 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
 
 
 def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
@@ -208,6 +220,52 @@ def test_no_run_is_a_usage_error_and_a_broken_file_a_data_error(tmp_path: Path) 
         summary(path)
 
 
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"replicate": 1, "schedule": "1f1b", "stages": None}, "one process"),
+        ({"replicate": 2, "tensor": 4, "schedule": "1f1b", "stages": None}, "replicate 2 x tensor 4"),
+        ({"replicate": 2, "pipeline": 2, "schedule": "gpipe", "stages": None}, "replicate 2 x pipeline 2 (gpipe)"),
+        ({"pipeline": 2, "schedule": "1f1b", "stages": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
+    ],
+)
+def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, object], expected: str) -> None:
+    assert summary(healthy(tmp_path / "run", total=5, layout=layout)).what.layout == expected
+
+
 def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:
     path = healthy(tmp_path / "run", total=5, key_from_the_future=1)
     assert pages(path)[0].startswith("gpt-python")
+
+
+def noisy(path: Path, *estimates: float) -> Path:
+    """A run of which every eighth step made an estimate of the gradient noise, the last of them these."""
+    maker = Maker(path, total=8 * len(estimates))
+    maker.start()
+    for step in range(1, maker.total + 1):
+        maker.step(step, **({} if step % 8 else {"noise_scale": estimates[step // 8 - 1]}))
+    maker.end()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (412.3, "gradient noise scale about 410 samples; batch.global is 16: room to grow to about 410"),
+        (20.0, "gradient noise scale about 20 samples; batch.global is 16: about as large as pays off"),
+        (3.2, "gradient noise scale about 3 samples; batch.global is 16: a smaller one would need hardly more steps"),
+    ],
+)
+def test_the_gradient_noise_scale_is_told_beside_the_batch(tmp_path: Path, scale: float, said: str) -> None:
+    path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0, scale)
+    found = summary(path)
+    assert found.loss.noise_scale == scale
+    assert found.to_json()["loss"]["noise_scale"] == scale
+    for page in pages(path):
+        assert said in " ".join(page.split())
+
+
+def test_too_few_estimates_of_the_noise_say_nothing(tmp_path: Path) -> None:
+    path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0)
+    assert summary(path).loss.noise_scale is None
+    assert not any("noise scale" in page for page in pages(path))

@@ -5,97 +5,27 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.plan import Choice, check_memory, choose_micro, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan import Choice, choices_untried, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan.resolve import layout_again
 from phalanx.recipe import Recipe
-
-GB = 10**9
-PLENTY = 10**15
+from phalanx.recipe.schema import Layout
 
 
 def recipe(**values: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def micro(of: Recipe, *, saved: int = 1000, memory: int = PLENTY, world: int = 1, parameters: int = 1000) -> int:
-    value: int = choose_micro(of, parameters, saved, memory, world).value
-    return value
-
-
 def replicas(batch: int, **values: Any) -> Recipe:
     return recipe(batch={"global": batch}, exchange={"exact": "replicas"}, **values)
 
 
-CHOSEN = [Choice("threads", 2, "2 cores"), Choice("batch.micro", 8, "fits"), Choice("precision", "bf16", "faster")]
-
-
-@pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (8, 3)])
-def test_a_worker_takes_its_whole_share_at_once_where_it_fits(world: int, expected: int) -> None:
-    assert micro(recipe(batch={"global": 24}), world=world) == expected
-
-
-def test_activations_may_take_half_of_the_memory_beside_the_training_state() -> None:
-    of = recipe(batch={"global": 16})
-    assert micro(of, saved=GB, memory=2 * (16 * 1000 + 4 * GB)) == 4
-    assert micro(of, saved=GB, memory=2 * (16 * 1000 + 4 * GB) - 2) == 2
-
-
-def test_a_micro_batch_that_fits_divides_the_share() -> None:
-    assert micro(recipe(batch={"global": 18}), saved=GB, memory=2 * (16 * 1000 + 8 * GB)) == 6
-
-
-def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
-    with pytest.raises(
-        RecipeError, match=r"not even one sample fits: it saves 1000 MB for backward, and 500 MB are left"
-    ):
-        micro(recipe(batch={"global": 16}), saved=GB, memory=GB, parameters=0)
-
-
-def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
-    with pytest.raises(RecipeError, match="0 MB are left beside parameters and optimizer state"):
-        micro(recipe(), saved=GB, memory=GB, parameters=10**9)
-
-
-def test_a_model_that_saves_nothing_fits_whatever_the_memory() -> None:
-    assert micro(recipe(batch={"global": 16}), saved=0, memory=0) == 16
-
-
-@pytest.mark.parametrize("batch", [6, 8, 12, 16, 24, 48, 60])
-def test_under_replicas_the_choice_is_the_same_on_any_common_world(batch: int) -> None:
-    worlds = [world for world in (1, 2, 3, 4, 6, 8) if batch % world == 0]
-    assert len({micro(replicas(batch), world=world) for world in worlds}) == 1
-
-
-@pytest.mark.parametrize(("batch", "world"), [(24, 6), (16, 8), (20, 5), (14, 7), (7, 7)])
-def test_under_replicas_the_workers_share_the_micro_batches(batch: int, world: int) -> None:
-    assert batch // micro(replicas(batch), world=world) % world == 0
-
-
-def test_under_replicas_memory_may_make_micro_batches_smaller() -> None:
-    assert micro(replicas(24), memory=PLENTY) == 1
-    assert micro(replicas(64), memory=PLENTY) == 8
-    assert micro(replicas(64), saved=GB, memory=2 * (16 * 1000 + 5 * GB)) == 4
-
-
-def test_a_given_micro_batch_is_taken() -> None:
-    choice = choose_micro(recipe(batch={"global": 16, "micro": 2}), 1000, GB, 0, 1)
-    assert (choice.value, choice.why) == (2, "given")
-
-
-def test_a_given_micro_batch_may_fill_all_of_the_memory() -> None:
-    check_memory(8, 1000, GB, 8 * GB + 16 * 1000)
-
-
-def test_a_micro_batch_beyond_all_of_the_memory_is_refused_with_one_that_fits() -> None:
-    with pytest.raises(
-        RecipeError, match=r"12 samples at once need at least 12.0 GB, and .* 11.0 GB; batch.micro=4 wo"
-    ):
-        check_memory(12, 1000, GB, 11 * GB)
-
-
-@pytest.mark.parametrize("saved", [0, GB])
-def test_a_model_too_large_for_any_micro_batch_is_told_so(saved: int) -> None:
-    with pytest.raises(RecipeError, match="not even one would fit: use a smaller model"):
-        check_memory(8, 10**9, saved, 11 * GB)
+CHOSEN = [
+    Choice("threads", 2, "2 cores"),
+    Choice("memory.recompute", "selective", "fits"),
+    Choice("memory.loss", "chunked", "large"),
+    Choice("batch.micro", 8, "fits"),
+    Choice("precision", "bf16", "faster"),
+]
 
 
 @pytest.mark.parametrize(("cores", "world", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
@@ -118,6 +48,16 @@ def test_bf16_is_taken_when_it_is_measured_to_be_clearly_faster(bf16: float, exp
     assert f"{1 / bf16:.2f} x" in choice.why
 
 
+def test_a_precision_that_ran_out_of_memory_is_not_taken() -> None:
+    assert choose_precision(recipe(), {"bf16": 1.0}).value == "bf16"
+    assert choose_precision(recipe(), {"fp32": 1.0}).why == "the other ran out of memory"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "fp32"), ("cuda", "bf16")])
+def test_a_model_that_could_not_be_timed_has_its_precision_by_rule(device: str, expected: str) -> None:
+    assert choose_precision(recipe(), {}, device).value == expected
+
+
 def test_a_given_precision_needs_no_measurement() -> None:
     assert choose_precision(recipe(precision="fp16"), {}) == Choice("precision", "fp16", "given")
 
@@ -126,6 +66,7 @@ def test_a_resolved_recipe_has_no_auto_left() -> None:
     resolved = resolve(recipe(), CHOSEN, 2)
     assert "auto" not in resolved.model_dump_json()
     assert (resolved.threads, resolved.batch.micro, resolved.precision) == (2, 8, "bf16")
+    assert (resolved.memory.recompute, resolved.memory.loss) == ("selective", "chunked")
     assert not isinstance(resolved.layout, str)
     assert (resolved.layout.replicate, resolved.layout.world) == (2, 2)
 
@@ -137,9 +78,9 @@ def test_resolving_leaves_everything_else_as_given() -> None:
     assert resolved.exchange.exact == "replicas"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("auto", False), (False, False), (True, True)])
-def test_a_model_is_compiled_only_when_asked(given: Any, expected: bool) -> None:
-    assert resolve(recipe(compile=given), CHOSEN, 1).compile is expected
+@pytest.mark.parametrize(("given", "expected"), [("auto", False), (False, False), (True, True), ("graphs", "graphs")])
+def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
+    assert resolve(recipe(compile=given), CHOSEN, 1).compile == expected
 
 
 def test_going_on_keeps_what_was_resolved() -> None:
@@ -198,4 +139,67 @@ def test_the_plan_predicts_a_step_by_its_micro_batches_and_update() -> None:
     plan = plan_of(profile, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
     assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
     assert (plan["parameters"], plan["flops_per_sample"]) == (5, 7.0)
-    assert plan["chosen"][1] == {"key": "batch.micro", "value": 8, "why": "fits"}
+    assert plan["chosen"][3] == {"key": "batch.micro", "value": 8, "why": "fits"}
+
+
+def test_without_times_the_plan_predicts_none() -> None:
+    assert plan_of({}, CHOSEN, {}, resolve(recipe(), CHOSEN, 1))["predicted_step_seconds"] is None
+
+
+def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen() -> None:
+    resolved = resolve(recipe(), CHOSEN, 1)
+    peaks = {"whole": {"none": 9, "selective": 7, "full": 5}, "chunked": {"none": 8, "selective": 6, "full": None}}
+    plan = plan_of({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolved)
+    assert plan["peak_bytes_per_sample"] == peaks["chunked"]
+    assert plan["saved_bytes_per_sample"] == 6
+    assert "peaks" not in plan
+
+
+def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() -> None:
+    peaks = {"whole": {"none": 9, "selective": 7, "full": 5}}
+    plan = plan_of({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolve(recipe(), CHOSEN, 1))
+    assert (plan["peak_bytes_per_sample"], plan["saved_bytes_per_sample"]) == (peaks["whole"], 7)
+
+
+def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
+    resolved = resolve(recipe(), choices_untried(recipe(), 4, 2, "cpu"), 2)
+    assert "auto" not in resolved.model_dump_json()
+    assert (resolved.memory.recompute, resolved.memory.loss, resolved.batch.micro) == ("none", "whole", 8)
+
+
+def laid_out(**layout: int) -> Recipe:
+    """A recipe that was resolved under this layout."""
+    world = Layout(**layout).world
+    return resolve(recipe(batch={"global": 24}, layout=layout), CHOSEN, world)
+
+
+def test_a_given_layout_is_kept() -> None:
+    assert laid_out(shard=2, tensor=2).layout == Layout(shard=2, tensor=2)
+
+
+def test_going_on_takes_the_layout_that_is_given_now() -> None:
+    given = recipe(batch={"global": 24}, layout={"tensor": 2})
+    assert go_on(laid_out(shard=2), given, 2).layout == Layout(tensor=2)
+
+
+@pytest.mark.parametrize(("world", "replicate"), [(4, 1), (8, 2), (12, 3)])
+def test_a_run_goes_on_with_as_many_of_its_replicas_as_the_workers_make(world: int, replicate: int) -> None:
+    going = go_on(laid_out(replicate=2, shard=2, tensor=2), recipe(batch={"global": 24}), world)
+    assert going.layout == Layout(replicate=replicate, shard=2, tensor=2)
+
+
+def test_workers_that_make_no_whole_number_of_replicas_are_told() -> None:
+    with pytest.raises(RecipeError, match=r"^layout: a replica of this run takes 4 workers, and 6 are no multiple"):
+        layout_again(laid_out(shard=2, tensor=2), recipe(), 6)
+
+
+def test_a_micro_batch_shrinks_for_the_groups_that_share_the_batch_not_for_all_workers() -> None:
+    resolved = laid_out(tensor=2)
+    assert go_on(resolved, recipe(batch={"global": 24}), 2).batch.micro == 8
+    assert go_on(resolved, recipe(batch={"global": 24}), 8).batch.micro == 6
+
+
+def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
+    resolved = resolve(recipe(batch={"global": 64}, layout={"shard": 2, "tensor": 2}), CHOSEN, 4)
+    plan = plan_of({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
+    assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5

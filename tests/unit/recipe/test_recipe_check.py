@@ -37,11 +37,50 @@ def test_a_batch_that_divides_passes(micro: int | str, workers: int, tmp_path: P
         ([], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         ([], 32, "batch.global: 16 samples cannot be divided among 32 workers; 32 can$"),
         (
-            ["layout.shard=2"],
+            ["layout.replicate=4"],
             2,
-            "layout.shard: found 2, expected 1: this version divides work by layout.replicate only",
+            r"layout: takes 4 workers \(replicate 4\), but the run has 2: use --nproc 4 or layout=auto",
         ),
-        (["layout.replicate=4"], 2, "layout: takes 4 workers, but the run has 2: use --nproc 4 or layout=auto"),
+        (["layout.expert=1"], 2, r"layout: takes 1 workers \(one of each\), but the run has 2: use --nproc 1"),
+        (
+            ["layout.shard=2", "layout.tensor=3", "data.sequence=240"],
+            4,
+            r"layout: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or layout=auto",
+        ),
+        (
+            ["layout.shard=2", "layout.context=2", "layout.expert=3"],
+            4,
+            "layout.expert: found 3, which must divide shard x context = 4$",
+        ),
+        (
+            ["layout.shard=2", "exchange.exact=replicas"],
+            2,
+            "layout: exchange.exact = replicas needs whole replicas: give layout.replicate only, or exact: world",
+        ),
+        (
+            ["layout.tensor=2", "optim.name=muon"],
+            2,
+            "layout.tensor: muon works on whole matrices, .*; use layout.shard",
+        ),
+        (["layout.tensor=2", "task=classification"], 2, "layout.tensor: is for models of sequences; "),
+        (["layout.context=2", "task=classification"], 2, "layout.context: is for models of sequences; "),
+        (
+            ["layout.tensor=2", "optim.state=8bit"],
+            2,
+            "layout.tensor: optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16$",
+        ),
+        (
+            ["layout.shard=2", "layout.expert=2", "optim.state=8bit"],
+            2,
+            "layout.expert: optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16$",
+        ),
+        (
+            ["layout.shard=2", "compile=graphs"],
+            2,
+            "compile: graphs cannot hold the communication of a divided model: give layout.replicate only, or true$",
+        ),
+        (["layout.context=3"], 3, "layout.context: found 3, which must divide data.sequence = 256$"),
+        (["layout.shard=3"], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
         (["init=nowhere"], 1, "init: there is no checkpoint or run at .*nowhere"),
     ],
@@ -51,6 +90,38 @@ def test_what_cannot_run_is_told_with_its_numbers(
 ) -> None:
     with pytest.raises(RecipeError, match=f"(?m)^{expected}"):
         check(recipe(*overrides), tmp_path, workers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers"),
+    [
+        (["layout.shard=4"], 4),
+        (["layout.replicate=2", "layout.shard=2"], 4),
+        (["layout.tensor=2", "batch.micro=16"], 2),  # tensor ranks have the same samples
+        (["layout.context=4", "batch.micro=16"], 4),
+        (["layout.shard=2", "layout.context=2", "layout.expert=4"], 4),
+        (["layout.shard=2", "optim.name=muon"], 2),
+        (["layout.replicate=4", "exchange.exact=replicas"], 4),
+        (["layout.shard=2", "task=classification"], 2),
+        (["layout.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
+        (["layout.shard=2", "optim.state=8bit"], 2),
+        (["layout.replicate=2", "compile=graphs"], 2),
+    ],
+)
+def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:
+    check(recipe(*overrides), tmp_path, workers)
+
+
+def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check(recipe("layout.tensor=2", "layout.context=3", "layout.expert=2", "optim.name=muon"), tmp_path, 2)
+    keys = [line.split(":")[0] for line in str(caught.value).splitlines()]
+    assert keys == ["layout", "layout.expert", "layout.tensor", "layout.context"]
+
+
+def test_a_list_of_numbers_is_told_as_one() -> None:
+    with pytest.raises(RecipeError, match=r"layout\.stages: .* expected a list of whole numbers above 0 or null"):
+        recipe("layout.stages=3")
 
 
 def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
@@ -106,7 +177,7 @@ def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
         (["precision=bf16"], ["precision=bf16"], ["precision=auto"], []),
         (["batch.micro=4"], ["batch.micro=4"], ["batch.micro=8"], ["batch.micro"]),
         ([], ["layout.replicate=2"], ["layout.replicate=3"], []),
-        ([], ["layout.replicate=2"], ["layout.shard=2"], ["layout.shard"]),
+        ([], ["layout.replicate=2"], ["layout.shard=2"], []),  # changes rounding only
         ([], [], ["evaluate.share=0.02"], ["evaluate.share"]),
         (["model.args.a=[3]"], ["model.args.a=[3]"], ["model.args.a=[auto]"], ["model.args.a.0"]),
         (["model.args.a=[auto]"], ["model.args.a=[auto]"], ["model.args.a=[3]"], ["model.args.a.0"]),

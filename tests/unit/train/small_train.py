@@ -1,7 +1,8 @@
 """Small models, data in memory, a clock to be set by hand and a reporter that remembers: shared by the train room's
 tests. Everything is seeded and needs no file and no process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ from torch import Tensor, nn
 
 from phalanx.data import Batch, Facts
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import Layout, Optim
 from phalanx.run import Run
 from phalanx.train.callbacks import Callbacks, RunView
+from phalanx.train.evaluation import Scores, evaluate
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.loop import Parts, StopRequest
-from phalanx.train.optimizers import Optimizer, trainable
+from phalanx.train.gang import Gang, Parts
+from phalanx.train.gradients import Gradients, LocalGradients
+from phalanx.train.model import Seeds
+from phalanx.train.objective import Objective, Scoring
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh, coordinates
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
-from phalanx.train.step import Stepper
+from phalanx.train.step import Stepper, to_device
+from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task
-from phalanx.train.timing import HostStopwatch
+from phalanx.train.timing import HostStopwatch, Stopwatch
 
 VOCAB, SEQUENCE = 11, 6
 GLOBAL, MICRO = 4, 2
@@ -124,6 +132,34 @@ class Remembering:
         return [event for event in self.events if event["kind"] == kind]
 
 
+def mesh_of(rank: int = 0, **layout: int) -> Mesh:
+    """The place of a rank in a layout, without the groups that it would talk to."""
+    found = Layout(**layout)
+    return Mesh(found, coordinates(found, rank))
+
+
+def objective_of(model: nn.Module, task: Task | None = None, precision: str = "fp32") -> Objective:
+    """The model under next-token prediction, or another task, on the CPU."""
+    return Objective(model, Scoring(task or LanguageModeling(), precision, torch.device("cpu")))
+
+
+class SmallStepper(Stepper):
+    """A stepper with the objective whose steps it performs."""
+
+    objective: Objective
+
+    def gradients(
+        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: Stopwatch
+    ) -> Tensor:
+        """All of a step but its judgement and update; the agreement of all workers."""
+        self.begin(step)
+        for batch in batches:
+            self.seed()
+            ((_, loss, terms),) = self.objective(to_device(batch, self.place.device))
+            self.backward(loss, terms, flags, watch)
+        return self.finish(watch)
+
+
 def make_stepper(
     model: nn.Module,
     micro_batches: int,
@@ -135,63 +171,97 @@ def make_stepper(
     seed: int = 0,
     optim: Optim | None = None,
     scale: LossScale | None = None,
-) -> Stepper:
+) -> SmallStepper:
     """A stepper of one process, with an exchange when `replicas` asks for the tree."""
     optimizer = Optimizer(model, optim or Optim(clip=clip))
-    exchange = None
+    parameters = list(Divided(mesh_of(), (model,)).trainable().values())
+    gradients: Gradients = LocalGradients(parameters)
     if replicas:
-        parameters = list(trainable(model).values())
-        exchange = GradientExchange(
+        gradients = GradientExchange(
             parameters, rank=0, world=1, micro_batches=micro_batches, replicas=True, capacity=256
         )
-    return Stepper(
-        model,
-        task or LanguageModeling(),
+    stepper = SmallStepper(
         optimizer,
         scale or LossScale(),
+        gradients,
         place=Place(),
+        mesh=mesh_of(),
         micro_batches=micro_batches,
-        precision=precision,
         clip=clip,
-        seed=seed,
-        exchange=exchange,
+        seeds=Seeds(seed, torch.device("cpu")),
+        modules=(model,),
     )
+    stepper.objective = objective_of(model, task, precision)
+    return stepper
 
 
-def mean_gradients(stepper: Stepper, batches: Sequence[Batch], step: int = 1) -> tuple[float, list[Tensor]]:
+def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 1) -> tuple[float, list[Tensor]]:
     """Loss and gradients (of the mean loss) of a step that does not change the model."""
     watch = HostStopwatch()
     watch.start()
     outcome, factor = stepper.settle(stepper.gradients(step, batches, lambda: (), watch))
-    gradients = [p.grad.detach() * factor for p in stepper.parameters if p.grad is not None]
+    gradients = [p.grad.detach() * factor for p in stepper.optimizer.names if p.grad is not None]
     return outcome.loss, gradients
+
+
+@dataclass
+class SmallParts(Parts):
+    """What a gang works with, and the objective that the trainer gets beside it."""
+
+    objective: Objective
 
 
 def make_parts(
     path: Path, task: LanguageModeling | None = None, callbacks: tuple[Any, ...] = (), **changes: Any
-) -> Parts:
-    """What a loop needs to train a tiny model for 6 steps of two micro-batches; `changes` go into the recipe."""
+) -> SmallParts:
+    """What training a tiny model for 6 steps of two micro-batches takes; `changes` go into the recipe."""
     run = Run(path)
     run.create()
     values = {"steps": 6, "batch": {"global": GLOBAL, "micro": MICRO}, "precision": "fp32", "threads": 1}
     values |= {"evaluate": {"every": None}, "checkpoint": {"every": None}, "layout": {"replicate": 1}}
     recipe = Recipe.model_validate({**values, **changes})
     model = tiny_lm()
-    task = task or LanguageModeling()
     scale = LossScale.for_precision(recipe.precision, GLOBAL)
     stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)
-    return Parts(
-        run,
-        recipe,
-        Place(),
-        Samples(token_batch(20), token_batch(5, seed=1)),  # type: ignore[arg-type]
-        model,
-        task,
-        stepper.optimizer,
-        scale,
-        stepper,
-        Callbacks(callbacks, RunView(path, 0, 1, model)),
-        Remembering(),
-        StopRequest(),
+    data = Samples(token_batch(20), token_batch(5, seed=1))
+    stop = StopRequest()
+
+    def score() -> Scores | None:
+        return evaluate(
+            stepper.objective,
+            data,  # type: ignore[arg-type]
+            place=Place(),
+            mesh=mesh_of(),
+            samples=recipe.evaluate.samples,
+            micro=MICRO,
+            stop=lambda: stop.asked,
+        )
+
+    return SmallParts(
+        run=run,
+        recipe=recipe,
+        place=Place(),
+        data=data,
+        model=model,
+        divided=Divided(mesh_of(), (model,)),
+        optimizer=stepper.optimizer,
+        scale=scale,
+        stepper=stepper,
+        callbacks=Callbacks(callbacks, RunView(path, 0, 1, model)),
+        reporter=Remembering(),
+        stop=stop,
         units_per_sample=6,
+        score=score,
+        convert=lambda arrays: to_device(arrays, torch.device("cpu")),
+        objective=stepper.objective,
     )
+
+
+def steps_of(gang: Gang) -> Iterator[None]:
+    """Train step by step, as the trainer does; what lies between two steps is the caller's."""
+    assert isinstance(gang.parts, SmallParts)
+    for batch in gang.batches():
+        ((_, loss, terms),) = gang.parts.objective(batch)
+        gang.backward(loss, terms)
+        if gang.step():
+            yield

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_train import VOCAB, Clock, Samples, TinyLM, tiny_lm, token_batch
+from small_train import VOCAB, Clock, Samples, TinyLM, mesh_of, objective_of, tiny_lm, token_batch
 from torch import Tensor
 
 from phalanx.train.evaluation import Scores, evaluate
@@ -24,9 +24,8 @@ def data(held_out: int = 13, ignored: float = 0.3) -> Samples:
 
 
 def score(model: TinyLM, samples: int = 100, micro: int = 4, of: Samples | None = None, **options: object) -> Scores:
-    scores = evaluate(
-        model, Scored(), of or data(), place=Place(), precision="fp32", samples=samples, micro=micro, **options
-    )
+    objective = objective_of(model, Scored())
+    scores = evaluate(objective, of or data(), place=Place(), mesh=mesh_of(), samples=samples, micro=micro, **options)
     assert scores is not None
     return scores
 
@@ -84,7 +83,8 @@ def test_a_wish_to_stop_ends_it_without_scores_and_with_the_model_as_it_was() ->
         asked.append(1)
         return len(asked) == 2
 
-    scores = evaluate(model, Scored(), data(), place=Place(), precision="fp32", samples=100, micro=2, stop=stop)
+    objective = objective_of(model, Scored())
+    scores = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=2, stop=stop)
     assert scores is None
     assert len(asked) == 2
     assert model.training
@@ -102,14 +102,16 @@ def test_held_out_data_without_a_single_term_score_zero() -> None:
 
 
 def test_a_task_without_metrics_gives_none() -> None:
-    scores = evaluate(tiny_lm(), LanguageModeling(), data(), place=Place(), precision="fp32", samples=100, micro=4)
+    objective = objective_of(tiny_lm(), LanguageModeling())
+    scores = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=4)
     assert scores is not None
     assert scores.metrics == {}
 
 
 def test_the_precision_is_the_runs() -> None:
     plain = score(tiny_lm()).loss
-    rounded = evaluate(tiny_lm(), Scored(), data(), place=Place(), precision="bf16", samples=100, micro=4)
+    objective = objective_of(tiny_lm(), Scored(), "bf16")
+    rounded = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=4)
     assert rounded is not None
     assert rounded.loss != plain
     assert rounded.loss == pytest.approx(plain, rel=0.05)

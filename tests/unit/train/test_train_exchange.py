@@ -122,7 +122,7 @@ def test_the_norm_is_taken_over_gradients_only() -> None:
     weights = parameters((3, 5), (7,), (100,))
     run(exchange := alone(weights, micro_batches=2, replicas=True), weights, wild_losses(weights, 2))
     expected = torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()
-    torch.testing.assert_close(exchange.norm(), expected)
+    torch.testing.assert_close(exchange.norm(), expected.double(), rtol=1.3e-6, atol=1e-5)  # as for fp32
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
@@ -204,7 +204,7 @@ def test_operations_start_in_bucket_order_whatever_backward_makes_first(monkeypa
         def wait(self) -> None:
             """Nothing was sent."""
 
-    def all_reduce(tensor: Tensor, async_op: bool) -> Done:
+    def all_reduce(tensor: Tensor, group: object, async_op: bool) -> Done:
         started.append(tensor)
         return Done()
 

@@ -1,4 +1,4 @@
-"""The training loop in one process: what happens between steps, guards and rollbacks, going on after a stop."""
+"""Training in one process: what happens between steps, guards and rollbacks, going on after a stop."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_train import GLOBAL, Remembering, Samples, TinyLM, make_parts
+from small_train import GLOBAL, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
 from torch import Tensor
 
 from phalanx.errors import ExitCode, GaveUpError
@@ -17,8 +17,10 @@ from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.checkpoint import save as save_module
+from phalanx.train.gang import Gang, NotSaved, Parts, reject
 from phalanx.train.guards import LIMIT
-from phalanx.train.loop import Loop, NotSaved, Parts, reject, restore
+from phalanx.train.loop import train as train_to_the_end
+from phalanx.train.restoring import restore
 from phalanx.train.state import Progress, state_tensors
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 
@@ -48,9 +50,9 @@ def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
     return parts.reporter.of(kind)
 
 
-def train(parts: Parts, progress: Progress | None = None) -> Progress:
+def train(parts: SmallParts, progress: Progress | None = None) -> Progress:
     progress = progress or Progress()
-    Loop(parts, progress, {}).run()
+    train_to_the_end(Gang(parts, progress, {}), parts.objective)
     return progress
 
 
@@ -76,10 +78,17 @@ def stop_at(parts: Parts, step: int) -> None:
     parts.model.register_forward_hook(hook)
 
 
-def resumed(path: Path, **changes: Any) -> tuple[Parts, Progress]:
+def resumed(path: Path, **changes: Any) -> tuple[SmallParts, Progress]:
     """The run in `path` as another process would find it."""
     parts = make_parts(path, **changes)
-    loaded = restore(parts, lambda at, file, reason: reject(parts, at, file, reason))
+    loaded = restore(
+        parts.run,
+        parts.place,
+        parts.divided,
+        parts.optimizer,
+        parts.scale,
+        lambda at, file, reason: reject(parts, at, file, reason),
+    )
     assert loaded is not None
     return parts, Progress(**{field.name: loaded.manifest.meta[field.name] for field in fields(Progress)})
 
@@ -112,9 +121,9 @@ def test_the_end_is_saved_and_told_last(tmp_path: Path) -> None:
 
 def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
-    loop = Loop(parts, Progress(), {})
-    for _ in loop.steps():
-        loop.saving.finish()
+    gang = Gang(parts, Progress(), {})
+    for _ in steps_of(gang):
+        gang.saving.finish()
     assert saved(parts) == [2, 4]
 
 
@@ -154,9 +163,9 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(2)))
-    loop = Loop(parts, Progress(), {})
+    gang = Gang(parts, Progress(), {})
     states = []
-    for _ in loop.steps():
+    for _ in steps_of(gang):
         states.append(weights(parts))
     assert same(states[0], states[1])
     assert not same(states[1], states[2])
@@ -166,14 +175,14 @@ def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path:
     assert events(parts, "guard") == [
         {"kind": "guard", "step": 2, "what": "non-finite loss", "action": "skip", "count": 1}
     ]
-    assert loop.progress.units == 5 * GLOBAL * 6
+    assert gang.progress.units == 5 * GLOBAL * 6
 
 
 def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(5, 6, 7)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    loop = Loop(parts, Progress(), {})
-    for _ in loop.steps():
-        loop.saving.finish()
+    gang = Gang(parts, Progress(), {})
+    for _ in steps_of(gang):
+        gang.saving.finish()
     assert [(event["step"], event["action"]) for event in events(parts, "guard")] == [
         (5, "skip"),
         (6, "skip"),
@@ -182,16 +191,16 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     assert [event["step"] for event in events(parts, "step")] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert isinstance(parts.data, Samples)
     assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
-    assert (loop.progress.guards, loop.progress.units) == (3, 8 * GLOBAL * 6)
+    assert (gang.progress.guards, gang.progress.units) == (3, 8 * GLOBAL * 6)
 
 
 def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    loop = Loop(parts, Progress(), {})
+    gang = Gang(parts, Progress(), {})
     states = []
-    for _ in loop.steps():
-        loop.saving.finish()
-        states.append((loop.progress.step, weights(parts)))
+    for _ in steps_of(gang):
+        gang.saving.finish()
+        states.append((gang.progress.step, weights(parts)))
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
     assert not same(states[5][1], states[2][1])
@@ -199,9 +208,9 @@ def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
-    loop = Loop(parts, Progress(), {})
-    for _ in loop.steps():
-        loop.saving.finish()
+    gang = Gang(parts, Progress(), {})
+    for _ in steps_of(gang):
+        gang.saving.finish()
     assert saved(parts) == [1, 2, 3, 5, 6]
 
 
@@ -221,7 +230,7 @@ def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     stop_at(parts, 3)
-    assert Loop(parts, Progress(), {}).run() == "stopped"
+    assert train_to_the_end(Gang(parts, Progress(), {}), parts.objective) == "stopped"
     assert saved(parts) == [3]
     assert events(parts, "end") == [{"kind": "end", "status": "stopped", "step": 3}]
 
@@ -315,15 +324,15 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
 ) -> None:
     monkeypatch.setattr(saving_module.Saving, "settle", lambda self, flags: None)
     parts = make_parts(tmp_path, checkpoint={"every": 1})
-    loop = Loop(parts, Progress(), {})
-    steps = loop.steps()
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
     next(steps)
     next(steps)
     (warning,) = events(parts, "warning")
     assert "step 2: not saved, because step 1 is still being written" in warning["text"]
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
-    loop.saving.close()
+    gang.saving.close()
 
 
 def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.errors import RecipeError
-from phalanx.train.memory import advise, explain_memory, fitting_micro
+from phalanx.train.memory import OutOfMemory, advise, explain_memory, fitting_micro, is_out_of_memory
 
 PLAN = {"parameters": 1_000_000, "saved_bytes_per_sample": 1_000_000}
 
@@ -51,8 +51,23 @@ def test_a_failed_allocation_becomes_an_error_of_the_recipe() -> None:
 
 
 def test_a_devices_own_error_becomes_an_error_of_the_recipe() -> None:
-    with pytest.raises(RecipeError, match=r"batch\.micro=4"), explain_memory(8, None):
+    with pytest.raises(OutOfMemory, match=r"batch\.micro=4"), explain_memory(8, None):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
 
 
 def test_any_other_error_stays_what_it_is() -> None:

@@ -1,9 +1,11 @@
 """What the model computes in, and the loss scale of fp16."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from phalanx.train.precision import LossScale, computing
+from phalanx.train.precision import LossScale, computing, set_products
 
 CPU = torch.device("cpu")
 
@@ -65,14 +67,44 @@ def test_the_first_scale_is_lower_by_the_number_of_terms(terms: int, scale: floa
     assert LossScale.for_precision("fp16", terms).scale == scale
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8"])
 def test_only_fp16_needs_a_scale(precision: str) -> None:
     assert LossScale.for_precision(precision, 4096) == LossScale()
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("tf32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp8", torch.bfloat16),
+    ],
 )
 def test_matmuls_compute_in_the_precision(precision: str, dtype: torch.dtype) -> None:
     with computing(precision, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.fixture
+def torchs_settings() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("torchs_settings")
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "highest"), ("bf16", "highest"), ("tf32", "high")])
+def test_on_a_gpu_only_tf32_rounds_what_enters_products_of_fp32(precision: str, products: str) -> None:
+    set_products(precision, torch.device("cuda"))
+    assert torch.get_float32_matmul_precision() == products
+    assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+
+
+@pytest.mark.usefixtures("torchs_settings")
+def test_on_a_cpu_tf32_is_fp32() -> None:
+    before = torch.get_float32_matmul_precision()
+    set_products("tf32", CPU)
+    assert torch.get_float32_matmul_precision() == before

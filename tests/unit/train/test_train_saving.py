@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_train import mesh_of
 from torch import Tensor
 
 from phalanx.errors import UsageError
@@ -15,6 +16,8 @@ from phalanx.run import Run
 from phalanx.train import saving as saving_module
 from phalanx.train.checkpoint import Saver, list_checkpoints, load_tensors, read_manifest, step_of
 from phalanx.train.checkpoint import save as save_module
+from phalanx.train.parallel.cuts import Holding
+from phalanx.train.parallel.divided import Held
 from phalanx.train.place import Place
 from phalanx.train.saving import SAVE_FLAGS, Saving, best_file
 from phalanx.train.state import Progress
@@ -31,7 +34,7 @@ def run(tmp_path: Path) -> Run:
 
 def make_saving(run: Run, told: Told, keep: int = 3) -> Saving:
     common = {"fingerprint": "f" * 32}
-    return Saving(run, Place(), keep, common, lambda kind, event: told.append((kind, event)), lambda: None)
+    return Saving(run, Place(), mesh_of(), keep, common, lambda kind, event: told.append((kind, event)), lambda: None)
 
 
 def settle(saving: Saving) -> None:
@@ -43,8 +46,14 @@ def weights(value: float = 1.0) -> dict[str, Tensor]:
     return {"weight": torch.full((1000,), value), "buffer": torch.full((3,), value)}
 
 
+def whole(tensors: dict[str, Tensor]) -> dict[str, Held]:
+    """Tensors that every replica holds alike."""
+    return {name: Held(tensor, Holding.whole(tensor.shape), ("replicate",)) for name, tensor in tensors.items()}
+
+
 def save(saving: Saving, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None) -> None:
-    saving.start(Progress(step=step, samples=16 * step, best=best), tensors or weights(step), [], best is not None)
+    state = whole(tensors or weights(step))
+    saving.start(Progress(step=step, samples=16 * step, best=best), state, [], best is not None)
     saving.finish()
 
 
@@ -56,7 +65,7 @@ def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatc
     told: Told = []
     saving = make_saving(run, told)
     assert saving.flags() == (False, False, False)
-    saving.start(Progress(step=5, samples=80), weights(), [], best=False)
+    saving.start(Progress(step=5, samples=80), whole(weights()), [], best=False)
     assert saving.in_flight == 5
     saving.wait_copied()
     saving._saver.wait()
@@ -73,7 +82,7 @@ def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatc
 
 def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
     seen: list[list[int]] = []
-    saving = Saving(run, Place(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run)))
+    saving = Saving(run, Place(), mesh_of(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run)))
     save(saving, 5)
     save(saving, 6)
     assert seen == [[], [5]]
@@ -102,7 +111,7 @@ def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -
 def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start(Progress(step=1), tensors, [], best=False)
+    saving.start(Progress(step=1), whole(tensors), [], best=False)
     saving.wait_copied()
     tensors["weight"].fill_(9.0)
     saving.close()
@@ -112,7 +121,7 @@ def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
 def test_buffers_may_change_at_once(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start(Progress(step=1), tensors, ["buffer"], best=False)
+    saving.start(Progress(step=1), whole(tensors), ["buffer"], best=False)
     tensors["buffer"].fill_(9.0)
     saving.close()
     assert load_tensors(run.checkpoints / "step-000000001")["buffer"].eq(1.0).all()
@@ -222,7 +231,7 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
     monkeypatch.setattr(Saver, "start", refuse)
     told: Told = []
     saving = make_saving(run, told)
-    saving.start(Progress(step=3), weights(), [], best=False)
+    saving.start(Progress(step=3), whole(weights()), [], best=False)
     assert saving.flags() == (False, True, False)
     settle(saving)
     saving.close()
@@ -232,7 +241,7 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
 def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    saving.start(Progress(step=3), weights(), [], best=False)
+    saving.start(Progress(step=3), whole(weights()), [], best=False)
     saving.settle({"written": 0, "failed": 1, "committed": 0})
     saving.close()
     assert told == [("checkpoint_failed", {"step": 3, "reason": "another worker could not write its part"})]
@@ -241,8 +250,10 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = Saving(run, Place(0, 2), 3, {}, lambda kind, event: told.append((kind, event)), lambda: None)
-    saving.start(Progress(step=3), weights(), [], best=False)
+    saving = Saving(
+        run, Place(0, 2), mesh_of(replicate=2), 3, {}, lambda kind, event: told.append((kind, event)), lambda: None
+    )
+    saving.start(Progress(step=3), whole(weights()), [], best=False)
     saving._saver.wait()
     saving.settle({"written": 1, "failed": 0, "committed": 0})
     assert saving._saver.poll().phase == "written"
@@ -251,9 +262,11 @@ def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
 
 
 def test_workers_divide_the_tensors_among_them(run: Run) -> None:
-    savings = [Saving(run, Place(rank, 2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)]
+    savings = [
+        Saving(run, Place(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)
+    ]
     for saving in savings:
-        saving.start(Progress(step=3), weights(), [], best=False)
+        saving.start(Progress(step=3), whole(weights()), [], best=False)
         saving._saver.wait()
     shares = [json.loads(path.read_text())["tensors"] for path in sorted(run.checkpoints.glob("*/rank-*.json"))]
     assert [list(share) for share in shares] == [["weight"], ["buffer"]]

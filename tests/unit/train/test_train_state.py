@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from small_train import TinyLM, make_stepper, mean_gradients, tiny_lm, token_batch
+from small_train import TinyLM, make_stepper, mean_gradients, mesh_of, tiny_lm, token_batch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Optim
 from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
 from phalanx.train.precision import LossScale
-from phalanx.train.state import buffer_names, load_model, load_state, model_tensors, state_tensors
+from phalanx.train.state import load_model, load_state, model_tensors, state_tensors
 
 
 class Buffered(nn.Module):
@@ -31,7 +32,7 @@ def trained() -> tuple[TinyLM, Optimizer, LossScale]:
 
 def test_parameters_and_persistent_buffers_make_a_model() -> None:
     assert list(model_tensors(Buffered())) == ["weight", "counted"]
-    assert buffer_names(Buffered()) == ["counted"]
+    assert list(Divided(mesh_of(), (Buffered(),)).buffers()) == ["counted"]
 
 
 def test_model_tensors_are_the_live_ones() -> None:

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from small_train import Clock, cut, make_stepper, mean_gradients, tiny_lm, token_batch
+from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, tiny_lm, token_batch
 from torch import Tensor, nn
 
 from phalanx.recipe.schema import Optim
 from phalanx.train.precision import LossScale
-from phalanx.train.step import FLAGS, Outcome, Stepper
+from phalanx.train.step import FLAGS, Outcome
 from phalanx.train.timing import HostStopwatch
 
 
@@ -79,7 +79,7 @@ def test_flags_count_the_workers_that_raised_them() -> None:
     assert outcome.flags == dict(zip(FLAGS, (2, 0, 1, 3), strict=True))
 
 
-def agreement_of(stepper: Stepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * 4) -> Tensor:
+def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * 4) -> Tensor:
     watch = HostStopwatch()
     watch.start()
     return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
@@ -185,7 +185,7 @@ def test_fp16_gradients_carry_the_loss_scale() -> None:
     scaled = mean_gradients(stepper, cut(token_batch(4), 2))[1]
     for a, b in zip(plain, scaled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    raw = stepper.model.get_parameter("hidden.weight").grad
+    raw = stepper.objective.model.get_parameter("hidden.weight").grad
     assert raw is not None
     terms = 4 * 6
     torch.testing.assert_close(raw / (256 * terms), plain[1], rtol=1e-5, atol=1e-7)

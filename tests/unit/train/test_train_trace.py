@@ -31,7 +31,8 @@ def test_operations_are_sorted_into_kinds_by_name(name: str, kind: str) -> None:
 
 
 def test_a_trace_tells_means_of_a_step_by_part_and_kind(tmp_path: Path) -> None:
-    found = trace(make_parts(tmp_path), steps=2, warm_up=1, out=tmp_path / "trace.json")
+    parts = make_parts(tmp_path)
+    found = trace(parts, parts.objective, steps=2, warm_up=1, out=tmp_path / "trace.json")
     assert found.steps == 2
     assert set(found.parts) == set(PARTS)
     assert found.seconds == pytest.approx(sum(found.parts.values()))

@@ -1,32 +1,45 @@
 """The worker's own decisions: what it builds, from where it goes on, what it says at the start."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_train import Remembering, make_parts, tiny_lm
+import torch.distributed as dist
+from small_train import Remembering, Samples, make_parts, mesh_of, tiny_lm
 from torch import nn
 
 from phalanx.data import Facts
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
+from phalanx.train import ends
 from phalanx.train.checkpoint import list_checkpoints
-from phalanx.train.loop import Loop, Parts
+from phalanx.train.ends import make_stepper
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.gang import Gang, Parts
+from phalanx.train.gradients import LocalGradients
+from phalanx.train.loop import train
+from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.state import Progress
 from phalanx.train.step import Stepper
-from phalanx.train.tasks import LanguageModeling
-from phalanx.train.worker import _initialise, _resume, _tell_start, make_stepper, prepare_torch, units_per_sample
+from phalanx.train.worker import prepare_torch, units_per_sample
 
 
 def stepper(world: int = 1, **values: Any) -> Stepper:
     recipe = Recipe.model_validate({"precision": "fp32", "threads": 1, **values})
     model = tiny_lm()
-    return make_stepper(recipe, Place(0, world), model, LanguageModeling(), Optimizer(model, Optim()), LossScale())
+    mesh = mesh_of(replicate=world)
+    if world > 1:
+        mesh = replace(mesh, replicate=dist.ProcessGroup(0, world))
+    divided = Divided(mesh, (model,))
+    seeds = Seeds(0, torch.device("cpu"))
+    return make_stepper(recipe, Place(0, world), divided, Optimizer(model, Optim()), LossScale(), seeds)
 
 
 BATCH = {"global": 12, "micro": 2}
@@ -34,25 +47,26 @@ BATCH = {"global": 12, "micro": 2}
 
 def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
     made = stepper(batch=BATCH)
-    assert made.exchange is None
+    assert isinstance(made.summed, LocalGradients)
     assert made.micro_batches == 6
 
 
 def test_several_workers_exchange_in_buckets_of_the_given_size() -> None:
-    exchange = stepper(world=3, batch=BATCH, exchange={"bucket": 1e-4}).exchange
-    assert exchange is not None
+    exchange = stepper(world=3, batch=BATCH, exchange={"bucket": 1e-4}).summed
+    assert isinstance(exchange, GradientExchange)
     assert (exchange.world, exchange.micro_batches, exchange.replicas) == (3, 6, False)
     assert len(exchange.buckets) > 1
 
 
 def test_under_replicas_a_single_worker_adds_in_the_tree_too() -> None:
-    exchange = stepper(batch=BATCH, exchange={"exact": "replicas"}).exchange
-    assert exchange is not None
+    exchange = stepper(batch=BATCH, exchange={"exact": "replicas"}).summed
+    assert isinstance(exchange, GradientExchange)
     assert (exchange.world, exchange.replicas) == (1, True)
 
 
 def test_under_replicas_a_single_micro_batch_needs_no_tree() -> None:
-    assert stepper(batch={"global": 12, "micro": 12}, exchange={"exact": "replicas"}).exchange is None
+    made = stepper(batch={"global": 12, "micro": 12}, exchange={"exact": "replicas"})
+    assert isinstance(made.summed, LocalGradients)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,13 @@ def test_text_is_counted_in_tokens_and_images_in_samples(facts: Facts, expected:
 
 
 def trained(path: Path, fingerprint: str = "0" * 32) -> None:
-    Loop(make_parts(path), Progress(), {"fingerprint": fingerprint}).run()
+    parts = make_parts(path)
+    train(Gang(parts, Progress(), {"fingerprint": fingerprint}), parts.objective)
+
+
+def resume(parts: Parts, force: bool = False) -> Progress:
+    """Go on over the data that the run had, unless it was trained with another fingerprint."""
+    return ends.resume(parts, "0" * 32, force)
 
 
 def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
@@ -73,25 +93,25 @@ def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_new_run_begins_at_the_beginning(tmp_path: Path) -> None:
-    assert _resume(make_parts(tmp_path), force=False) == Progress()
+    assert resume(make_parts(tmp_path)) == Progress()
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path)
-    progress = _resume(make_parts(tmp_path), force=False)
+    progress = resume(make_parts(tmp_path))
     assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
 
 
 def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
     trained(tmp_path, "f" * 32)
     with pytest.raises(DataError, match=r"step-000000006: was trained on other data \(fingerprint ffff"):
-        _resume(make_parts(tmp_path), force=False)
+        resume(make_parts(tmp_path))
 
 
 def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
     trained(tmp_path, "f" * 32)
     parts = make_parts(tmp_path)
-    assert _resume(parts, force=True).step == 6
+    assert resume(parts, force=True).step == 6
     (warning,) = events(parts, "warning")
     assert "forced: the run goes on with other data" in warning["text"]
 
@@ -102,21 +122,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     (path / "MANIFEST.json").write_text("{}")
     parts = make_parts(tmp_path)
     with pytest.raises(DataError, match="no checkpoint here is good"):
-        _resume(parts, force=False)
+        resume(parts)
     assert [event["path"] for event in events(parts, "checkpoint_rejected")] == ["checkpoints/step-000000006"]
 
 
-@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-000000006"])
-def test_weights_to_start_from_may_be_named_by_run_or_checkpoint(tmp_path: Path, where: str) -> None:
-    Loop(first := make_parts(tmp_path), Progress(), {}).run()
-    model = tiny_lm(seed=7)
-    _initialise(model, tmp_path / where)
-    assert all(a.equal(b) for a, b in zip(model.parameters(), first.model.parameters(), strict=True))
+def tell_start(parts: Parts, progress: Progress) -> None:
+    assert isinstance(parts.data, Samples)
+    ends.tell_start(parts, parts.data.train_samples, progress)
 
 
 def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    _tell_start(parts, Progress(step=2))
+    tell_start(parts, Progress(step=2))
     assert events(parts, "start") == [
         {
             "kind": "start",
@@ -134,14 +151,14 @@ def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
 def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts.model.add_module("extra", nn.BatchNorm1d(3))
-    _tell_start(parts, Progress())
+    tell_start(parts, Progress())
     (warning,) = events(parts, "warning")
     assert "BatchNorm" in warning["text"]
 
 
 def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, batch={"global": 64, "micro": 32})
-    _tell_start(parts, Progress())
+    tell_start(parts, Progress())
     (warning,) = events(parts, "warning")
     assert "the data have only 20 training samples" in warning["text"]
 

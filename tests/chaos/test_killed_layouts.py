@@ -1,0 +1,43 @@
+"""Under every kind of layout a run that is killed ends with the very weights that it would have had."""
+
+from typing import Any
+
+import pytest
+
+from lab import Lab, fault
+
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({"shard": 2}, 2),
+    ({"tensor": 2}, 2),
+    ({"context": 2}, 2),
+    ({"pipeline": 2}, 2),
+    ({"replicate": 2, "shard": 2}, 4),
+    ({"tensor": 2, "pipeline": 2}, 4),
+]
+SMALL = {"model": {"args": {"layers": 2, "width": 32, "heads": 2}}}
+EXPERTS = {"model": {"build": "phalanx.models:moe", "args": {"layers": 2, "width": 32, "heads": 2, "experts": 4}}}
+
+
+@pytest.mark.parametrize(("layout", "workers"), LAYOUTS, ids=lambda value: str(value))
+def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], workers: int) -> None:
+    changes = {**SMALL, "layout": layout}
+    ended = lab.train(changes, workers, faults=[fault(7, ranks=[workers - 1])])
+    assert len(ended.kind("start")) == 2
+    assert ended.digest == lab.reference(changes, workers).digest
+
+
+def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
+    changes = {**EXPERTS, "layout": {"shard": 2, "expert": 2}}
+    ended = lab.train(changes, 2, faults=[fault(7, ranks=[0])])
+    assert ended.digest == lab.reference(changes, 2).digest
+
+
+def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_only(lab: Lab) -> None:
+    run = lab.place()
+    lab.lose({**SMALL, "layout": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])
+    ended = lab.train({**SMALL, "layout": {"tensor": 2}}, 2, run)
+    first, second = (event["from_step"] for event in ended.kind("start"))
+    assert first == 0 < second < 7
+    alone = lab.reference(SMALL, 1)
+    assert max(abs(a - b) / b for a, b in zip(ended.losses, alone.losses, strict=True)) < 1e-5
+    assert [event for event in ended.kind("warning") if "the digest will differ" in event["text"]]

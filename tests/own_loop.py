@@ -1,0 +1,106 @@
+"""A training loop of the user's own for the tests: copied beside their recipes and run as a script.
+
+python own_loop.py HOW KEY=VALUE ...      HOW says what is wrong with it: `right`, or one of the names below
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Samples:
+    """Inputs [8] and a class of three, by index only."""
+
+    def __init__(self, size=60, scale=1.0):
+        self.size, self.scale = size, scale
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        inputs = torch.randn(8, generator=torch.Generator().manual_seed(index)) * self.scale
+        return {"inputs": inputs, "label": index % 3}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+RULES = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss_sum(model, batch):
+    return F.cross_entropy(model(batch["inputs"]), batch["label"], reduction="sum")
+
+
+def score(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(5, 8))
+    model.train()
+
+
+def main(how, overrides):
+    import phalanx
+
+    if how == "stranger":
+        return
+    recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
+    with phalanx.join(recipe, overrides) as gang:
+        if how == "no-prepare":
+            next(gang.batches(Samples()))
+        if how == "no-batches":
+            return
+        build = (lambda: Model(0.1)) if how in ("dropout", "evaluates") else Model
+        make = {"early-optimizer": lambda _: adamw(Model()), "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01)}
+        if how == "no-module":
+            build = dict
+        model, _ = gang.prepare(build, make.get(how, adamw), rules=RULES)
+        samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
+        for _ in range(3):  # of a loop over epochs the first gets them all
+            for batch in gang.batches(samples.get(how, Samples()), tokens=4):
+                loss = loss_sum(model, batch)
+                if how == "mean-shape":
+                    loss = loss[None]
+                if how != "no-backward":
+                    gang.backward(loss, len(batch["label"]))
+                if how == "twice":
+                    gang.backward(loss, len(batch["label"]))
+                if how == "hungry" and len(batch["label"]) > 3:
+                    raise torch.OutOfMemoryError("out of memory")
+                if how == "raises":
+                    raise RuntimeError("a mistake in the loop")
+                if how != "no-step" and gang.step() and how == "evaluates":
+                    score(model)
+                if how == "break":
+                    break
+            if how == "break":
+                break
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,312 @@
+"""What a step needs of memory, and the recomputation, loss and micro-batch that follow, by rules over numbers."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.plan.memory import (
+    Needs,
+    Room,
+    activation_bytes,
+    choose_memory,
+    losses_to_try,
+    parameter_bytes,
+    sizes,
+    smaller_micro,
+    state_bytes,
+)
+from phalanx.recipe import Recipe
+
+GB = 10**9
+PLENTY = 10**15
+STATE = 16 * 1000  # of the models here, under adamw
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate(values)
+
+
+def replicas(batch: int, **values: Any) -> Recipe:
+    return recipe(batch={"global": batch}, exchange={"exact": "replicas"}, **values)
+
+
+def needs(none: int = 1000, selective: int | None = None, full: int | None = None, logits: int = 0) -> Needs:
+    """A small model whose samples take so much; recomputing saves nothing unless it is said."""
+    ways = {"none": none, "selective": selective or none, "full": full or none}
+    return Needs(1000, 0, {"whole": ways}, logits)
+
+
+def chosen(of: Recipe, found: Needs | None = None, memory: int = PLENTY, world: int = 1, **more: Any) -> dict[str, Any]:
+    """The values chosen on a CPU, by the last part of their keys."""
+    choices = choose_memory(of, found or needs(), Room("cpu", memory, world), **more)
+    return {choice.key.split(".")[1]: choice.value for choice in choices}
+
+
+def reasons(of: Recipe, found: Needs, memory: int = PLENTY, world: int = 1, **more: Any) -> dict[str, str]:
+    choices = choose_memory(of, found, Room("cpu", memory, world), **more)
+    return {choice.key.split(".")[1]: choice.why for choice in choices}
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (8, 3)])
+def test_a_worker_takes_its_whole_share_at_once_where_it_fits(world: int, expected: int) -> None:
+    assert chosen(recipe(batch={"global": 24}), world=world)["micro"] == expected
+
+
+def test_a_step_may_take_half_of_a_cpus_memory() -> None:
+    of = recipe(batch={"global": 16})
+    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB))["micro"] == 4
+    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB) - 2)["micro"] == 2
+
+
+def test_a_step_may_take_more_of_a_gpus_memory() -> None:
+    of = recipe(batch={"global": 16})
+    choices = choose_memory(of, needs(GB), Room("cuda", 10 * GB, 1))
+    assert choices[2].value == 8
+    assert "fit into 85% of the memory" in choices[2].why
+
+
+def test_a_micro_batch_that_fits_divides_the_share() -> None:
+    assert chosen(recipe(batch={"global": 18}), needs(GB), 2 * (STATE + 8 * GB))["micro"] == 6
+
+
+def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
+    said = r"not even one sample fits: it takes 1000 MB in forward and backward, and 500 MB are left"
+    with pytest.raises(RecipeError, match=said):
+        chosen(recipe(batch={"global": 16}), Needs(0, 0, {"whole": dict.fromkeys(["none", "full"], GB)}), GB)
+
+
+def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
+    with pytest.raises(RecipeError, match="0 MB are left beside parameters and optimizer state"):
+        chosen(recipe(), Needs(10**9, 0, {"whole": {"none": GB}}), GB)
+
+
+def test_where_full_recomputation_is_not_allowed_it_is_the_cure() -> None:
+    with pytest.raises(RecipeError, match=r"use a smaller model or sequence, memory.recompute=full, or give"):
+        chosen(recipe(memory={"recompute": "none"}), needs(GB, full=1), GB)
+
+
+@pytest.mark.parametrize("batch", [6, 8, 12, 16, 24, 48, 60])
+def test_under_replicas_the_choice_is_the_same_on_any_common_world(batch: int) -> None:
+    worlds = [world for world in (1, 2, 3, 4, 6, 8) if batch % world == 0]
+    assert len({chosen(replicas(batch), world=world)["micro"] for world in worlds}) == 1
+
+
+@pytest.mark.parametrize(("batch", "world"), [(24, 6), (16, 8), (20, 5), (14, 7), (7, 7)])
+def test_under_replicas_the_workers_share_the_micro_batches(batch: int, world: int) -> None:
+    assert batch // chosen(replicas(batch), world=world)["micro"] % world == 0
+
+
+def test_under_replicas_memory_may_make_micro_batches_smaller() -> None:
+    assert chosen(replicas(24))["micro"] == 1
+    assert chosen(replicas(64))["micro"] == 8
+    assert chosen(replicas(64), needs(GB), 2 * (STATE + 5 * GB))["micro"] == 4
+
+
+def test_a_given_micro_batch_may_fill_all_of_the_memory() -> None:
+    of = recipe(batch={"global": 16, "micro": 8}, memory={"recompute": "none"})
+    assert chosen(of, needs(GB), 8 * GB + STATE)["micro"] == 8
+    assert reasons(of, needs(GB), 8 * GB + STATE)["micro"] == "given"
+
+
+def test_a_micro_batch_beyond_all_of_the_memory_is_refused_with_one_that_fits() -> None:
+    of = recipe(batch={"global": 12, "micro": 12})
+    with pytest.raises(
+        RecipeError, match=r"12 samples at once need at least 12.0 GB, and .* 11.0 GB; batch.micro=4 wo"
+    ):
+        chosen(of, needs(GB), 11 * GB)
+
+
+@pytest.mark.parametrize("peak", [0, GB])
+def test_a_model_too_large_for_any_micro_batch_is_told_so(peak: int) -> None:
+    with pytest.raises(RecipeError, match="not even one would fit: use a smaller model"):
+        chosen(recipe(batch={"global": 16, "micro": 8}), Needs(10**9, 0, {"whole": {"none": peak}}), 11 * GB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [(100, ("none", 4)), (40, ("none", 1)), (20, ("selective", 1)), (10, ("full", 2))]
+)
+def test_as_little_is_recomputed_as_lets_one_sample_fit(memory: int, expected: tuple[str, int]) -> None:
+    found = chosen(recipe(batch={"global": 16}), needs(10 * GB, 6 * GB, 2 * GB), memory * GB)
+    assert (found["recompute"], found["micro"]) == expected
+
+
+def test_a_way_that_the_model_does_not_go_with_is_not_taken() -> None:
+    found = Needs(1000, 0, {"whole": {"none": 10 * GB, "selective": None, "full": 2 * GB}})
+    assert chosen(recipe(), found, 10 * GB)["recompute"] == "full"
+
+
+def test_a_given_way_of_recomputing_is_taken() -> None:
+    of = recipe(memory={"recompute": "full"})
+    assert chosen(of)["recompute"] == "full"
+    assert reasons(of, needs())["recompute"] == "given"
+
+
+def test_a_given_micro_batch_decides_how_much_is_recomputed() -> None:
+    of = recipe(batch={"global": 16, "micro": 8})
+    assert chosen(of, needs(10 * GB, 6 * GB, 2 * GB), 50 * GB)["recompute"] == "selective"
+
+
+def test_reasons_say_what_was_too_much() -> None:
+    why = reasons(recipe(), needs(10 * GB, 6 * GB, 2 * GB), 14 * GB)
+    assert why["recompute"] == "with less of it not even one sample would fit (a sample takes 10000 MB with none)"
+    assert why["loss"] == "all logits of a micro-batch take 0 MB in fp32, no more than 256"
+
+
+def test_what_a_trial_did_not_survive_is_not_taken_again() -> None:
+    of = recipe(batch={"global": 16})
+    assert chosen(of, failed=[("none", "whole", 16)])["micro"] == 8
+    why = reasons(of, needs(), failed=[("none", "whole", 16), ("none", "whole", 8)])
+    assert why["micro"].endswith("; a trial of 8 ran out of memory")
+
+
+def test_when_no_micro_batch_survives_its_trial_more_is_recomputed() -> None:
+    of = recipe(batch={"global": 2})
+    failed = [("none", "whole", 2), ("none", "whole", 1)]
+    found = chosen(of, failed=failed)
+    assert (found["recompute"], found["micro"]) == ("selective", 2)
+    assert "a trial ran out of memory" in reasons(of, needs(), failed=failed)["recompute"]
+
+
+def test_when_nothing_survives_the_error_says_so() -> None:
+    of = recipe(batch={"global": 1}, memory={"recompute": "full"})
+    with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once; use a smaller"):
+        chosen(of, failed=[("full", "whole", 1)])
+
+
+def test_a_given_micro_batch_that_dies_in_its_trial_is_refused_with_a_smaller_one() -> None:
+    of = recipe(batch={"global": 16, "micro": 8}, memory={"recompute": "none"})
+    with pytest.raises(RecipeError, match=r"a trial of 8 samples at once ran out of memory; batch.micro=4 would fit"):
+        chosen(of, failed=[("none", "whole", 8)])
+
+
+MB = 10**6
+CHUNKS = {"whole": dict.fromkeys(["none", "selective", "full"], 40 * MB)} | {
+    "chunked": dict.fromkeys(["none", "selective", "full"], 10 * MB)
+}
+
+
+def test_the_loss_is_in_chunks_where_all_logits_would_be_large() -> None:
+    found = Needs(1000, 0, CHUNKS, 100 * MB)
+    assert chosen(recipe(batch={"global": 4}), found)["loss"] == "chunked"
+    assert reasons(recipe(batch={"global": 4}), found)["loss"].endswith("take 400 MB in fp32, more than 256")
+
+
+def test_the_loss_is_whole_where_all_logits_are_small() -> None:
+    assert chosen(recipe(batch={"global": 2}), Needs(1000, 0, CHUNKS, 100 * MB))["loss"] == "whole"
+
+
+def test_chunks_are_judged_by_the_micro_batch_that_they_allow() -> None:
+    """Whole, only two samples would fit, whose logits are not large."""
+    found = chosen(recipe(batch={"global": 8}), Needs(0, 0, CHUNKS, 100 * MB), 160 * MB + 2)
+    assert (found["loss"], found["micro"]) == ("chunked", 8)
+
+
+def test_a_given_loss_is_taken() -> None:
+    of = recipe(batch={"global": 4}, memory={"loss": "whole"})
+    assert chosen(of, Needs(1000, 0, CHUNKS, 100 * MB))["loss"] == "whole"
+
+
+def test_a_model_without_a_loss_in_chunks_says_so() -> None:
+    why = reasons(recipe(batch={"global": 4}), needs(logits=100 * MB))
+    assert why["loss"].endswith("but this model's output layer cannot be computed in chunks")
+
+
+@pytest.mark.parametrize(
+    ("values", "logits", "expected"),
+    [
+        ({}, MB, ["whole"]),
+        ({}, 100 * MB, ["whole", "chunked"]),
+        ({"memory": {"loss": "chunked"}}, MB, ["chunked"]),
+        ({"memory": {"loss": "whole"}}, 100 * MB, ["whole"]),
+        ({"task": "classification"}, 100 * MB, ["whole"]),
+        ({"layout": {"tensor": 2}}, MB, ["chunked"]),
+    ],
+)
+def test_only_losses_that_may_be_chosen_are_tried(values: dict[str, Any], logits: int, expected: list[str]) -> None:
+    assert losses_to_try(recipe(**values), logits, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("optim", "memory", "expected"),
+    [
+        ({"name": "adamw"}, {}, 16),
+        ({"name": "adamw", "state": "bf16"}, {}, 12),
+        ({"name": "adamw", "state": "8bit"}, {}, 10),
+        ({"name": "lamb"}, {}, 16),
+        ({"name": "muon"}, {}, 16),
+        ({"name": "sgd"}, {}, 12),
+        ({"name": "sgd", "momentum": 0.0}, {}, 8),
+        ({"name": "lars"}, {}, 12),
+        ({"name": "adamw"}, {"offload": "optimizer"}, 8),
+    ],
+)
+def test_state_is_counted_by_the_optimizer(optim: dict[str, Any], memory: dict[str, Any], expected: int) -> None:
+    assert parameter_bytes(recipe(optim=optim, memory=memory), "cuda") == expected
+
+
+def test_on_a_cpu_offloading_saves_nothing() -> None:
+    assert parameter_bytes(recipe(memory={"offload": "optimizer"}), "cpu") == 16
+
+
+def test_what_is_frozen_has_only_its_weights() -> None:
+    assert state_bytes(recipe(), 10, 1000, "cpu") == 160 + 4000
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}])
+def test_state_is_divided_among_the_ranks_that_share_the_parameters(layout: dict[str, int]) -> None:
+    assert state_bytes(recipe(layout={**layout, "replicate": 3}), 1000, 0, "cpu") == 4000
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"shard": 2}, 4000),
+        ({"context": 2}, 2000),
+        ({"tensor": 2}, 2000),
+        ({"tensor": 2, "context": 2}, 1000),
+        ({"pipeline": 2}, 4000),  # half of the layers, of two micro-batches
+        ({"pipeline": 2, "schedule": "gpipe"}, 8000),  # of all four
+    ],
+)
+def test_activations_are_divided_by_the_layout(layout: dict[str, Any], expected: int) -> None:
+    batch = {"global": 32 if layout.get("shard") else 16}
+    assert activation_bytes(recipe(layout=layout, batch=batch), 1000, 4, 1) == expected
+
+
+def test_an_odd_sequence_is_not_divided_among_tensor_ranks() -> None:
+    assert activation_bytes(recipe(layout={"tensor": 2}, data={"sequence": 255}), 1000, 4, 2) == 4000
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "expected"),
+    [
+        ({"pipeline": 2}, 16, 4),  # four micro-batches for two stages
+        ({"pipeline": 2}, 2, 1),  # no more than stages
+        ({"pipeline": 4}, 8, 1),
+        ({"pipeline": 2, "schedule": "interleaved"}, 16, 2),  # four stages
+        ({"pipeline": 2, "schedule": "gpipe"}, 3, 1),
+        ({"pipeline": 2, "schedule": "gpipe"}, 1, 1),
+        ({"pipeline": 4, "schedule": "interleaved"}, 48, 3),
+        ({"pipeline": 2, "schedule": "zero-bubble", "stages": [1, 1, 1, 1]}, 16, 2),
+        ({"pipeline": 2, "replicate": 2}, 16, 2),
+    ],
+)
+def test_a_pipeline_has_micro_batches_enough(layout: dict[str, Any], batch: int, expected: int) -> None:
+    assert sizes(recipe(layout=layout, batch={"global": batch}), 1)[0] == expected
+
+
+def test_too_few_samples_for_a_pipeline_are_told() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^batch.micro: no micro-batch lets 1f1b run 4 stages .* batch.global, to 4 or"
+    ):
+        sizes(recipe(layout={"pipeline": 4}, batch={"global": 3}), 4)
+
+
+@pytest.mark.parametrize(("micro", "expected"), [(8, 4), (4, 2), (1, None), (5, 4)])
+def test_a_run_that_was_short_of_memory_goes_on_with_the_next_smaller(micro: int, expected: int | None) -> None:
+    assert smaller_micro(recipe(batch={"global": 16, "micro": micro}, layout={"replicate": 2})) == expected
+
+
+def test_under_replicas_the_next_smaller_can_be_shared_as_well() -> None:
+    assert smaller_micro(replicas(48).model_copy(update={"batch": recipe(batch={"global": 48, "micro": 2}).batch})) == 1

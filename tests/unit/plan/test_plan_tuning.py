@@ -1,0 +1,145 @@
+"""Candidates, their order, and verdicts over made-up measurements."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx.plan.tuning import (
+    CHANGEABLE,
+    Candidate,
+    Facts,
+    candidates,
+    changed,
+    hopeless,
+    measured,
+    steps_to_pay,
+    untried,
+)
+from phalanx.recipe import Recipe, differences
+
+CPU = Facts(
+    device="cpu",
+    cores=2,
+    logical=2,
+    memory_bytes=16 * 10**9,
+    tflops={"fp32": 0.1, "bf16": 0.3},
+    parameters=3_000_000,
+    flops_per_sample=1e9,
+    saved_bytes_per_sample=8e6,
+    step_seconds=0.4,
+    precisions=("fp32", "bf16"),
+    vocabulary=256,
+    sequence=256,
+)
+GPU = replace(CPU, device="cuda", cores=16, logical=32, tflops={"fp32": 50.0, "bf16": 700.0})
+
+
+def resolved(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "batch": {"global": 16, "micro": 16},
+        "precision": "fp32",
+        "layout": {"replicate": 1},
+        "memory": {"recompute": "none", "loss": "whole"},
+        "compile": False,
+        "threads": 2,
+    }
+    return Recipe.model_validate({**values, **changes})
+
+
+def labels(recipe: Recipe, facts: Facts) -> list[str]:
+    return [candidate.label for candidate in candidates(recipe, facts)]
+
+
+def test_candidates_come_in_the_order_of_predicted_gain() -> None:
+    found = candidates(resolved(), CPU)
+    assert [one.predicted for one in found] == sorted((one.predicted for one in found), reverse=True)
+    assert {one.label for one in found} >= {"precision=bf16", "compile=true", "2 processes x 1 thread"}
+
+
+@pytest.mark.parametrize("facts", [CPU, GPU])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_candidate_changes_the_mathematics(facts: Facts, recompute: str) -> None:
+    recipe = resolved(memory={"recompute": recompute, "loss": "whole"})
+    for candidate in candidates(recipe, facts):
+        for difference in differences(recipe, changed(recipe, candidate.changes)):
+            assert any(difference.key == key or difference.key.startswith(f"{key}.") for key in CHANGEABLE)
+
+
+def test_a_key_of_the_mathematics_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must not change optim\.lr"):
+        changed(resolved(), {"optim.lr": 1.0})
+
+
+def test_a_precision_that_may_not_change_is_no_candidate_and_said_so() -> None:
+    fixed = replace(CPU, precisions=())
+    assert not any(label.startswith("precision") for label in labels(resolved(), fixed))
+    assert any("--allow-precision" in note for note in untried(resolved(), fixed, 0.0))
+
+
+def test_a_precision_that_is_slower_here_is_not_tried() -> None:
+    slow = replace(CPU, tflops={"fp32": 0.1, "bf16": 0.01})
+    assert "precision=bf16" not in labels(resolved(), slow)
+
+
+def test_processes_share_cores_and_batch() -> None:
+    (candidate,) = (one for one in candidates(resolved(), CPU) if "processes" in one.label)
+    assert candidate.changes == {"layout": {"replicate": 2}, "batch.micro": 8, "threads": 1}
+
+
+@pytest.mark.parametrize("facts", [replace(CPU, processes=False), GPU, replace(CPU, memory_bytes=10**8)])
+def test_processes_are_not_tried_where_given_on_gpus_or_without_memory(facts: Facts) -> None:
+    assert not any("processes" in label for label in labels(resolved(), facts))
+
+
+def test_under_replicas_threads_stay_and_every_promised_world_can_share_the_batch() -> None:
+    recipe = resolved(exchange={"exact": "replicas"}, threads=1, batch={"global": 24, "micro": 1})
+    found = candidates(recipe, CPU)
+    assert not any("threads" in one.changes or "shard" in str(one.changes) for one in found)
+    assert all(one.changes.get("batch.micro", 1) == 1 for one in found)
+
+
+def test_shards_and_replicas_are_alternatives() -> None:
+    assert "layout=shard 2" in labels(resolved(layout={"replicate": 2}, threads=1), CPU)
+    assert "layout=replicate 2" in labels(resolved(layout={"shard": 2}, threads=1), CPU)
+    assert not any("layout" in label for label in labels(resolved(layout={"tensor": 2}, threads=1), CPU))
+
+
+def test_what_is_recomputed_need_not_be_where_memory_suffices() -> None:
+    recipe = resolved(memory={"recompute": "full", "loss": "whole"})
+    assert "memory.recompute=none" in labels(recipe, CPU)
+    assert "memory.recompute=none" not in labels(recipe, replace(CPU, memory_bytes=10**8))
+
+
+def test_graphs_are_tried_after_compile_on_a_gpu_only() -> None:
+    assert "compile=graphs" in labels(resolved(compile=True), GPU)
+    assert not any("compile" in label for label in labels(resolved(compile=True), CPU))
+
+
+def test_a_gain_beyond_noise_is_told_from_one_within() -> None:
+    clear = measured([([1.0, 1.1], [0.8, 0.8]), ([1.0, 1.0], [0.7, 0.8]), ([1.2, 1.0], [0.8, 0.9])])
+    assert clear.gains
+    assert clear.ratio == pytest.approx(1.0 / 0.8)
+    assert not measured([([1.0], [0.99]), ([1.0], [0.985]), ([1.0], [0.99])]).gains  # below the margin
+    assert not measured([([1.0], [0.5]), ([1.0], [1.2]), ([1.0], [1.1]), ([1.0], [0.6])]).gains  # quartiles below 1
+
+
+def test_one_slow_round_does_not_decide() -> None:
+    rounds = [([1.0], [0.8]), ([1.0], [0.8]), ([1.0], [2.0]), ([1.0], [0.8]), ([1.0], [0.8])]
+    assert measured(rounds).gains
+
+
+def test_trying_stops_when_two_rounds_were_clearly_slower() -> None:
+    assert not hopeless([([1.0], [2.0])])
+    assert hopeless([([1.0], [2.0]), ([1.0], [1.5])])
+    assert not hopeless([([1.0], [2.0]), ([1.0], [1.05])])
+
+
+def test_a_longer_start_is_paid_back_by_steps() -> None:
+    assert steps_to_pay(measured([([1.0], [0.75])]), 10.0) == 40
+    assert steps_to_pay(measured([([1.0], [0.75])]), -1.0) == 0
+
+
+def test_labels_are_what_one_types() -> None:
+    assert Candidate({"compile": True}, 1.0, "").label == "compile=true"
+    assert Candidate({"batch.micro": 4}, 1.0, "").label == "batch.micro=4"

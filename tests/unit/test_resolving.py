@@ -1,0 +1,76 @@
+"""Trials that fill memory: their end is an answer, and the next best choice is tried. No process is started."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.jobs.agent import TrialError
+from phalanx.plan import Needs, Room
+from phalanx.recipe import Recipe
+from phalanx.resolving import PROFILE, RACE, Call, surviving, tried_memory
+
+NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
+ROOM = Room("cpu", 10**12, 1)
+DIED = {"out_of_memory": 1.0}
+SECONDS = {"fp32": 1.0, "bf16": 0.5, "update": 0.1}
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate(values)
+
+
+def killed(function: str, payload: dict[str, Any]) -> Any:
+    raise TrialError("the trial process ended with SIGKILL", None, killed=True)
+
+
+def machine(limit: int, asked: list[tuple[str, int]]) -> Call:
+    """Trials on a machine where only so many samples at once survive."""
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        asked.append((payload["recompute"], payload["micro"]))
+        return SECONDS if payload["micro"] <= limit else DIED
+
+    return call
+
+
+@pytest.mark.parametrize("function", [PROFILE, RACE])
+def test_a_trial_that_is_killed_for_memory_says_so(function: str) -> None:
+    assert surviving(killed, function, {}) == DIED
+
+
+def test_any_other_trial_that_is_killed_is_an_error() -> None:
+    with pytest.raises(TrialError, match="SIGKILL"):
+        surviving(killed, "phalanx.train.trial:matmul", {})
+
+
+def test_a_trial_that_fails_otherwise_is_an_error() -> None:
+    def failing(function: str, payload: dict[str, Any]) -> Any:
+        raise TrialError("KeyError: 'x'", None)
+
+    with pytest.raises(TrialError, match="KeyError"):
+        surviving(failing, RACE, {})
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(16, [16]), (5, [16, 8, 4])])
+def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, asked: list[int]) -> None:
+    seen: list[tuple[str, int]] = []
+    choices, seconds = tried_memory(recipe(batch={"global": 16}), NEEDS, ROOM, {}, machine(limit, seen))
+    assert seen == [("none", micro) for micro in asked]
+    assert {choice.key: choice.value for choice in choices}["batch.micro"] == asked[-1]
+    assert seconds == SECONDS
+
+
+def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing() -> None:
+    seen: list[tuple[str, int]] = []
+    of = recipe(batch={"global": 16}, layout={"shard": 2})
+    choices, seconds = tried_memory(of, NEEDS, Room("cpu", 10**12, 2), {}, machine(0, seen))
+    assert ([choice.value for choice in choices], seconds) == (["none", "whole", 8], {})
+    assert seen == [("none", 8)]
+
+
+def test_when_no_trial_survives_the_recipe_is_refused() -> None:
+    seen: list[tuple[str, int]] = []
+    with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once"):
+        tried_memory(recipe(batch={"global": 2}), NEEDS, ROOM, {}, machine(0, seen))
+    assert seen == [(way, micro) for way in ("none", "selective", "full") for micro in (2, 1)]

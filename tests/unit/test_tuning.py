@@ -1,0 +1,95 @@
+"""What `phalanx tune` decides and writes, over made-up measurements. The real search is in tests/world/test_tune.py."""
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.tune import row_text
+from phalanx.cluster import Machine
+from phalanx.cluster.discover import Cpu
+from phalanx.plan.tuning import Measured
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.tuning import Row, Tuned, decision, endless, precisions, text_of
+
+GAIN = Measured(before=0.4, after=0.3, ratio=0.4 / 0.3, low=1.3, high=1.4)
+ROWS = [
+    Row("compile=true", {"compile": True}, 1.25, "", GAIN, True),
+    Row("batch.micro=8", {"batch.micro": 8}, 1.03, "", None, False, "failed: out of memory"),
+]
+
+
+def machine(device: str) -> Machine:
+    return Machine("here", device, "a machine", 1, 2, 2, 10**10, 10**10, Cpu("a CPU"))
+
+
+def make(rows: list[Row], **changes: Any) -> Tuned:
+    recipe = Recipe.model_validate({"layout": {"replicate": 2}})
+    total = GAIN if changes else None
+    return Tuned(recipe, recipe, 0.4, rows, changes, total, machine="a machine")
+
+
+def test_a_gain_is_kept_and_noise_is_not() -> None:
+    assert decision(GAIN, 0.5, Recipe()) == (True, "")
+    assert decision(Measured(0.4, 0.39, 1.01, 0.99, 1.03), 0.5, Recipe()) == (False, "within noise")
+    assert decision(Measured(0.4, 0.8, 0.5, 0.4, 0.6), 0.5, Recipe()) == (False, "slower")
+
+
+def test_a_longer_start_must_pay_within_the_run() -> None:
+    assert decision(GAIN, 20.0, Recipe(steps=300)) == (True, "starts 20 s later, which 200 steps pay back")
+    kept, note = decision(GAIN, 20.0, Recipe(steps=100))
+    assert not kept
+    assert note == "starts 20 s later, which 200 steps pay back; this run has 100"
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed", "device", "found"),
+    [
+        ("auto", False, "cuda", ("fp32", "bf16")),
+        ("bf16", False, "cuda", ()),
+        ("fp32", True, "cpu", ("fp32", "bf16")),
+    ],
+)
+def test_precision_is_tried_only_where_it_may_change(
+    precision: Any, allowed: bool, device: str, found: tuple[str, ...]
+) -> None:
+    assert precisions(Recipe(precision=precision), machine(device), allowed) == found
+
+
+def test_all_precisions_of_a_gpu_are_tried_when_allowed() -> None:
+    assert {"fp16", "fp8"} < set(precisions(Recipe(), machine("cuda"), True))
+
+
+def test_the_written_recipe_has_the_winners_with_their_gains(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine # a comment\ncompile: auto\n")
+    text = text_of(load_recipe(path), ["steps=9"], make(ROWS, compile=True), date(2026, 11, 21))
+    assert text == (
+        "# Tuned by `phalanx tune` from mine.yaml on 2026-11-21, for a machine:\n"
+        "# a step takes 300 ms instead of 400 ms, 1.33 x (1.30 to 1.40).\n"
+        "# Train it with --nproc 2.\n"
+        "name: mine # a comment\n"
+        "# tuned: compile=true: 1.33 x (1.30 to 1.40)\n"
+        "compile: true\n"
+        "steps: 9\n"
+    )
+
+
+def test_a_recipe_that_nothing_made_faster_is_written_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\n")
+    text = text_of(load_recipe(path), [], make([]), date(2026, 11, 21))
+    assert "nothing that was tried is faster" in text
+    assert text.endswith("name: mine\n")
+
+
+def test_trials_never_end_save_or_call_back() -> None:
+    recipe = endless(Recipe(callbacks=["mine:Callback"]))
+    assert recipe.steps >= 10**9
+    assert (recipe.callbacks, recipe.evaluate.every, recipe.checkpoint.every) == ([], None, None)
+
+
+def test_rows_tell_gain_and_failure() -> None:
+    assert " ".join(row_text(ROWS[0]).split()) == "compile=true 1.25 x 1.33 x (1.30 to 1.40) 300 ms kept"
+    assert " ".join(row_text(ROWS[1]).split()) == "batch.micro=8 1.03 x failed: out of memory"

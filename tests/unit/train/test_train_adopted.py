@@ -1,0 +1,138 @@
+"""An optimizer of the user's own loop under the engine's face: rates, state, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError, UsageError
+from phalanx.train.optimizers.adopted import Adopted
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, adopted: Adopted, steps: int, lr: float = 0.01, first: int = 0) -> Tensor:
+    """Some steps; the parameters after them, flat."""
+    for step in range(first, first + steps):
+        inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        adopted.step(lr)
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+MAKERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_was_saved_and_loaded_goes_on_in_the_same_bits(name: str) -> None:
+    model = make_model()
+    adopted = Adopted(model, MAKERS[name](model.parameters()))
+    train(model, adopted, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    state = {key: value.clone() for key, value in adopted.state().items()}
+    expected = train(model, adopted, 3, first=3)
+
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = Adopted(again, MAKERS[name](again.parameters()))
+    resumed.load(state, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+
+
+def test_it_does_what_the_optimizer_does_alone() -> None:
+    model, twin = make_model(), make_model()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    ours = train(model, Adopted(model, torch.optim.AdamW(model.parameters(), lr=0.01)), 3)
+    for step in range(3):
+        twin.zero_grad()
+        twin(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        plain.step()
+    assert torch.equal(ours, nn.utils.parameters_to_vector(twin.parameters()))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_groups_follow_the_schedule_in_the_loops_proportion(as_tensor: bool) -> None:
+    model = make_model()
+    first, *rest = model.parameters()
+    rates: list[Any] = [torch.tensor(0.1), torch.tensor(0.4)] if as_tensor else [0.1, 0.4]
+    groups = [{"params": [first], "lr": rates[0]}, {"params": rest, "lr": rates[1]}]
+    optimizer = torch.optim.AdamW(groups, capturable=False, foreach=False)
+    adopted = Adopted(model, optimizer)
+    assert adopted.rate == pytest.approx(0.4)
+    train(model, adopted, 1, lr=0.2)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+
+
+def test_an_optimizer_that_was_built_before_the_model_was_divided_is_refused() -> None:
+    with pytest.raises(UsageError, match="has 6 parameters that are not the model's; make it of the model"):
+        Adopted(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
+def test_parameters_that_would_get_gradients_and_no_update_are_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match=r"leaves out 4 parameters .* such as 1.weight; .* freeze"):
+        Adopted(model, torch.optim.SGD(list(model.parameters())[:2], lr=0.1))
+
+
+def test_frozen_parameters_may_be_given_or_left_out() -> None:
+    for own in (False, True):
+        model = make_model()
+        model[0].requires_grad_(False)  # type: ignore[index,union-attr]
+        given = [p for p in model.parameters() if own or p.requires_grad]
+        before = model[0].weight.clone()  # type: ignore[index,union-attr]
+        adopted = Adopted(model, torch.optim.AdamW(given, lr=0.1))
+        train(model, adopted, 1)
+        assert sorted(adopted.names.values()) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+        assert torch.equal(before, model[0].weight)  # type: ignore[index,union-attr]
+
+
+def test_a_learning_rate_of_zero_is_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match="learning rate is 0"):
+        Adopted(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = 1
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -> None:
+    model = make_model()
+    adopted = Adopted(model, Counting(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"Counting keeps 'count' of 0.weight as int, and only tensors are saved"):
+        train(model, adopted, 1)
+
+
+def test_state_of_another_shape_is_told_where_parameters_are_divided() -> None:
+    model = make_model()
+    adopted = Adopted(model, torch.optim.Adafactor(model.parameters(), lr=0.1), divided=True)
+    with pytest.raises(UsageError, match=r"Adafactor keeps 'row_var' of 0.weight in another shape .* layout.replicate"):
+        train(model, adopted, 1)
+
+
+def test_state_of_a_parameter_that_is_not_here_is_told() -> None:
+    model = make_model()
+    adopted = Adopted(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(DataError, match=r"somewhere: has optimizer state for 'gone.weight'"):
+        adopted.load({"optimizer/gone.weight/momentum_buffer": torch.ones(1)}, "somewhere")

@@ -1,0 +1,64 @@
+"""A model that sees the tokens that it is to predict is refused, a causal one is not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.models import transformer
+from phalanx.train.causality import check_causal
+from phalanx.train.tasks import LanguageModeling
+
+TASK = LanguageModeling()
+
+
+def batch(length: int = 8) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 16, (1, length + 1), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+class Mixing(nn.Module):
+    """Every position hears of all others; `noise` is drawn anew in each call."""
+
+    def __init__(self, noise: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.noise = nn.Embedding(16, 8), nn.Linear(8, 16), noise
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        logits: Tensor = self.head(x + x.mean(1, keepdim=True))
+        return logits + self.noise * torch.rand_like(logits)
+
+
+def test_a_causal_model_passes_and_stays_in_training_mode() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocab=16, sequence=8, layers=1, width=16, heads=2).train()
+    check_causal(model, TASK, batch())
+    assert model.training
+
+
+def test_a_model_that_hears_of_what_comes_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"model.build: Mixing sees the tokens that it is to.*mask its attent"):
+        check_causal(Mixing(), TASK, batch())
+
+
+@pytest.mark.parametrize(("model", "length"), [(Mixing(), 1), (Mixing(noise=1.0), 8)], ids=["one token", "noise"])
+def test_what_cannot_be_judged_passes(model: nn.Module, length: int) -> None:
+    check_causal(model, TASK, batch(length))
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_bert_is_refused_unless_it_decodes(decodes: bool) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, is_decoder=decodes, initializer_range=1.0)
+    model = transformers.BertLMHeadModel(config)
+    if decodes:
+        check_causal(model, TASK, batch())
+    else:
+        with pytest.raises(RecipeError, match=r"BertLMHeadModel sees the tokens.*model.args.is_decoder=true makes one"):
+            check_causal(model, TASK, batch())

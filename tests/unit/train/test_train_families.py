@@ -1,0 +1,75 @@
+"""Tensor-parallel rules of known models: every pattern fits something, every matrix of the blocks has one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.models import transformer
+from phalanx.train.adapter import is_linear
+from phalanx.train.parallel.families import STYLES, divisible, family_of, matches, matching, rules_for
+
+
+def ours(**options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return transformer(
+            **{"vocab": 64, "sequence": 16, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, **options}
+        )
+
+
+def check(model: nn.Module) -> None:
+    rules = rules_for(model)
+    assert rules is not None
+    assert set(rules.values()) <= set(STYLES)
+    modules = dict(model.named_modules())
+    fitting = {pattern: matching(pattern, modules) for pattern in rules}
+    assert all(fitting.values())
+    matrices = {name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)}
+    styled = {name for names in fitting.values() for name in names}
+    assert {name for name in matrices if not name.endswith("wpe")} <= styled
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"activation": "relu2"}, {"tie": False}])
+def test_rules_fit_our_transformer(options: dict[str, Any]) -> None:
+    check(ours(**options))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("bare", [False, True])
+def test_rules_fit_models_of_hugging_face_with_and_without_their_head(tmp_path: Path, kind: str, bare: bool) -> None:
+    tiny = pytest.importorskip("tiny_huggingface")
+    model = tiny.saved(tmp_path, kind)
+    check(model.get_submodule(model.base_model_prefix) if bare else model)
+    assert set(divisible(model).values()) >= {4, 96}
+
+
+def test_an_unknown_model_has_no_rules() -> None:
+    assert rules_for(nn.Linear(2, 2)) is None
+    assert divisible(nn.Linear(2, 2)) == {}
+
+
+def test_what_counts_heads_is_named() -> None:
+    family = family_of(ours())
+    assert family is not None
+    modules = dict(ours().named_modules())
+    for pattern, attributes in family.divided.items():
+        for name in matching(pattern, modules):
+            assert all(hasattr(modules[name], attribute) for attribute in attributes)
+
+
+def test_sizes_of_our_transformer_are_read_off_it() -> None:
+    assert divisible(ours(ffn=48)) == {
+        "attention heads": 4,
+        "key-value heads": 2,
+        "features of the feed-forward": 48,
+        "tokens of the vocabulary": 64,
+    }
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    assert matches("blocks.*.ffn", "blocks.10.ffn")
+    assert not matches("blocks.*.ffn", "blocks.1.2.ffn")
+    assert not matches("blocks.*", "blocks.1.ffn")
+    assert not matches("a.b", "axb")

@@ -1,0 +1,129 @@
+"""A gang driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
+
+from phalanx.errors import UsageError
+from phalanx.train.checkpoint import list_checkpoints, step_of
+from phalanx.train.gang import Gang
+from phalanx.train.loop import train
+from phalanx.train.state import Progress
+
+
+def ready(path: Path, **changes: Any) -> tuple[Gang, SmallParts]:
+    parts = make_parts(path, **changes)
+    return Gang(parts, Progress(), {}), parts
+
+
+def learn(gang: Gang, parts: SmallParts, batch: Any) -> None:
+    ((_, loss, terms),) = parts.objective(batch)
+    gang.backward(loss, terms)
+
+
+def test_batches_are_micro_batches_of_tensors(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path, steps=2)
+    shapes = []
+    for batch in gang.batches():
+        shapes.append({name: tuple(tensor.shape) for name, tensor in batch.items()})
+        learn(gang, parts, batch)
+        gang.step()
+    assert shapes == [{"tokens": (MICRO, SEQUENCE), "targets": (MICRO, SEQUENCE)}] * (2 * GLOBAL // MICRO)
+
+
+def test_a_step_acts_after_its_last_micro_batch_only(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path, steps=3)
+    acted = []
+    for batch in gang.batches():
+        learn(gang, parts, batch)
+        acted.append(gang.step())
+    assert acted == [False, True] * 3
+    assert gang.progress.step == 3
+
+
+def test_a_loop_of_ones_own_gives_the_bits_of_the_trainer(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path / "own")
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    trained = make_parts(tmp_path / "trainer")
+    train(Gang(trained, Progress(), {}), trained.objective)
+    assert all(a.equal(b) for a, b in zip(parts.model.parameters(), trained.model.parameters(), strict=True))
+
+
+def test_random_numbers_are_seeded_for_each_micro_batch(tmp_path: Path) -> None:
+    def drawn(path: Path, disturb: bool) -> list[float]:
+        gang, parts = ready(path, steps=2)
+        numbers = []
+        for batch in gang.batches():
+            numbers.append(float(torch.rand(())))
+            if disturb:
+                torch.rand(7)
+            learn(gang, parts, batch)
+            gang.step()
+        return numbers
+
+    numbers = drawn(tmp_path / "one", disturb=False)
+    assert numbers == drawn(tmp_path / "two", disturb=True)
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path)
+    for _ in steps_of(gang):
+        if gang.progress.step == 2:
+            break
+    assert gang.finish() == "stopped"
+    assert [step_of(path) for path in list_checkpoints(parts.run.checkpoints)] == [2]
+    assert isinstance(parts.reporter, Remembering)
+    assert parts.reporter.events[-1] == {"kind": "end", "status": "stopped", "step": 2}
+
+
+BACKWARD = r"^a training loop must call gang\.backward\(loss_sum, terms\) once for every batch$"
+STEP = r"^a training loop must call gang\.step\(\) once after every gang\.backward\(loss_sum, terms\)$"
+
+
+def mistaken_loop(
+    gang: Gang, parts: SmallParts, *, backwards: dict[int, int] | None = None, steps: bool = True
+) -> None:
+    """A loop that calls backward another number of times for some batches, or never ends a step."""
+    for number, batch in enumerate(gang.batches()):
+        for _ in range((backwards or {}).get(number, 1)):
+            learn(gang, parts, batch)
+        if steps:
+            gang.step()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("times", [0, 2])
+def test_another_number_of_backwards_for_a_batch_is_told_before_the_step(
+    tmp_path: Path, batch: int, times: int
+) -> None:
+    gang, parts = ready(tmp_path)
+    with pytest.raises(UsageError, match=BACKWARD):
+        mistaken_loop(gang, parts, backwards={batch: times})
+    assert gang.progress == Progress()
+
+
+def test_a_loop_without_step_is_told(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path)
+    with pytest.raises(UsageError, match=STEP):
+        mistaken_loop(gang, parts, steps=False)
+    assert gang.progress == Progress()
+
+
+def test_a_second_step_in_one_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path)
+    batches = gang.batches()
+    for _ in range(GLOBAL // MICRO):
+        learn(gang, parts, next(batches))
+        gang.step()
+    before = [parameter.detach().clone() for parameter in parts.model.parameters()]
+    with pytest.raises(UsageError, match=STEP):
+        gang.step()
+    assert gang.progress.step == 1
+    assert all(a.equal(b) for a, b in zip(before, parts.model.parameters(), strict=True))
+    batches.close()  # type: ignore[attr-defined]

@@ -1,0 +1,77 @@
+"""Gradients of one worker, and of one that holds a part, without any process group."""
+
+import math
+
+import pytest
+from small_train import mesh_of, tiny_lm
+from torch import nn
+
+from phalanx.compat import scale_in_place
+from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients
+from phalanx.train.parallel.divided import Divided
+
+
+def made(kind: type, model: nn.Module) -> Gradients:
+    divided = Divided(mesh_of(), (model,))
+    return (
+        LocalGradients(list(divided.trainable().values()))
+        if kind is LocalGradients
+        else DividedGradients(divided, None)
+    )
+
+
+KINDS = pytest.mark.parametrize("kind", [LocalGradients, DividedGradients])
+
+
+def backward(gradients: Gradients, model: nn.Module, micro_batches: int) -> None:
+    for leaf in range(micro_batches):
+        gradients.begin(leaf)
+        sum((leaf + 1) * p.sum() for name, p in model.named_parameters() if "norm" not in name).backward()
+        gradients.end()
+    gradients.finish()
+
+
+@KINDS
+def test_micro_batches_add_up_in_place(kind: type) -> None:
+    model = tiny_lm()
+    backward(made(kind, model), model, 3)
+    assert model.hidden.weight.grad is not None
+    assert (model.hidden.weight.grad == 6.0).all()
+
+
+@KINDS
+def test_a_parameter_that_was_not_used_has_zeros(kind: type) -> None:
+    model = tiny_lm()
+    backward(made(kind, model), model, 1)
+    assert model.norm.weight.grad is not None
+    assert not model.norm.weight.grad.any()
+
+
+@KINDS
+def test_a_frozen_parameter_gets_none(kind: type) -> None:
+    model = tiny_lm()
+    model.norm.requires_grad_(False)
+    gradients = made(kind, model)
+    backward(gradients, model, 1)
+    assert model.norm.weight.grad is None
+    assert len(gradients.tensors()) == len([p for p in model.parameters() if p.requires_grad])
+
+
+@KINDS
+def test_the_norm_is_that_of_all_gradients_together(kind: type) -> None:
+    model = tiny_lm()
+    gradients = made(kind, model)
+    backward(gradients, model, 2)
+    used = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+    assert float(gradients.norm()) == pytest.approx(3.0 * math.sqrt(used), rel=1e-6)
+
+
+@KINDS
+def test_what_is_scaled_in_place_is_what_the_optimizer_reads(kind: type) -> None:
+    model = tiny_lm()
+    gradients = made(kind, model)
+    backward(gradients, model, 1)
+    scale_in_place(gradients.tensors(), 0.5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad == (0.0 if "norm" in name else 0.5)).all()

@@ -1,0 +1,81 @@
+"""Where ranks stand in a layout, and what follows from it without any process group."""
+
+import itertools
+from typing import Any
+
+import pytest
+from small_train import mesh_of
+
+from phalanx.recipe.schema import Layout
+from phalanx.train.parallel.mesh import DIMENSIONS, build_mesh, coordinates
+from phalanx.train.place import Place
+
+LAYOUT = {"pipeline": 2, "replicate": 2, "shard": 3, "context": 2, "tensor": 2}
+
+
+def meshes(**layout: int) -> list[Any]:
+    return [mesh_of(rank, **layout) for rank in range(Layout(**layout).world)]
+
+
+def test_every_rank_has_coordinates_of_its_own() -> None:
+    layout = Layout(**LAYOUT)
+    found = [tuple(coordinates(layout, rank).values()) for rank in range(layout.world)]
+    assert sorted(found) == list(itertools.product(*(range(LAYOUT[name]) for name in DIMENSIONS)))
+
+
+def test_ranks_are_numbered_with_tensor_innermost_and_pipeline_outermost() -> None:
+    layout = Layout(**LAYOUT)
+    for rank in range(layout.world):
+        at = coordinates(layout, rank)
+        number = (at["pipeline"] * 2 + at["replicate"]) * 3 + at["shard"]
+        assert rank == (number * 2 + at["context"]) * 2 + at["tensor"]
+
+
+def test_parts_of_the_batch_are_divided_over_replicas_and_shards_only() -> None:
+    found = meshes(**LAYOUT)
+    assert {mesh.data_size for mesh in found} == {6}
+    assert sorted(mesh.data for mesh in found) == sorted([*range(6)] * 8)
+    for one, other in itertools.combinations(found, 2):
+        alike = all(one.at[name] == other.at[name] for name in ("replicate", "shard"))
+        assert (one.data == other.data) == alike
+
+
+def test_parameters_are_sharded_over_shard_and_context() -> None:
+    found = meshes(**LAYOUT)
+    assert {mesh.sharded for mesh in found} == {6}
+    assert {mesh.shard_rank for mesh in found} == set(range(6))
+
+
+def test_experts_reuse_the_ranks_that_shard() -> None:
+    found = meshes(shard=2, context=2, expert=2)
+    assert [(mesh.shard_rank, mesh.expert_rank) for mesh in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+
+
+def test_of_each_micro_batch_one_rank_speaks_for_each_part_of_its_sequences() -> None:
+    speaking = [mesh for mesh in meshes(**LAYOUT) if mesh.speaks]
+    assert sorted((mesh.data, mesh.at["context"]) for mesh in speaking) == list(itertools.product(range(6), range(2)))
+    assert {mesh.at["pipeline"] for mesh in speaking} == {1}
+
+
+@pytest.mark.parametrize("axes", [(), ("replicate",), ("shard", "context"), ("replicate", "tensor"), DIMENSIONS])
+def test_ranks_that_differ_in_some_axes_only_are_numbered_without_gaps(axes: tuple[str, ...]) -> None:
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for mesh in meshes(**LAYOUT):
+        rest = tuple(mesh.at[name] for name in DIMENSIONS if name not in axes)
+        index, count = mesh.number(axes)
+        numbers.setdefault(rest, []).append(index)
+        assert count == len(list(itertools.product(*(range(LAYOUT[name]) for name in axes))))
+    assert all(sorted(found) == list(range(len(found))) for found in numbers.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"), [({}, True), ({"replicate": 4}, True), ({"shard": 2}, False), ({"tensor": 2}, False)]
+)
+def test_a_layout_of_replicas_only_leaves_the_model_whole(layout: dict[str, int], expected: bool) -> None:
+    assert mesh_of(**layout).only_replicates is expected
+
+
+def test_one_worker_belongs_to_no_group() -> None:
+    mesh = build_mesh(Layout(), Place())
+    assert mesh == mesh_of()
+    assert (mesh.data, mesh.data_size, mesh.speaks) == (0, 1, True)

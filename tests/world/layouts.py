@@ -1,0 +1,144 @@
+"""Which layouts are tested with which features, as data: `test_parity.py` runs every cell, and the table of
+docs/layouts.md is made of nothing else.
+
+    python tests/world/layouts.py          # the table, in Markdown
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Values = dict[str, Any]
+
+STEPS = 20
+SIZES = {"width": 32, "heads": 4, "kv_heads": 2}
+TRAINING: Values = {
+    "steps": STEPS,
+    "batch": {"global": 16, "micro": 2},
+    "checkpoint": {"every": 10},
+    "evaluate": {"every": 20},
+    "callbacks": [],
+    # The recipe's own default: AdamW makes steps of full size of gradients that are mostly rounding, so a higher rate
+    # shows how fast rounding grows, not whether the gradient is right.
+    "optim": {"lr": 1e-3, "schedule": {"warmup": 5}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is compared with one process, and the features that are on in it."""
+
+    name: str
+    features: tuple[str, ...]
+    changes: Values = field(default_factory=dict)
+
+
+def first(layers: int) -> Case:
+    """Everything summed, averaged and clipped, with one weight in two places."""
+    model = {"args": {**SIZES, "layers": layers, "tie": True}}
+    return Case(
+        f"tied-{layers}",
+        ("accumulation", "clipping", "tied embeddings"),
+        {**TRAINING, "model": model, "optim": {**TRAINING["optim"], "clip": 0.5}},
+    )
+
+
+def second(layers: int) -> Case:
+    """Several documents in a sample, parts that do not train, activations made again."""
+    return Case(
+        f"packed-{layers}",
+        ("sequence packing", "frozen parameters", "recomputation"),
+        {
+            **TRAINING,
+            "model": {"build": "lab_models:frozen", "args": {**SIZES, "layers": layers, "tie": False}},
+            "data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"},
+            "memory": {"recompute": "full"},
+        },
+    )
+
+
+EXPERTS = Case(
+    "experts",
+    ("accumulation", "clipping", "tied embeddings"),
+    {
+        **TRAINING,
+        "model": {
+            "build": "phalanx.models:moe",
+            "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1, "shared": 16},
+        },
+        "optim": {**TRAINING["optim"], "clip": 0.5},
+    },
+)
+DENSE, DEEP = (first(2), second(2)), (first(4), second(4))
+FIRST = DENSE[0]
+MOVED = "checkpoint read under another layout"
+FEATURES = (*DENSE[0].features, *DENSE[1].features, MOVED)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout, the cases that are run under it, and the layout under which its checkpoint is read and written anew."""
+
+    values: Values
+    cases: tuple[Case, ...] = DENSE
+    moved_to: Values = field(default_factory=lambda: {"replicate": 1})
+
+    @property
+    def workers(self) -> int:
+        product = 1
+        for name in ("replicate", "shard", "tensor", "pipeline", "context"):
+            product *= self.values.get(name, 1)
+        return product
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int)]
+        more = [str(self.values["schedule"])] if "schedule" in self.values else []
+        if "stages" in self.values:
+            more.append("stages of " + ", ".join(map(str, self.values["stages"])) + " blocks")
+        return " x ".join(sizes) + (f" ({'; '.join(more)})" if more else "")
+
+
+LAYOUTS = (
+    Layout({"replicate": 2}, moved_to={"shard": 2}),
+    Layout({"shard": 2}, moved_to={"tensor": 2}),
+    Layout({"tensor": 2}, moved_to={"pipeline": 2}),
+    Layout({"context": 2}, moved_to={"replicate": 2}),
+    Layout({"pipeline": 2}, moved_to={"context": 2}),
+    Layout({"pipeline": 2, "schedule": "gpipe", "stages": [1, 3]}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "schedule": "interleaved"}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
+    Layout({"shard": 2, "expert": 2}, (EXPERTS,), {"shard": 2}),
+    Layout({"shard": 4}, moved_to={"shard": 2, "tensor": 2}),
+    Layout({"context": 4}, (FIRST,)),
+    Layout({"pipeline": 4}, DEEP, {"pipeline": 2}),
+    Layout({"replicate": 2, "shard": 2}, moved_to={"tensor": 2}),
+    Layout({"replicate": 2, "tensor": 2}, moved_to={"shard": 4}),
+    Layout({"replicate": 2, "pipeline": 2}),
+    Layout({"shard": 2, "tensor": 2}, moved_to={"pipeline": 2}),
+    Layout({"shard": 2, "pipeline": 2}, moved_to={"tensor": 2}),
+    Layout({"shard": 2, "context": 2}, moved_to={"shard": 2}),
+    Layout({"tensor": 2, "context": 2}, moved_to={"replicate": 2}),
+    Layout({"tensor": 2, "pipeline": 2}, moved_to={"shard": 2}),
+    Layout({"context": 2, "pipeline": 2}, moved_to={"shard": 2}),
+    Layout({"shard": 4, "expert": 2}, (EXPERTS,), {"shard": 2, "expert": 2}),
+    Layout({"shard": 2, "tensor": 2, "expert": 2}, (EXPERTS,)),
+    Layout({"context": 2, "pipeline": 2, "expert": 2}, (EXPERTS,), {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2}, (FIRST,), {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "context": 2}, (FIRST,), {"shard": 2}),
+    Layout({"shard": 2, "tensor": 2, "pipeline": 2}, moved_to={"replicate": 2}),
+    Layout({"shard": 2, "tensor": 2, "context": 2}, (FIRST,), {"tensor": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, (EXPERTS,), {"shard": 4, "expert": 4}),
+)
+
+
+def table() -> str:
+    """Layouts x features, in Markdown: what is tested, cell by cell."""
+    lines = ["| workers | layout | " + " | ".join(FEATURES) + " |", "|---:|---|" + ":-:|" * len(FEATURES)]
+    for layout in sorted(LAYOUTS, key=lambda layout: layout.workers):
+        tested = {feature for case in layout.cases for feature in case.features} | {MOVED}
+        cells = " | ".join("yes" if feature in tested else "" for feature in FEATURES)
+        lines.append(f"| {layout.workers} | {layout} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

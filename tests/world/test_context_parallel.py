@@ -1,0 +1,344 @@
+"""Context parallelism on 2, 3 and 4 processes against one process that has the whole sequence.
+
+Four processes are started once for this file. For each case some of them form a gloo world of their own, run a
+function of this file and return what it gives.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from phalanx.models import transformer
+from phalanx.models.attention import document_mask
+from phalanx.train.parallel.attention import Way
+from phalanx.train.parallel.collectives import Group
+from phalanx.train.parallel.context import (
+    ContextParallel,
+    check_model,
+    positions_of,
+    recompute_contexts,
+    slice_batch,
+)
+
+RANKS = 4
+LENGTH = 24  # divides by 2n for 2, 3 and 4 ranks
+VOCAB = 23
+WAYS: tuple[Way, ...] = ("gather", "alltoall")
+
+
+class Failure(str):
+    """The traceback of a case."""
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """A process of the world: does what it is told until it is told nothing more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    while (order := orders.recv()) is not None:
+        meeting, world, case, arguments = order
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        try:
+            orders.send(case(dist.group.WORLD, **arguments))
+        except Exception:  # noqa: BLE001 the test shows it
+            orders.send(Failure(traceback.format_exc()))
+        dist.destroy_process_group()
+
+
+class World:
+    """The processes, waiting for orders."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._count = folder, 0
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._orders = [near for near, _ in pipes]
+        self._processes = [
+            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
+        ]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `case(group, **arguments)` returns on each rank of a new world."""
+        self._count += 1
+        for orders in self._orders[:world]:
+            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
+        results = [orders.recv() for orders in self._orders[:world]]
+        failures = [result for result in results if isinstance(result, Failure)]
+        assert not failures, failures[0]
+        return results
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+    torch.set_num_threads(threads)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Within 1e-5 of the largest value."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def documents_of(batch: int) -> Tensor:
+    """Documents that end in different chunks of each sample; a single one in the last sample."""
+    ends = torch.tensor([[5, 11, 12, 24], [2, 17, 23, 24], [24, 24, 24, 24]])[:batch]
+    return (torch.arange(LENGTH)[None, :, None] >= ends[:, None, :]).sum(-1)
+
+
+# Attention alone
+
+
+def attention(group: Group, *, way: Way, kind: str, heads: int, kv_heads: int, wide: bool = False) -> list[Tensor]:
+    """Result of one attention and the gradients of queries, keys and values, with the positions that they are of."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 6 if wide else 4))
+    whole = [torch.randn(3, count, LENGTH, dim, generator=generator) for count, dim in shapes]
+    upstream = torch.randn(3, heads, LENGTH, shapes[2][1], generator=generator)
+    documents = documents_of(3) if kind == "documents" else None
+    own = positions_of(LENGTH, way, group, torch.device("cpu"))
+    parts = [x[:, :, own].requires_grad_() for x in whole]
+    mask = None if documents is None else document_mask(documents[:, own])
+    with ContextParallel(group, way, documents):
+        out = F.scaled_dot_product_attention(
+            *parts, attn_mask=mask, is_causal=kind == "causal", enable_gqa=heads != kv_heads
+        )
+    out.backward(upstream[:, :, own])
+    return [own, out.detach(), *(part.grad for part in parts if part.grad is not None)]
+
+
+CASES = [
+    *((way, kind, n, 12, 12) for way in WAYS for kind in ("causal", "full", "documents") for n in (2, 3, 4)),
+    *((way, kind, n, 12, 4) for way in WAYS for kind in ("causal", "documents") for n in (2, 4)),
+    *(("alltoall", "causal", n, 12, 2) for n in (3, 4)),  # fewer key-value heads than ranks
+    *(("alltoall", kind, 4, 12, 6) for kind in ("causal", "documents")),  # neither divides the other
+    ("gather", "causal", 4, 3, 3),  # heads do not divide by the ranks
+]
+
+
+@pytest.mark.parametrize(("way", "kind", "n", "heads", "kv_heads"), CASES)
+def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
+    world: World, way: Way, kind: str, n: int, heads: int, kv_heads: int
+) -> None:
+    options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads}
+    _, *alone = attention(None, **options)
+    for own, *found in world.run(n, attention, **options):
+        for part, whole in zip(found, alone, strict=True):
+            assert_close(part, whole[:, :, own])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_may_be_wider_than_keys(world: World, way: Way) -> None:
+    options: dict[str, Any] = {"way": way, "kind": "causal", "heads": 4, "kv_heads": 4, "wide": True}
+    _, *alone = attention(None, **options)
+    for own, *found in world.run(2, attention, **options):
+        for part, whole in zip(found, alone, strict=True):
+            assert_close(part, whole[:, :, own])
+
+
+# Whole models
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(1)
+    if family == "ours":
+        return transformer(vocab=VOCAB, sequence=LENGTH, layers=2, width=32, heads=4, kv_heads=2)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.train()
+
+
+class Recomputed(nn.Module):
+    """A block that keeps nothing for the backward but its input."""
+
+    def __init__(self, block: nn.Module, options: dict[str, Any]):
+        super().__init__()
+        self.block, self.options = block, options
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **self.options)
+
+
+def training(
+    group: Group, *, way: Way, family: str = "ours", packed: bool = False, recompute: str = "none", cache: bool = False
+) -> tuple[float, int, dict[str, Tensor]]:
+    """Sum of losses, terms and all gradients of this rank's part of a batch."""
+    model = build(family)
+    if recompute == "ours":
+        model.blocks = nn.ModuleList(Recomputed(block, {"context_fn": recompute_contexts}) for block in model.blocks)
+    elif recompute == "forgetful":
+        model.blocks = nn.ModuleList(Recomputed(block, {}) for block in model.blocks)
+    elif recompute == "theirs":
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    targets = tokens[:, 1:].clone()
+    targets[0, 3] = targets[1, 20] = -100
+    batch = {"tokens": tokens[:, :-1], "targets": targets}
+    if packed:
+        batch["documents"] = documents_of(2)
+    mine = slice_batch(batch, group, way)
+    options: dict[str, Any] = {check_model(model, LENGTH): mine["positions"]}
+    if family != "ours":
+        options["use_cache"] = cache
+    if packed:
+        documents = mine["documents"]
+        options |= {"documents": documents} if family == "ours" else {"attention_mask": document_mask(documents)}
+    with ExitStack() as stack:
+        mode = ContextParallel(group, way, batch.get("documents"), replace_masks=family != "ours")
+        stack.enter_context(mode)
+        logits = model(mine["tokens"], **options)
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), mine["targets"].flatten(), reduction="sum")
+        if recompute != "theirs":  # theirs knows nothing of context_fn: the mode stays around the backward
+            stack.close()
+        loss.backward()
+    assert mode.attended
+    gradients = {name.replace("block.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), int((mine["targets"] != -100).sum()), gradients
+
+
+def assert_adds_up(parts: list[Any], alone: tuple[float, int, dict[str, Tensor]]) -> None:
+    """Losses, terms and gradients of the ranks are together those of one process."""
+    loss, terms, gradients = alone
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-5)
+    assert sum(part[1] for part in parts) == terms
+    for name, expected in gradients.items():
+        assert_close(torch.stack([part[2][name] for part in parts]).sum(0), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_transformer_learns_the_same_from_parts(world: World, way: Way, n: int, packed: bool) -> None:
+    options: dict[str, Any] = {"way": way, "packed": packed}
+    assert_adds_up(world.run(n, training, **options), training(None, **options))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: World, way: Way) -> None:
+    options: dict[str, Any] = {"way": way, "packed": True}
+    assert_adds_up(world.run(2, training, recompute="ours", **options), training(None, **options))
+
+
+def forgotten(group: Group, way: Way) -> bool:
+    try:
+        training(group, way=way, recompute="forgetful")
+    except CheckpointError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: World, way: Way) -> None:
+    assert world.run(2, forgotten, way=way) == [True, True]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("way", WAYS)
+def test_hugging_face_llama_learns_the_same_from_parts(world: World, way: Way, packed: bool) -> None:
+    pytest.importorskip("transformers")
+    options: dict[str, Any] = {"way": way, "family": "llama", "packed": packed}
+    assert_adds_up(world.run(2, training, **options), training(None, **options))
+
+
+@pytest.mark.parametrize("recompute", ["none", "theirs"])
+def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: World, recompute: str) -> None:
+    pytest.importorskip("transformers")
+    options: dict[str, Any] = {"way": "gather", "family": "llama"}
+    parts = world.run(2, training, recompute=recompute, cache=recompute == "none", **options)
+    assert_adds_up(parts, training(None, **options))
+
+
+# Compiled blocks
+
+
+class Block(nn.Module):
+    """Attention between two projections."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.into, self.out, self.recompute = nn.Linear(16, 48), nn.Linear(16, 16), recompute
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.recompute:
+            result: Tensor = checkpoint(self.inner, x, mask, use_reentrant=False)
+            return result
+        return self.inner(x, mask)
+
+    def inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (part.unflatten(2, (4, 4)).transpose(1, 2) for part in self.into(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        out: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def compiled(group: Group, *, way: Way, packed: bool, recompute: bool, alone: bool = False) -> list[Any]:
+    """Result and gradients of a block, compiled unless `alone`, after three micro-batches with each its own mode; then
+    how often it was compiled."""
+    torch.manual_seed(3)
+    block = Block(recompute and not alone)
+    x = torch.randn(2, LENGTH, 16)
+    documents = documents_of(2) if packed else None
+    own = positions_of(LENGTH, way, group, torch.device("cpu"))
+    mask = None if documents is None else document_mask(documents[:, own])
+    torch.compiler.reset()
+    compilations: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(1)
+        return graph.forward
+
+    run = block if alone else torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
+    for _ in range(3):
+        with ContextParallel(group, way, documents) as mode:
+            out = run(x[:, own], mask)
+        assert mode.attended
+        out.square().sum().backward()
+    return [own, out.detach(), [p.grad for p in block.parameters()], len(compilations)]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize(("way", "packed"), [("gather", True), ("alltoall", False)])
+def test_a_compiled_block_attends_to_the_whole_sequence(world: World, way: Way, packed: bool, recompute: bool) -> None:
+    options: dict[str, Any] = {"way": way, "packed": packed, "recompute": recompute}
+    _, whole, expected, _ = compiled(None, alone=True, **options)
+    parts = world.run(2, compiled, **options)
+    for own, out, _, compilations in parts:
+        assert_close(out, whole[:, own])
+        assert compilations == 1
+    for found, gradient in zip(zip(*(part[2] for part in parts), strict=True), expected, strict=True):
+        assert_close(torch.stack(found).sum(0), gradient)

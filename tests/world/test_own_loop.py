@@ -1,0 +1,423 @@
+"""Training loops of the user's own: `phalanx.join` keeps every promise of a run, however the script is started."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import own_loop
+from lab import Ended, Lab, Values, fault, plan_faults, signal_at, wait_until
+from phalanx.errors import ExitCode, UsageError
+from phalanx.joining import train_script
+from phalanx.run import Event, Run
+from phalanx.train.checkpoint import list_checkpoints
+from phalanx.train.collated import Collated, describe
+from phalanx.train.model import seed_everything, seed_for
+from phalanx.train.trained import load_trained
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ("language", "vision")
+STEPS = 12
+RECIPE: Values = {
+    "name": "own",
+    "batch": {"global": 12},
+    "steps": STEPS,
+    "optim": {"clip": None, "schedule": {"warmup": 0, "decay": "constant"}},
+    "checkpoint": {"every": 4},
+    "recovery": {"attempts": 5},
+    "precision": "fp32",
+    "callbacks": ["faults:Faults"],
+    "threads": 1,
+}
+SLOW = fault(1, "slow", delay=0.03, attempt=None)
+"""Steps so slow that a checkpoint is written, and the agent hears of each, before the next but one is done."""
+REFERENCES: dict[object, Ended] = {}
+
+
+@pytest.fixture(scope="module")
+def scripts(lab: Lab) -> Path:
+    """A folder with the loop of the tests, and both examples shortened to a few steps on a few threads."""
+    shutil.copy(own_loop.__file__, lab.folder)
+    (lab.folder / "own_loop.yaml").write_text(yaml.safe_dump(RECIPE))
+    for name in EXAMPLES:
+        shutil.copy(ROOT / "examples" / "own-loop" / f"{name}.py", lab.folder)
+        recipe = yaml.safe_load((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text())
+        recipe |= {"steps": STEPS, "threads": 1, "callbacks": ["faults:Faults"], "checkpoint": {"every": 4}}
+        recipe["optim"]["schedule"] = {"warmup": 0, "decay": "constant"}
+        (lab.folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    return lab.folder
+
+
+def ours(
+    lab: Lab,
+    arguments: Sequence[str] = (),
+    nproc: int = 1,
+    run: Run | None = None,
+    *,
+    script: str = "own_loop",
+    faults: Sequence[Values] = (),
+    show: Callable[[Event], None] = lambda event: None,
+    force: bool = False,
+) -> Ended:
+    """Run a script under our agent, as `phalanx train SCRIPT` does."""
+    run = run or lab.place()
+    plan_faults(run, faults)
+    with lab.environment():
+        path = lab.folder / f"{script}.py"
+        outcome = train_script(path, list(arguments), run, nproc, lab.nursery, show, {}, force)
+    return Ended(run, int(outcome.code), outcome.message)
+
+
+def undisturbed(lab: Lab, *arguments: str, nproc: int = 1, script: str = "own_loop") -> Ended:
+    """The same without any fault, run once."""
+    key = (arguments, nproc, script)
+    if key not in REFERENCES:
+        REFERENCES[key] = ours(lab, arguments, nproc, script=script)
+    return REFERENCES[key]
+
+
+def log(ended: Ended) -> str:
+    """What the workers printed."""
+    return "".join(path.read_text() for path in sorted(ended.run.logs.iterdir()))
+
+
+def plain_losses(steps: int = STEPS) -> list[float]:
+    """The same loop in plain PyTorch: one process, whole batches, in the run's order and from its initial weights."""
+    seed_everything(seed_for(0, "init"), torch.device("cpu"))
+    model, samples = own_loop.Model(), own_loop.Samples()
+    optimizer, data = own_loop.adamw(model), Collated(samples, describe(samples), 0)
+    losses = []
+    for step in range(steps):
+        batch = data.train(12 * step, 12)[""][:].value
+        loss = own_loop.loss_sum(model, batch) / 12
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+@pytest.mark.parametrize(
+    ("nproc", "overrides"),
+    [
+        (1, []),
+        (1, ["batch.micro=3"]),
+        (2, ["batch.micro=2"]),
+        (2, ["layout.shard=2", "batch.micro=2"]),
+        (2, ["layout.tensor=2", "batch.micro=4"]),
+        (2, ["layout.shard=2", "memory.recompute=full"]),
+        (4, ["layout.shard=2", "layout.tensor=2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_every_layout_gives_the_losses_of_the_plain_loop(
+    lab: Lab, scripts: Path, nproc: int, overrides: list[str]
+) -> None:
+    ended = ours(lab, ["right", *overrides], nproc)
+    assert ended.code == ExitCode.DONE, (ended.message, log(ended))
+    assert ended.losses == pytest.approx(plain_losses(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("nproc", "overrides"), [(1, []), (2, ["layout.shard=2"])])
+def test_bf16_gives_almost_the_same(lab: Lab, scripts: Path, nproc: int, overrides: list[str]) -> None:
+    ended = ours(lab, ["right", "precision=bf16", *overrides], nproc)
+    assert ended.code == ExitCode.DONE, (ended.message, log(ended))
+    assert ended.losses == pytest.approx(plain_losses(), rel=0.03)
+    assert ended.losses != pytest.approx(plain_losses(), rel=1e-5)
+
+
+def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
+    """The learning rate is the loop's, its course the recipe's."""
+    rates = [event["lr"] for event in ours(lab, ["right", "optim.schedule.warmup=4"]).kind("step")]
+    assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("overrides", [["batch.micro=2"], ["layout.shard=2"], ["layout.tensor=2"]])
+def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrides: list[str]) -> None:
+    evaluating = ours(lab, ["evaluates", *overrides], 2)
+    assert evaluating.digest == undisturbed(lab, "dropout", *overrides, nproc=2).digest
+    assert evaluating.result["steps"] == STEPS
+
+
+def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["right"])
+    assert {event["tokens"] for event in ended.kind("step")} == {48}
+    plan = ended.run.read_json(ended.run.plan) or {}
+    assert (plan["unit"], plan["units_per_sample"]) == ("tokens", 4)
+    assert plan["parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
+    report = lab.command("report", ended.run.path)
+    assert report.returncode == 0, report.stderr
+    for said in (
+        "Model, 587 parameters",
+        "Samples, 60 samples",
+        "AdamW, lr 0.01",
+        "12 samples = 48 tokens",
+        "done: 12",
+    ):
+        assert said in report.stdout
+    assert lab.command("report", ended.run.path, "--html", ended.run.report).returncode == 0
+    with pytest.raises(UsageError, match="was trained by a loop of its own, and only that script can build the model"):
+        load_trained(ended.run, None, False, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------- never lost
+
+
+@pytest.mark.parametrize(
+    ("nproc", "ranks", "overrides"),
+    [
+        (1, None, []),
+        (2, [1], []),
+        (2, None, ["batch.micro=2"]),
+        (2, [0], ["layout.shard=2"]),
+        (2, [1], ["layout.tensor=2"]),
+    ],
+)
+def test_killed_at_any_step_it_ends_in_the_same_bits(
+    lab: Lab, scripts: Path, nproc: int, ranks: list[int] | None, overrides: list[str]
+) -> None:
+    arguments = ["dropout", *overrides]
+    kills = [fault(3, ranks=ranks), fault(7, ranks=ranks, attempt=1), fault(10, ranks=ranks, attempt=2)]
+    ended = ours(lab, arguments, nproc, faults=[SLOW, *kills])
+    assert ended.digest == undisturbed(lab, *arguments, nproc=nproc).digest
+    starts = [event["from_step"] for event in ended.kind("start")]
+    assert len(starts) == 4
+    assert starts[-1] in (4, 8)  # the last checkpoint, or the one before where the disk was slow
+
+
+def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts: Path) -> None:
+    arguments = ["dropout", "exchange.exact=replicas", "batch.micro=2"]
+    assert len({ours(lab, arguments, nproc).digest for nproc in (1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_it_saves_and_goes_on_to_the_same_bits(lab: Lab, scripts: Path, number: signal.Signals) -> None:
+    stopped = ours(lab, ["dropout"], 2, faults=[SLOW], show=signal_at(3, number))
+    assert (stopped.code, stopped.message) == (ExitCode.UNFINISHED, None)
+    assert 3 <= stopped.result["steps"] < STEPS
+    assert stopped.result["status"] == "stopped"
+    assert ours(lab, ["dropout"], 2, stopped.run).digest == undisturbed(lab, "dropout", nproc=2).digest
+
+
+def test_a_run_that_is_done_stays_as_it_is_and_goes_on_when_steps_are_raised(lab: Lab, scripts: Path) -> None:
+    done = ours(lab, ["dropout"])
+    assert ours(lab, ["dropout"], 1, done.run).digest == done.digest
+    longer = ours(lab, ["dropout", "steps=16"], 1, done.run)
+    assert longer.digest == undisturbed(lab, "dropout", "steps=16").digest
+    assert any("steps 12 -> 16" in event["text"] for event in longer.kind("warning"))
+
+
+def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["hungry"])
+    assert ended.code == ExitCode.DONE, (ended.message, log(ended))
+    assert ended.losses == pytest.approx(plain_losses(), rel=1e-5)
+    given = ours(lab, ["hungry", "batch.micro=12"])
+    assert given.code == ExitCode.RECIPE
+    assert "out of memory with micro-batches of 12; 6 would fit" in str(given.message)
+
+
+def test_recovery_attempts_are_the_recipes(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["right", "recovery.attempts=1"], faults=[fault(2, attempt=None)])
+    assert ended.code == ExitCode.GAVE_UP
+    assert "no progress in 1 attempts" in str(ended.message)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns_and_survives(lab: Lab, scripts: Path, name: str) -> None:
+    whole = undisturbed(lab, nproc=2, script=name)
+    killed = ours(lab, [], 2, script=name, faults=[fault(6, ranks=[1]), fault(9, attempt=1)])
+    assert killed.digest == whole.digest
+    assert sum(whole.losses[-3:]) < 0.9 * sum(whole.losses[:3])
+
+
+# -------------------------------------------------------------------------------------- started in other ways
+
+
+def alone(lab: Lab, folder: Path, script: str, *arguments: str) -> "subprocess.Popen[str]":
+    """`python SCRIPT`, in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(lab.folder / f"{script}.py"), *arguments],
+        env={**os.environ, **lab.variables()},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "code"),
+    [("language", signal.SIGTERM, ExitCode.UNFINISHED), ("vision", signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_an_example_alone_is_interrupted_and_finished(
+    lab: Lab, scripts: Path, name: str, number: signal.Signals, code: int
+) -> None:
+    folder = lab.runs / f"alone-{name}"
+    run = Run(folder / "runs" / name)
+    plan_faults(run, [{**SLOW, "delay": 0.15}])
+    with alone(lab, folder, name) as process:
+        wait_until(lambda: process.poll() is not None or list_checkpoints(run.checkpoints), 60)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert ("not finished; start it again in the same way to go on" in said) == (code == ExitCode.UNFINISHED)
+    plan_faults(run, [])
+    with alone(lab, folder, name) as process:
+        _, said = process.communicate(timeout=100)
+    ended = lab.ended(run, process.returncode)
+    assert ended.digest == undisturbed(lab, script=name).digest, said
+    assert ended.kind("start")[1]["from_step"] >= 4
+    assert said.count(f"digest   {ended.digest}") == 1
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_path: Path, name: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(lab.folder / f"{name}.py")],
+        env={**os.environ, **lab.variables()},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ended = lab.ended(Run(tmp_path / "runs" / name), 0)
+    assert ended.digest == undisturbed(lab, nproc=2, script=name).digest
+    assert done.stderr.count("done at step 12 of 12") == 1
+
+
+def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) -> None:
+    run = lab.place()
+    done = lab.command("train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc", "2", "--run", run.path)
+    assert done.returncode == 0, done.stderr
+    for said in ("2 workers on cpu", "tokens/s", "done at step 6 of 6", f"phalanx report {run.path}"):
+        assert said in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "no-backward": (64, "must call gang.backward(loss_sum, terms) once for every batch"),
+    "twice": (64, "must call gang.backward(loss_sum, terms) once for every batch"),
+    "no-step": (64, "must call gang.step() once after every gang.backward"),
+    "mean-shape": (64, "expected the sum of the losses as a 0-d tensor"),
+    "no-prepare": (64, "call gang.prepare(build, make_optimizer) first"),
+    "no-batches": (64, "must take its batches from gang.batches(dataset)"),
+    "no-module": (64, "build() returned dict, expected an nn.Module"),
+    "early-optimizer": (64, "the optimizer has 10 parameters that are not the model's"),
+    "no-data": (64, "the dataset is empty"),
+    "loader": (64, "expected a map-style dataset"),
+    "no-recipe": (78, "gone.yaml"),
+    "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
+}
+
+
+@pytest.mark.parametrize("how", MISTAKES)
+def test_a_mistake_is_told_in_a_line(lab: Lab, scripts: Path, how: str) -> None:
+    ended = ours(lab, [how], 2)
+    code, said = MISTAKES[how]
+    assert ended.code == code, (ended.message, log(ended))
+    assert said in str(ended.message)
+    assert "Traceback" not in log(ended)
+    assert (ended.result["status"], ended.result["digest"]) == ("failed", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("layout.pipeline=2", "layout.pipeline: a training loop of your own cannot be divided so"),
+        ("layout.context=2", "layout.context: a training loop of your own cannot be divided so"),
+        ("layout.shard=4", "layout: takes 4 workers (shard 4), but the run has 2"),
+        ("optim.lr=3", "optim.lr: has no effect in a training loop of your own"),
+        ("model.args.width=3", "model.args: has no effect in a training loop of your own"),
+        ("data.sequence=3", "data: has no effect in a training loop of your own"),
+        ("batch.global=9", "batch.global: 9 samples cannot be divided among 2 workers"),
+        ("stepps=3", "stepps"),
+        ("precision=fp8", "precision: fp8 needs tensor cores"),
+    ],
+)
+def test_a_recipe_that_a_loop_cannot_have_is_told(lab: Lab, scripts: Path, override: str, said: str) -> None:
+    ended = ours(lab, ["right", override], 2)
+    assert ended.code == ExitCode.RECIPE, (ended.message, log(ended))
+    assert said in str(ended.message)
+    assert "Traceback" not in log(ended)
+    assert not ended.run.resolved.exists()
+
+
+def test_a_rule_without_a_match_is_told(lab: Lab, scripts: Path) -> None:
+    broken = (lab.folder / "own_loop.py").read_text().replace('"blocks.*.up"', '"bocks.*.up"')
+    (lab.folder / "misruled.py").write_text(broken)
+    ended = ours(lab, ["right", "layout.tensor=2"], 2, script="misruled")
+    assert ended.code == ExitCode.RECIPE
+    assert "bocks.*.up" in str(ended.message)
+    assert "Traceback" not in log(ended)
+
+
+def test_a_mistake_of_the_loops_own_shows_its_traceback_in_the_log(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["raises"], 2)
+    assert ended.code == ExitCode.GAVE_UP
+    assert "RuntimeError: a mistake in the loop" in str(ended.message)
+    assert re.search(r"own_loop.py\", line \d+, in main", log(ended))
+
+
+def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: Lab, scripts: Path) -> None:
+    run = ours(lab, ["right", "steps=4"]).run
+    refused = ours(lab, ["other-data"], 1, run)
+    assert refused.code == ExitCode.DATA
+    assert "was trained on other data" in str(refused.message)
+    assert "another run directory" in str(refused.message)
+    forced = ours(lab, ["other-data"], 1, run, force=True)
+    assert forced.code == ExitCode.DONE
+    assert any("goes on with other data" in event["text"] for event in forced.kind("warning"))
+
+
+def test_a_run_does_not_go_on_under_another_recipe(lab: Lab, scripts: Path) -> None:
+    run = ours(lab, ["right", "steps=4"]).run
+    refused = ours(lab, ["right", "batch.global=8"], 1, run)
+    assert refused.code == ExitCode.RECIPE
+    assert "batch.global: 12 -> 8" in str(refused.message)
+    forced = ours(lab, ["right", "batch.global=8"], 1, run, force=True)
+    assert forced.code == ExitCode.DONE
+    assert any("forced: batch.global: 12 -> 8" in event["text"] for event in forced.kind("warning"))
+
+
+def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) -> None:
+    run = ours(lab, ["right", "steps=4"]).run
+    refused = ours(lab, ["sgd"], 1, run)
+    assert refused.code == ExitCode.USAGE
+    assert "was trained with AdamW, and the loop now makes SGD" in str(refused.message)
+
+
+def test_leaving_the_loop_early_saves_and_is_not_finished(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["break"])
+    assert ended.code == ExitCode.UNFINISHED
+    assert (ended.result["status"], ended.result["steps"]) == ("stopped", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.py"], "missing.py: no such file; expected a recipe or a script that calls phalanx.join"),
+        (["own_loop.py", "--dry-run"], "--dry-run is for recipes"),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_told(lab: Lab, scripts: Path, arguments: list[str], said: str) -> None:
+    ended = lab.command("train", *arguments)
+    assert ended.returncode == ExitCode.USAGE
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

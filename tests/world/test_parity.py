@@ -1,0 +1,90 @@
+"""Every layout against one process in fp32: the same losses and gradient norms over 20 steps, and checkpoints that are
+the same state under another layout. What is run stands in `layouts.py`."""
+
+import json
+from pathlib import Path
+
+import layouts
+import pytest
+from layouts import LAYOUTS, Case, Layout
+
+from lab import Ended, Lab
+from phalanx.errors import ExitCode
+from phalanx.jobs.agent import Agent
+from phalanx.recipe import dump_recipe, load_recipe
+from phalanx.recipe.schema import Layout as LayoutValues
+from phalanx.run import Run
+from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
+
+TOLERANCE = 1e-5
+RUNS = [pytest.param(layout, case, id=f"{layout}-{case.name}") for layout in LAYOUTS for case in layout.cases]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def documents(lab: Lab) -> None:
+    """Many short documents, so that most samples hold several."""
+    text = (lab.folder / "few.txt").read_text()
+    lines = [json.dumps({"text": text[start : start + 23]}) for start in range(0, len(text), 23)]
+    (lab.folder / "documents.jsonl").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def trained(lab: Lab) -> dict[str, Ended]:
+    """Runs of this file by name, each trained once."""
+    return {}
+
+
+def run_of(lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case) -> Ended:
+    key = f"{layout}-{case.name}"
+    if key not in trained:
+        trained[key] = lab.train({**case.changes, "layout": layout.values}, layout.workers)
+    assert trained[key].code == ExitCode.DONE, trained[key].message
+    return trained[key]
+
+
+def largest(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "case"), RUNS)
+def test_losses_and_gradient_norms_are_those_of_one_process(
+    lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case
+) -> None:
+    alone, ended = lab.reference(case.changes), run_of(lab, trained, layout, case)
+    assert len(ended.losses) == layouts.STEPS
+    assert largest(ended.losses, alone.losses) < TOLERANCE
+    norms = [[event["grad_norm"] for event in run.kind("step")] for run in (ended, alone)]
+    assert largest(*norms) < TOLERANCE
+    scores = [[event["loss"] for event in run.kind("eval")] for run in (ended, alone)]
+    assert largest(*scores) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_checkpoint_is_the_same_state_under_another_layout(
+    lab: Lab, trained: dict[str, Ended], layout: Layout, tmp_path: Path
+) -> None:
+    ended = run_of(lab, trained, layout, layout.cases[0])
+    again = Run(tmp_path / "again")
+    again.create()
+    target = Layout(layout.moved_to)
+    resolved = load_recipe(ended.run.resolved).recipe
+    recipe = resolved.model_copy(update={"layout": LayoutValues.model_validate(layout.moved_to)})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
+    command = {"function": "lab_resave:work", "payload": {name: str(path) for name, path in payload.items()}}
+    with lab.environment(), Agent(again, lab.nursery, lambda event: None, 1) as agent:
+        outcome = agent.supervise(target.workers, command, {}, 0)
+    assert outcome.code == ExitCode.DONE, outcome.message
+    (copy,) = list_checkpoints(again.checkpoints)
+    assert digest_checkpoint(copy) == ended.digest
+
+
+def test_the_table_in_the_docs_is_what_is_tested() -> None:
+    page = Path(__file__).parents[2] / "docs" / "layouts.md"
+    assert layouts.table() in page.read_text(encoding="utf-8")
+
+
+def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
+    norms = [event["grad_norm"] for event in lab.reference(layouts.FIRST.changes).kind("step")]
+    assert all(norm > layouts.FIRST.changes["optim"]["clip"] for norm in norms)

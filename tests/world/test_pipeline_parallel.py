@@ -1,0 +1,436 @@
+"""Pipelines on 2 and 4 processes against one process: losses, gradients of every parameter, evaluation.
+
+Four processes are started once for this file. For each case some of them form a gloo world of their own, run a
+function of this file and return what it gives.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from phalanx.errors import RecipeError
+from phalanx.models import transformer
+from phalanx.train.parallel.pipeline import Pipeline, owners
+from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide
+from phalanx.train.parallel.survey import Survey, survey
+
+RANKS = 4
+VOCAB, SEQUENCE = 31, 12
+TOLERANCE = 1e-5
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """A process of the world: does what it is told until it is told nothing more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    while (order := orders.recv()) is not None:
+        meeting, world, case, arguments = order
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        try:
+            orders.send(case(rank, world, **arguments))
+        finally:
+            dist.destroy_process_group()
+
+
+class World:
+    """The processes, waiting for orders."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._count = folder, 0
+        self._found: dict[str, list[Any]] = {}
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._orders = [near for near, _ in pipes]
+        self._processes = [
+            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
+        ]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `case(rank, world, **arguments)` returns on each rank of a new world, once for several tests."""
+        key = repr((world, case.__name__, sorted(arguments.items())))
+        if key not in self._found:
+            self._found[key] = self._run(world, case, arguments)
+        return self._found[key]
+
+    def _run(self, world: int, case: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
+        self._count += 1
+        for orders in self._orders[:world]:
+            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
+        return [orders.recv() for orders in self._orders[:world]]
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+# Models: name -> (builder, names of the blocks)
+
+
+class Perceptrons(nn.Module):
+    """Blocks that compute in the dtype of autocast and hand that on, unlike a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def build(kind: str, layers: int) -> tuple[nn.Module, list[str]]:
+    torch.manual_seed(1)
+    if kind in ("tied", "untied", "dropout"):
+        dropout = 0.2 if kind == "dropout" else 0.0
+        model: nn.Module = transformer(
+            VOCAB, SEQUENCE, layers=layers, width=16, heads=2, tie=kind != "untied", dropout=dropout
+        )
+        return model, [f"blocks.{index}" for index in range(layers)]
+    if kind == "perceptrons":
+        return Perceptrons(), [f"blocks.{index}" for index in range(4)]
+    import transformers
+
+    if kind == "gpt2":
+        config: Any = transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=16, n_layer=layers, n_head=2, n_positions=SEQUENCE, bos_token_id=0, eos_token_id=0
+        )
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        prefix = "transformer.h"
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=SEQUENCE,
+        )
+        prefix = "model.layers"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model, [f"{prefix}.{index}" for index in range(layers)]
+
+
+def batches_of(count: int, documents: bool) -> list[dict[str, Tensor]]:
+    """Micro-batches with different numbers of terms."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for index in range(count):
+        tokens = torch.randint(0, VOCAB, (2, SEQUENCE + 1), generator=generator)
+        batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+        batch["targets"][:, : index % 5] = -100
+        if documents:
+            batch["documents"] = (torch.rand(2, SEQUENCE, generator=generator) < 0.3).cumsum(1)
+        made.append(batch)
+    return made
+
+
+def objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    if hasattr(model, "config"):
+        logits = model(input_ids=batch["tokens"], use_cache=False).logits
+    elif "documents" in batch:
+        logits = model(batch["tokens"], documents=batch["documents"])
+    else:
+        logits = model(batch["tokens"])
+    targets = batch["targets"]
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100)
+    return losses, (targets != -100).sum()
+
+
+def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(prefixes)) if prefixes else True)
+
+
+def reference(
+    kind: str, layers: int, count: int, *, documents: bool = False, frozen: Sequence[str] = (), times: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and sums of gradients of one process."""
+    model, _ = build(kind, layers)
+    freeze(model, frozen)
+    losses = []
+    for _ in range(times):
+        for batch in batches_of(count, documents):
+            loss, _ = objective(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def seeding(micro_batch: int, stage: int) -> None:
+    torch.manual_seed(1000 * micro_batch + stage)
+
+
+@functools.cache
+def surveyed(kind: str, layers: int) -> Survey:
+    model, blocks = build(kind, layers)
+    return survey(model, blocks, objective, batches_of(1, documents=kind == "tied")[0])
+
+
+def divided(kind: str, layers: int, stages: int, counts: Sequence[int] | None) -> tuple[nn.Module, Division]:
+    model, blocks = build(kind, layers)
+
+    return model, divide(surveyed(kind, layers), cut_points(len(blocks), stages, counts=counts))
+
+
+def autocast() -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def train(
+    rank: int,
+    world: int,
+    *,
+    kind: str,
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    layers: int = 4,
+    counts: Sequence[int] | None = None,
+    documents: bool = False,
+    frozen: Sequence[str] = (),
+    times: int = 1,
+    scale: float | None = None,
+    bf16: bool = False,
+) -> dict[str, Any]:
+    """Losses, gradients by name and stage, and evaluation of a rank."""
+    model, division = divided(kind, layers, stages, counts)
+    freeze(model, frozen)
+    own = [stage for stage, owner in enumerate(owners(schedule, stages, world)) if owner == rank]
+    context = autocast if bf16 else contextlib.nullcontext
+    modules = {
+        index: Stage(made, division, index, objective, seed=seeding, context=context)
+        for index, made in cut(model, division, own).items()
+    }
+    del model
+    assert dist.group.WORLD is not None
+    pipeline = Pipeline(
+        modules,
+        stages,
+        schedule=schedule,
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        scale=None if scale is None else lambda: scale,
+    )
+    losses: list[float] = []
+    for _ in range(times):
+        results = pipeline.step(batches_of(micro_batches, documents))
+        losses += [float(loss) for loss, _ in results or ()]
+    for module in modules.values():
+        module.eval()
+    evaluated = pipeline.evaluate(batches_of(2 * micro_batches + 1, documents))
+    grads = {
+        (name.removeprefix("model."), index): parameter.grad
+        for index, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    sent = [flow.sent.dtype for flows in pipeline._flows.values() for flow in flows.values() if flow.sent]
+    return {"losses": losses, "grads": grads, "ties": division.ties, "evaluated": evaluated, "sent": sent}
+
+
+def gathered(found: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the rank that has them, and gradients added over the stages of a tie."""
+    losses = [one["losses"] for one in found if one["losses"]]
+    assert len(losses) == 1
+    sums: dict[str, Tensor] = {}
+    held: dict[str, list[int]] = {}
+    for one in found:
+        for (name, stage), grad in one["grads"].items():
+            sums[name] = sums[name] + grad if name in sums else grad
+            held.setdefault(name, []).append(stage)
+    ties = {tie.name: list(tie.stages) for tie in found[0]["ties"]}
+    assert {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}.items() <= ties.items()
+    return losses[0], sums
+
+
+def assert_equal_to_one_process(
+    found: list[dict[str, Any]], alone: tuple[list[float], dict[str, Tensor]], factor: float = 1.0
+) -> None:
+    losses, grads = gathered(found)
+    assert losses == pytest.approx(alone[0], rel=TOLERANCE)
+    assert grads.keys() == alone[1].keys()
+    for name, expected in alone[1].items():
+        torch.testing.assert_close(
+            grads[name], expected * factor, rtol=TOLERANCE, atol=TOLERANCE * factor * float(expected.abs().max())
+        )
+
+
+CASES = [
+    (2, "gpipe", 2, 3),
+    (2, "interleaved", 4, 4),
+    (2, "zero-bubble", 4, 5),
+    (2, "zero-bubble", 6, 4),
+    (4, "1f1b", 4, 6),
+    (4, "interleaved", 8, 6),
+    (4, "zero-bubble", 4, 8),
+    (4, "zero-bubble", 8, 5),
+]
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "stages", "micro_batches"), CASES)
+def test_every_schedule_gives_the_losses_and_gradients_of_one_process(
+    world: World, ranks: int, schedule: str, stages: int, micro_batches: int
+) -> None:
+    """With tied embeddings and documents that must not see each other."""
+    options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
+    found = world.run(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    assert_equal_to_one_process(found, reference("tied", max(4, stages), micro_batches, documents=True))
+    assert [tie.stages for tie in found[0]["ties"]] == [(0, stages - 1)]
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "stages", "micro_batches"), CASES)
+def test_evaluation_gives_the_losses_of_one_process_for_any_number_of_batches(
+    world: World, ranks: int, schedule: str, stages: int, micro_batches: int
+) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
+    found = world.run(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    (results,) = [one["evaluated"] for one in found if one["evaluated"] is not None]
+    alone, _ = reference("tied", max(4, stages), 2 * micro_batches + 1, documents=True)
+    assert [float(loss) for loss, _ in results] == pytest.approx(alone, rel=TOLERANCE)
+    batches = batches_of(2 * micro_batches + 1, documents=True)
+    assert [int(terms) for _, terms in results] == [int((b["targets"] != -100).sum()) for b in batches]
+
+
+def test_stages_may_have_unequal_numbers_of_blocks(world: World) -> None:
+    found = world.run(4, train, kind="tied", layers=6, schedule="1f1b", stages=4, micro_batches=4, counts=[1, 3, 1, 1])
+    assert_equal_to_one_process(found, reference("tied", 6, 4))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("ranks", "schedule", "stages"), [(2, "1f1b", 2), (2, "zero-bubble", 4)])
+def test_models_of_hugging_face_are_cut_as_they_are(
+    world: World, kind: str, ranks: int, schedule: str, stages: int
+) -> None:
+    pytest.importorskip("transformers")
+    found = world.run(ranks, train, kind=kind, schedule=schedule, stages=stages, micro_batches=3)
+    assert_equal_to_one_process(found, reference(kind, 4, 3))
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved", 4), ("zero-bubble", 4)])
+@pytest.mark.parametrize("frozen", [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]], ids=str)
+def test_frozen_parameters_get_no_gradient_wherever_they_are(
+    world: World, schedule: str, stages: int, frozen: list[str]
+) -> None:
+    found = world.run(2, train, kind="untied", schedule=schedule, stages=stages, micro_batches=4, frozen=frozen)
+    assert_equal_to_one_process(found, reference("untied", 4, 4, frozen=frozen))
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("zero-bubble", 4)])
+def test_a_second_step_adds_to_the_gradients(world: World, schedule: str, stages: int) -> None:
+    found = world.run(2, train, kind="tied", schedule=schedule, stages=stages, micro_batches=2, times=2)
+    assert_equal_to_one_process(found, reference("tied", 4, 2, times=2))
+
+
+def test_the_loss_scale_multiplies_gradients_and_leaves_losses(world: World) -> None:
+    found = world.run(2, train, kind="tied", schedule="1f1b", stages=2, micro_batches=2, scale=64.0)
+    assert_equal_to_one_process(found, reference("tied", 4, 2), factor=64.0)
+
+
+def test_activations_travel_in_the_dtype_that_autocast_gives_them(world: World) -> None:
+    found = world.run(2, train, kind="perceptrons", schedule="1f1b", stages=2, micro_batches=2, bf16=True)
+    assert {dtype for one in found for dtype in one["sent"]} == {torch.bfloat16}
+    model, _ = build("perceptrons", 4)
+    for batch in batches_of(2, documents=False):
+        with autocast():
+            loss, _ = objective(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    _, grads = gathered(found)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "interleaved"), (2, "zero-bubble")])
+def test_dropout_depends_on_micro_batch_and_stage_and_not_on_the_schedule(
+    world: World, ranks: int, schedule: str
+) -> None:
+    options: dict[str, Any] = {"kind": "dropout", "stages": 4, "micro_batches": 4}
+    alone = gathered(world.run(4, train, schedule="1f1b", **options))
+    assert_equal_to_one_process(world.run(ranks, train, schedule=schedule, **options), alone)
+
+
+def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches: int) -> dict[str, Any]:
+    """As `train`, on a pipeline of 2 ranks by 2 shards, each pair of shards with its own micro-batches. Gradients are
+    whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    group = mesh.get_group("pipeline")
+    model, division = divided("tied", 4, stages, None)
+    own = [stage for stage, owner in enumerate(owners(schedule, stages, 2)) if owner == group.rank()]
+    modules = {index: Stage(made, division, index, objective) for index, made in cut(model, division, own).items()}
+    for module in modules.values():
+        for unit in (*(module.get_submodule(name) for name in module.blocks), module):
+            fully_shard(unit, mesh=mesh["shard"])
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+    pipeline = Pipeline(modules, stages, schedule=schedule, group=group, device=torch.device("cpu"))
+    shard = mesh.get_local_rank("shard")
+    batches = batches_of(2 * micro_batches, documents=False)[shard * micro_batches : (shard + 1) * micro_batches]
+    evaluated = pipeline.evaluate(batches)
+    results = pipeline.step(batches)
+    assert [loss for loss, _ in results or ()] == [loss for loss, _ in evaluated or ()]
+    grads = {
+        (name.removeprefix("model."), index): parameter.grad.full_tensor()
+        for index, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"losses": [float(loss) for loss, _ in results or ()], "grads": grads, "ties": division.ties}
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zero-bubble", 4)])
+def test_stages_can_be_sharded(world: World, schedule: str, stages: int) -> None:
+    found = world.run(4, sharded, schedule=schedule, stages=stages, micro_batches=2)
+    losses, grads = reference("tied", 4, 4)
+    assert [loss for one in found for loss in one["losses"]] == pytest.approx(losses, rel=TOLERANCE)
+    one_of_each_pair = [{**found[0], "losses": losses}, {**found[2], "losses": []}]
+    assert_equal_to_one_process(one_of_each_pair, (losses, grads))
+
+
+def misfit(rank: int, world: int, *, schedule: str, micro_batches: int) -> str:
+    model, division = divided("untied", 4, world, None)
+    modules = {index: Stage(made, division, index, objective) for index, made in cut(model, division, [rank]).items()}
+    assert dist.group.WORLD is not None
+    pipeline = Pipeline(modules, world, schedule=schedule, group=dist.group.WORLD, device=torch.device("cpu"))
+    try:
+        pipeline.step(batches_of(micro_batches, documents=False))
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_too_few_micro_batches_are_refused_on_every_rank(world: World) -> None:
+    for message in world.run(4, misfit, schedule="1f1b", micro_batches=3):
+        assert message == (
+            "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 3 micro-batches a step; 4, 5, 6, 7 would fit"
+        )

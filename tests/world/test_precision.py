@@ -1,0 +1,74 @@
+"""Precisions with a model divided over two processes: fp16, whose loss scale all must change alike, and fp8, of which
+nothing may travel."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import Ended, Lab, Values
+from phalanx.train.checkpoint import list_checkpoints, load_tensors
+
+LAYOUTS: list[Values] = [{"replicate": 2}, {"shard": 2}, {"tensor": 2}]
+WAYS = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: next(iter(layout)))
+MODEL = {"args": {"layers": 2, "width": 32, "heads": 2, "ffn": 64}}
+TRAINING: Values = {"model": MODEL, "callbacks": [], "evaluate": {"every": None}, "checkpoint": {"every": None}}
+
+
+def largest(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@WAYS
+def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(lab: Lab, layout: Values) -> None:
+    changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowsOnOne", "steps": 8}
+    alone, ended = lab.reference(changes), lab.train({**changes, "layout": layout}, 2)
+    for run in (alone, ended):
+        assert run.code == 0, run.message
+        assert [(guard["step"], guard["action"]) for guard in run.kind("guard")] == [(1, "rescale")]
+    # Workers with different scales would add up gradients of different sizes, and cut or shrink them by other factors.
+    assert largest(ended.losses, alone.losses) < 2e-3
+    norms: list[list[Any]] = [[event["grad_norm"] for event in run.kind("step")[1:]] for run in (ended, alone)]
+    assert largest(*norms) < 2e-2
+    states: list[Any] = [scale_of(run) for run in (ended, alone)]
+    assert states[0] == states[1]
+
+
+def scale_of(run: Ended) -> dict[str, float]:
+    """The loss scale and its count as the last checkpoint has them."""
+    tensors = load_tensors(list_checkpoints(run.run.checkpoints)[0])
+    return {name: float(value) for name, value in tensors.items() if name.startswith("scaler/")}
+
+
+@pytest.fixture(scope="module")
+def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab whose workers take fp8 on a CPU, too, and for every layer that fits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_FP8", "always")
+        with Lab(Path(tmp_path_factory.mktemp("fp8"))) as lab:
+            yield lab
+    assert "PHALANX_FP8" not in os.environ
+
+
+FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["shard", "tensor"])
+def test_fp8_gives_the_losses_of_one_process(fp8_lab: Lab, layout: Values) -> None:
+    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "layout": layout}, 2)
+    assert ended.code == alone.code == 0, ended.message
+    # Sharded weights are gathered in bf16, and each tensor rank scales its part of a weight by itself.
+    assert largest(ended.losses, alone.losses) < 2e-3
+
+
+def test_fp8_learns_as_bf16_does_but_computes_something_else(fp8_lab: Lab) -> None:
+    fp8, bf16 = fp8_lab.reference(FP8), fp8_lab.reference({**FP8, "precision": "bf16"})
+    assert 1e-6 < largest(fp8.losses, bf16.losses) < 1e-2
+
+
+def test_fp8_and_recomputation_give_the_same_bits(fp8_lab: Lab) -> None:
+    plain = fp8_lab.reference(FP8)
+    recomputed = fp8_lab.train({**FP8, "memory": {"recompute": "selective"}})
+    assert recomputed.digest == plain.digest

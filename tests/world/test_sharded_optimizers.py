@@ -1,0 +1,180 @@
+"""Optimizers whose parameters FSDP has sharded over 2 ranks (and replicated over 2 more), against one process.
+
+Processes are started once for this file. For each case some of them form a gloo world of their own, run a function of
+this file and return what it gives.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from phalanx.recipe.schema import Optim
+from phalanx.train.optimizers import Optimizer
+
+RANKS = 4
+WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block of 8-bit codes
+SPECS = {
+    "lars": {"name": "lars", "lr": 5.0},
+    "lamb": {"name": "lamb", "lr": 1e-2},
+    "bf16": {"state": "bf16"},
+    "8bit": {"state": "8bit"},
+    "adamw": {},
+}
+EXACT = ("bf16", "8bit", "adamw")  # no norm, so no sum in another order
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """A process of the world: does what it is told until it is told nothing more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    while (order := orders.recv()) is not None:
+        meeting, world, case, arguments = order
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        orders.send(case(world, **arguments))
+        dist.destroy_process_group()
+
+
+class World:
+    """The processes, waiting for orders."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._count = folder, 0
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._orders = [near for near, _ in pipes]
+        self._processes = [
+            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
+        ]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `case(world, **arguments)` returns on each rank of a new world."""
+        self._count += 1
+        for orders in self._orders[:world]:
+            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
+        return [orders.recv() for orders in self._orders[:world]]
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Linear(ROWS, 1), nn.LayerNorm(1))
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + len(name)))
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        grad = gradient(name, parameter.shape, step)
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        else:
+            parameter.grad = grad
+
+
+def spec_of(kind: str) -> Optim:
+    return Optim.model_validate(SPECS[kind])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def results(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    parameters = {name: whole(p) for name, p in model.named_parameters()}
+    return parameters | {key: whole(value) for key, value in optimizer.state().items()}
+
+
+def sharded(world: int) -> nn.Module:
+    model = network()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh if world == 4 else mesh["shard"])
+    return model
+
+
+def trained(world: int, kind: str, steps: int = 3) -> dict[str, Tensor]:
+    model = network() if world == 1 else sharded(world)
+    optimizer = Optimizer(model, spec_of(kind), seed=1)
+    for step in range(steps):
+        give_gradients(model, step)
+        optimizer.step(spec_of(kind).lr)
+    return results(model, optimizer)
+
+
+def resumed(world: int, kind: str) -> dict[str, Tensor]:
+    """As `trained`, with a fresh optimizer after two steps, given DTensors for matrices and local parts for vectors."""
+    model = sharded(world)
+    optimizer = Optimizer(model, spec_of(kind), seed=1)
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step(spec_of(kind).lr)
+    copies = {}
+    for key, value in optimizer.state().items():
+        part = isinstance(value, DTensor) and value.dim() == 1
+        copies[key] = value.to_local().clone() if part else value.clone()
+    fresh = Optimizer(model, spec_of(kind), seed=1)
+    fresh.load(copies, "here")
+    give_gradients(model, 2)
+    fresh.step(spec_of(kind).lr)
+    return results(model, fresh)
+
+
+def counted(world: int, kind: str) -> int:
+    """All-reduces of one step."""
+    model = sharded(world)
+    optimizer = Optimizer(model, spec_of(kind))
+    give_gradients(model, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step(1e-3)
+    return sum(event.count for event in profile.key_averages() if event.key == "_c10d_functional::all_reduce")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", SPECS)
+def test_sharded_parameters_take_the_steps_of_whole_ones(world: World, kind: str, ranks: int) -> None:
+    one = trained(1, kind)
+    for other in world.run(ranks, trained, kind=kind):
+        assert other.keys() == one.keys()
+        for name, value in one.items():
+            if kind in EXACT:
+                assert other[name].equal(value), name
+            else:
+                torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_sharded_state_goes_on_bit_for_bit(world: World, kind: str) -> None:
+    for one, other in zip(world.run(2, trained, kind=kind), world.run(2, resumed, kind=kind), strict=True):
+        assert all(value.equal(other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_all_norms_of_a_step_take_one_reduction(world: World, kind: str) -> None:
+    assert world.run(2, counted, kind=kind) == [1, 1]

@@ -1,0 +1,189 @@
+"""Cross-entropy over a vocabulary that is cut between ranks, on 2 and 3 processes, against a single process.
+
+Three processes are started once for this file. For each case some of them form a gloo world of their own, run a
+function of this file and return what it gives.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from phalanx.train.parallel.collectives import Group, copy_to
+from phalanx.train.tasks import LanguageModeling
+from phalanx.train.vocab import cross_entropy, linear_cross_entropy, vocabulary_group
+
+RANKS = 3
+N, W = 29, 8
+EVEN, UNEVEN = 36, 35
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """A process of the world: does what it is told until it is told nothing more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    while (order := orders.recv()) is not None:
+        meeting, world, case, arguments = order
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        try:
+            found = case(rank, world, **arguments)
+        except (ValueError, IndexError, RuntimeError) as error:
+            found = error
+        orders.send(found)
+        dist.destroy_process_group()
+
+
+class World:
+    """The processes, waiting for orders."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._count = folder, 0
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._orders = [near for near, _ in pipes]
+        self._processes = [
+            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
+        ]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `case(rank, world, **arguments)` returns, or raises, on each rank of a new world."""
+        self._count += 1
+        for orders in self._orders[:world]:
+            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
+        return [orders.recv() for orders in self._orders[:world]]
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+def numbers(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and targets (some ignored), alike in every process."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((N, W), (vocab, W), (vocab,)))
+    targets = torch.randint(0, vocab, (N,), generator=generator)
+    targets[::5] = -100
+    return hidden, weight * 3, bias, targets
+
+
+def rows_of(rank: int, world: int, vocab: int) -> slice:
+    part = -(-vocab // world)
+    return slice(rank * part, min((rank + 1) * part, vocab))
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def alone(vocab: int) -> Parts:
+    """Loss and gradients by hidden, weight and bias, from whole logits in one process."""
+    hidden, weight, bias, targets = numbers(vocab)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    loss = F.cross_entropy(F.linear(*leaves), targets, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
+
+
+def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low: bool = False) -> Parts:
+    hidden, weight, bias, targets = numbers(vocab)
+    rows = rows_of(rank, world, vocab)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    given = vocab if vocab % world else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        loss = linear_cross_entropy(
+            leaves[0], leaves[1], targets, bias=leaves[2], group=dist.group.WORLD, vocab=given, chunk=chunk
+        )
+    return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
+
+
+def from_logits(rank: int, world: int, *, vocab: int) -> Parts:
+    hidden, weight, bias, targets = numbers(vocab)
+    rows = rows_of(rank, world, vocab)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    group: Group = dist.group.WORLD
+    logits = F.linear(copy_to(leaves[0], group), leaves[1], leaves[2])
+    loss = cross_entropy(logits, targets, group, vocab=vocab if vocab % world else None)
+    return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
+
+
+def assert_parts(found: list[Parts], expected: Parts, rtol: float = 1e-5, loss_rtol: float = 1e-6) -> None:
+    """Loss and the gradient of hidden are whole and the same bits on each rank; those of weight and bias its rows."""
+    for loss, by_hidden, _, _ in found:
+        assert loss.equal(found[0][0])
+        assert by_hidden.equal(found[0][1])
+    torch.testing.assert_close(found[0][0], expected[0], rtol=loss_rtol, atol=0.0)
+    gradients = [found[0][1], torch.cat([part[2] for part in found]), torch.cat([part[3] for part in found])]
+    for one, other in zip(gradients, expected[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 10])
+@pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_a_whole_one(
+    world: World, ranks: int, vocab: int, chunk: int | None
+) -> None:
+    assert_parts(world.run(ranks, chunked, vocab=vocab, chunk=chunk), alone(vocab))
+
+
+def test_a_cut_vocabulary_under_autocast_agrees_to_the_precision_of_bf16(world: World) -> None:
+    assert_parts(world.run(3, chunked, vocab=EVEN, low=True), alone(EVEN), rtol=4e-2, loss_rtol=1e-2)
+
+
+@pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
+    world: World, ranks: int, vocab: int
+) -> None:
+    assert_parts(world.run(ranks, from_logits, vocab=vocab), alone(vocab))
+
+
+def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:
+    hidden, weight, _, targets = numbers(UNEVEN)
+    batch = {"targets": targets[None]}
+    with vocabulary_group(dist.group.WORLD, UNEVEN):
+        loss, terms = LanguageModeling().head_loss(hidden[None], weight[rows_of(rank, world, UNEVEN)], batch)
+    return loss, int(terms)
+
+
+def test_the_task_takes_the_cut_from_the_engine(world: World) -> None:
+    hidden, weight, _, targets = numbers(UNEVEN)
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    for loss, terms in world.run(2, by_the_task):
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+        assert terms == int((targets != -100).sum())
+
+
+def cut_wrong(rank: int, world: int, *, vocab: int, rows: int) -> Tensor:
+    return linear_cross_entropy(
+        torch.ones(2, W), torch.ones(rows, W), torch.zeros(2, dtype=torch.int64), group=dist.group.WORLD, vocab=vocab
+    )
+
+
+def test_rows_that_are_not_this_ranks_part_are_refused(world: World) -> None:
+    first, second = world.run(2, cut_wrong, vocab=35, rows=19)
+    assert str(first) == "rank 0 of 2 holds 19 rows of a vocabulary of 35, expected 18"
+    assert str(second) == "rank 1 of 2 holds 19 rows of a vocabulary of 35, expected 17"
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused(world: World) -> None:
+    for error in world.run(3, cut_wrong, vocab=4, rows=2):
+        assert str(error) == "a vocabulary of 4 cut over 3 ranks leaves one of them without a row"

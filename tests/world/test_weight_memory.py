@@ -1,0 +1,78 @@
+"""No worker ever holds a whole model of a Hugging Face directory, and one that goes on does not read it again."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lab import FAULTS, Ended, Lab, Values
+from phalanx.recipe.schema import Layout
+from phalanx.run import Run
+
+transformers: Any = pytest.importorskip("transformers")
+
+LAYOUTS: list[Values] = [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "shard": 2}]
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "vocab_size": 384}
+SLACK = 1 << 16  # bytes of a batch and of tables
+
+
+@pytest.fixture(scope="module")
+def model(lab: Lab) -> nn.Module:
+    """A model that is saved beside the lab's recipes, whose largest tensor is a small part of it."""
+    transformers.logging.disable_progress_bar()
+    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    made: nn.Module = transformers.LlamaForCausalLM(config)
+    made.save_pretrained(lab.folder / "memory")
+    shutil.copy(Path(__file__).parents[1] / "peak.py", lab.folder)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lab's base recipe has arguments for our transformer."""
+    import lab as module
+
+    monkeypatch.setattr(module, "BASE", {**module.BASE, "model": {}})
+
+
+def train(lab: Lab, layout: Values, run: Run | None = None, **more: Any) -> Ended:
+    changes: Values = {"model": {"build": "hf:memory"}, "task": "peak:Counted", "callbacks": [FAULTS, "peak:Told"]}
+    changes |= {"steps": 1, "layout": layout, "evaluate": {"every": None}, "checkpoint": {"every": None}}
+    ended = lab.train({**changes, **more}, Layout(**layout).world, run)
+    assert ended.code == 0, ended.message
+    return ended
+
+
+def peaks(ended: Ended) -> list[int]:
+    path = ended.run.path
+    return [int(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.peak-*"))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["shard 2", "tensor 2", "tensor 2 x shard 2"])
+def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
+    lab: Lab, model: nn.Module, layout: Values
+) -> None:
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    part = sum(sizes) / Layout(**layout).world
+    found = peaks(train(lab, layout))
+    assert len(found) == Layout(**layout).world
+    for most in found:
+        assert part < most < 1.02 * part + max(sizes) + SLACK
+
+
+def test_who_goes_on_does_not_read_the_weights_again(lab: Lab, model: nn.Module) -> None:
+    first = train(lab, {"shard": 2})
+    weights = lab.folder / "memory" / "model.safetensors"
+    before = weights.read_bytes()
+    tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    try:
+        ended = train(lab, {"shard": 2}, first.run, steps=2)
+    finally:
+        weights.write_bytes(before)
+    assert len(ended.losses) == 2
+    assert not ended.kind("guard")  # a step with weights that are no numbers would be skipped
