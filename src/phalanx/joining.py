@@ -94,6 +94,7 @@ def join(
                 raise
             if gang.rank == 0 and not supervised:
                 stack.callback(print, _conclusion(where, status), file=sys.stderr)
+            gang.release()
             leave()
     except PhalanxError as error:
         raise SystemExit(int(error.code)) from None

@@ -139,9 +139,10 @@ class GradientExchange:
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model, and let go of the group."""
         for hook in self._hooks:
             hook.remove()
+        self._group = None
 
     def begin(self, leaf: int) -> None:
         """The backward of micro-batch number `leaf` of the global batch comes next."""

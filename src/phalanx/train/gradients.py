@@ -38,6 +38,9 @@ class Gradients(Protocol):
     def tensors(self) -> list[Tensor]:
         """The sum, or this worker's part of it, as live tensors."""
 
+    def close(self) -> None:
+        """Leave the model as it was: no step comes any more."""
+
     def square(self) -> Tensor | None:
         """Between two backwards: this worker's part (0-d) of the squared norm of the gradient so far. The parts of all
         workers add up to `parts` squared norms. None where it cannot be told."""
@@ -69,6 +72,9 @@ class LocalGradients:
 
     def tensors(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def close(self) -> None:
+        pass
 
     def square(self) -> Tensor | None:
         return total_norm(self.tensors()).square()
@@ -117,6 +123,10 @@ class DividedGradients:
         if self._replicas is not None:
             return self._replicas.tensors()
         return [_gradient(parameter) for parameter in self._parameters.values()]
+
+    def close(self) -> None:
+        if self._replicas is not None:
+            self._replicas.close()
 
     def square(self) -> Tensor | None:
         # What is partial on tensor ranks or held by two stages is summed at the end only.

@@ -235,6 +235,13 @@ class Joined:
             raise UsageError("a training loop must take its batches from gang.batches(dataset)")
         return self._gang
 
+    def release(self) -> None:
+        """Let go of everything that holds the process group, which is left next. The model stays the loop's."""
+        if self._gang is not None:
+            self._gang.parts.stepper.summed.close()
+        self._gang = self._prepared = None
+        del self._mesh
+
     def end(self) -> str:
         """Save the last state and report the result; `done` or `stopped`."""
         gang = self._started()

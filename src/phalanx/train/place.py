@@ -5,6 +5,7 @@ agent, torchrun, srun and mpirun can all start workers.
 """
 
 import functools
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,12 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
 
 
 def leave() -> None:
-    """Leave the process group in order, if there is one."""
+    """Leave the process group in order, if there is one.
+
+    What is left of it is collected: threads of a group that lives until the interpreter ends may still be letting go of
+    a tensor then, which ends the process by SIGABRT ("terminate called without an active exception").
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.unfreeze()
+        gc.collect()
