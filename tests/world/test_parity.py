@@ -17,7 +17,17 @@ from phalanx.run import Run
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 
 TOLERANCE = 1e-5
-RUNS = [pytest.param(layout, case, id=f"{layout}-{case.name}") for layout in LAYOUTS for case in layout.cases]
+RUNS = [
+    pytest.param(
+        layout,
+        case,
+        id=f"{layout}-{case.name}",
+        # The second case of large layouts takes a minute more than `make test` can spare.
+        marks=[pytest.mark.slow] if layout.workers > 2 and case is not layout.cases[0] else [],
+    )
+    for layout in LAYOUTS
+    for case in layout.cases
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
