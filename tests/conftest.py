@@ -1,10 +1,15 @@
 """Fixtures that several test folders share. Nothing here starts a process unless a test asks for it."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from lab import Lab
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # As a shell's `&` leaves it. Programs that tests start would inherit it, and Ctrl-C could not be tested.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

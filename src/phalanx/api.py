@@ -31,6 +31,7 @@ from phalanx.recipe import (
     huggingface_directory,
     load_recipe,
     refused,
+    workers_for,
 )
 from phalanx.recipe.checks import FP8
 from phalanx.recipe.load import Loaded
@@ -105,7 +106,7 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`)."""
     machine = this_machine()
-    world = nproc or (machine.count if machine.device == "cuda" else 1)
+    world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)
     if write:

@@ -32,7 +32,7 @@ from phalanx.plan.tuning import (
     steps_to_pay,
     untried,
 )
-from phalanx.recipe import Recipe, check, check_device, dump_recipe
+from phalanx.recipe import Recipe, check, check_device, dump_recipe, workers_for
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
@@ -165,12 +165,10 @@ def tune(
     """
     watcher = watcher or Watcher()
     machine = this_machine()
-    layout = loaded.recipe.layout
-    fixed = nproc is not None or isinstance(layout, Layout)
-    workers = layout.world if nproc is None and isinstance(layout, Layout) else nproc
+    fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout)
     with Arena(loaded.folder) as arena:
         start = starting(
-            loaded, NOWHERE, workers, arena.call, False, watcher.progress, write=False, preload=arena.preload
+            loaded, NOWHERE, nproc, arena.call, False, watcher.progress, write=False, preload=arena.preload
         )
         with start as ready:
             given = ready.recipe
@@ -221,8 +219,7 @@ class Search:
         row = Row(candidate.label, candidate.changes, candidate.predicted, candidate.why, None, False)
         try:
             recipe = changed(best, candidate.changes)
-            workers = recipe.layout.world if isinstance(recipe.layout, Layout) else 1
-            check(recipe, self._loaded.folder, workers)
+            check(recipe, self._loaded.folder, workers_for(recipe, 1))
             check_device(recipe, self._machine.device, self._machine.name, self._machine.capability)
         except (PhalanxError, ValueError) as error:  # of this version's rules: it is told, and the search goes on
             return replace(row, note=f"refused: {_first_line(error)}")

@@ -1,16 +1,8 @@
-"""Context parallelism on 2, 3 and 4 processes against one process that has the whole sequence.
+"""Context parallelism on 2, 3 and 4 processes against one process that has the whole sequence."""
 
-Four processes are started once for this file. For each case some of them form a gloo world of their own, run a
-function of this file and return what it gives.
-"""
-
-import multiprocessing
-import os
-import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,71 +23,26 @@ from phalanx.train.parallel.context import (
     recompute_contexts,
     slice_batch,
 )
+from worlds import World
 
-RANKS = 4
 LENGTH = 24  # divides by 2n for 2, 3 and 4 ranks
 VOCAB = 23
 WAYS: tuple[Way, ...] = ("gather", "alltoall")
 
 
-class Failure(str):
-    """The traceback of a case."""
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        try:
-            orders.send(case(dist.group.WORLD, **arguments))
-        except Exception:  # noqa: BLE001 the test shows it
-            orders.send(Failure(traceback.format_exc()))
-        dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(group, **arguments)` returns on each rank of a new world."""
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        results = [orders.recv() for orders in self._orders[:world]]
-        failures = [result for result in results if isinstance(result, Failure)]
-        assert not failures, failures[0]
-        return results
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As many as the processes of the world have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
+    yield
     torch.set_num_threads(threads)
+
+
+def together(rank: int, world: int, *, case: Callable[..., Any], **options: Any) -> Any:
+    """`case` for the group of all ranks. What Hugging Face and the compiler warn of is no error here."""
+    with warnings.catch_warnings(action="default"):
+        return case(dist.group.WORLD, **options)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -145,7 +92,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 ) -> None:
     options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads}
     _, *alone = attention(None, **options)
-    for own, *found in world.run(n, attention, **options):
+    for own, *found in world.run(n, together, case=attention, **options):
         for part, whole in zip(found, alone, strict=True):
             assert_close(part, whole[:, :, own])
 
@@ -154,7 +101,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 def test_values_may_be_wider_than_keys(world: World, way: Way) -> None:
     options: dict[str, Any] = {"way": way, "kind": "causal", "heads": 4, "kv_heads": 4, "wide": True}
     _, *alone = attention(None, **options)
-    for own, *found in world.run(2, attention, **options):
+    for own, *found in world.run(2, together, case=attention, **options):
         for part, whole in zip(found, alone, strict=True):
             assert_close(part, whole[:, :, own])
 
@@ -245,13 +192,13 @@ def assert_adds_up(parts: list[Any], alone: tuple[float, int, dict[str, Tensor]]
 @pytest.mark.parametrize("way", WAYS)
 def test_the_transformer_learns_the_same_from_parts(world: World, way: Way, n: int, packed: bool) -> None:
     options: dict[str, Any] = {"way": way, "packed": packed}
-    assert_adds_up(world.run(n, training, **options), training(None, **options))
+    assert_adds_up(world.run(n, together, case=training, **options), training(None, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: World, way: Way) -> None:
     options: dict[str, Any] = {"way": way, "packed": True}
-    assert_adds_up(world.run(2, training, recompute="ours", **options), training(None, **options))
+    assert_adds_up(world.run(2, together, case=training, recompute="ours", **options), training(None, **options))
 
 
 def forgotten(group: Group, way: Way) -> bool:
@@ -264,7 +211,7 @@ def forgotten(group: Group, way: Way) -> bool:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: World, way: Way) -> None:
-    assert world.run(2, forgotten, way=way) == [True, True]
+    assert world.run(2, together, case=forgotten, way=way) == [True, True]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
@@ -272,14 +219,14 @@ def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: Worl
 def test_hugging_face_llama_learns_the_same_from_parts(world: World, way: Way, packed: bool) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"way": way, "family": "llama", "packed": packed}
-    assert_adds_up(world.run(2, training, **options), training(None, **options))
+    assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
 
 
 @pytest.mark.parametrize("recompute", ["none", "theirs"])
 def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: World, recompute: str) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"way": "gather", "family": "llama"}
-    parts = world.run(2, training, recompute=recompute, cache=recompute == "none", **options)
+    parts = world.run(2, together, case=training, recompute=recompute, cache=recompute == "none", **options)
     assert_adds_up(parts, training(None, **options))
 
 
@@ -336,7 +283,7 @@ def compiled(group: Group, *, way: Way, packed: bool, recompute: bool, alone: bo
 def test_a_compiled_block_attends_to_the_whole_sequence(world: World, way: Way, packed: bool, recompute: bool) -> None:
     options: dict[str, Any] = {"way": way, "packed": packed, "recompute": recompute}
     _, whole, expected, _ = compiled(None, alone=True, **options)
-    parts = world.run(2, compiled, **options)
+    parts = world.run(2, together, case=compiled, **options)
     for own, out, _, compilations in parts:
         assert_close(out, whole[:, own])
         assert compilations == 1

@@ -1,14 +1,6 @@
-"""The exchange of gradients between processes, on 2 and 3 ranks, against a single process.
+"""The exchange of gradients between processes, on 2 and 3 ranks, against a single process."""
 
-Three processes are started once for this file. For each case some of them form a gloo world of their own, run a
-function of this file and return what it gives.
-"""
-
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,57 +10,10 @@ from torch import Tensor, nn
 
 from phalanx.train import exchange as exchange_module
 from phalanx.train.exchange import GradientExchange
+from worlds import World
 
-RANKS = 3
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))
 CAPACITY = 1000.0  # bytes: several buckets
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        orders.send(case(rank, world, **arguments))
-        dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(rank, world, **arguments)` returns on each rank of a new world."""
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        return [orders.recv() for orders in self._orders[:world]]
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 def parameters(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn.Parameter]:

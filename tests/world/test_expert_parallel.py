@@ -1,16 +1,7 @@
-"""Experts divided over 2 and 4 ranks, against one process that has them all.
+"""Experts divided over 2 and 4 ranks, against one process that has them all."""
 
-Four processes are started once for this file. For each case some of them form a gloo world of their own, run a function
-of this file and return what it gives.
-"""
-
-import multiprocessing
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -24,57 +15,9 @@ from phalanx.models import moe, transformer
 from phalanx.models.moe import Experts, MixtureTransformer, Router
 from phalanx.train.parallel.cuts import Cut
 from phalanx.train.parallel.expert import split_experts
+from worlds import World
 
-RANKS = 4
 EXPERTS, WIDTH, FFN = 8, 16, 24
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        orders.send(case(rank, world, **arguments))
-        dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(rank, world, **arguments)` returns on each rank of a new world."""
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        return [orders.recv() for orders in self._orders[:world]]
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 def assert_near(found: Tensor, expected: Tensor, name: str = "") -> None:

@@ -1,16 +1,8 @@
-"""Pipelines on 2 and 4 processes against one process: losses, gradients of every parameter, evaluation.
-
-Four processes are started once for this file. For each case some of them form a gloo world of their own, run a
-function of this file and return what it gives.
-"""
+"""Pipelines on 2 and 4 processes against one process: losses, gradients of every parameter, evaluation."""
 
 import contextlib
 import functools
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,66 +18,10 @@ from phalanx.models import transformer
 from phalanx.train.parallel.pipeline import Pipeline, owners
 from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide
 from phalanx.train.parallel.survey import Survey, survey
+from worlds import World
 
-RANKS = 4
 VOCAB, SEQUENCE = 31, 12
 TOLERANCE = 1e-5
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        try:
-            orders.send(case(rank, world, **arguments))
-        finally:
-            dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        self._found: dict[str, list[Any]] = {}
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(rank, world, **arguments)` returns on each rank of a new world, once for several tests."""
-        key = repr((world, case.__name__, sorted(arguments.items())))
-        if key not in self._found:
-            self._found[key] = self._run(world, case, arguments)
-        return self._found[key]
-
-    def _run(self, world: int, case: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        return [orders.recv() for orders in self._orders[:world]]
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 # Models: name -> (builder, names of the blocks)
@@ -304,7 +240,7 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(
 ) -> None:
     """With tied embeddings and documents that must not see each other."""
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
-    found = world.run(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    found = world.once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
     assert_equal_to_one_process(found, reference("tied", max(4, stages), micro_batches, documents=True))
     assert [tie.stages for tie in found[0]["ties"]] == [(0, stages - 1)]
 
@@ -314,7 +250,7 @@ def test_evaluation_gives_the_losses_of_one_process_for_any_number_of_batches(
     world: World, ranks: int, schedule: str, stages: int, micro_batches: int
 ) -> None:
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
-    found = world.run(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    found = world.once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
     (results,) = [one["evaluated"] for one in found if one["evaluated"] is not None]
     alone, _ = reference("tied", max(4, stages), 2 * micro_batches + 1, documents=True)
     assert [float(loss) for loss, _ in results] == pytest.approx(alone, rel=TOLERANCE)
@@ -323,7 +259,7 @@ def test_evaluation_gives_the_losses_of_one_process_for_any_number_of_batches(
 
 
 def test_stages_may_have_unequal_numbers_of_blocks(world: World) -> None:
-    found = world.run(4, train, kind="tied", layers=6, schedule="1f1b", stages=4, micro_batches=4, counts=[1, 3, 1, 1])
+    found = world.once(4, train, kind="tied", layers=6, schedule="1f1b", stages=4, micro_batches=4, counts=[1, 3, 1, 1])
     assert_equal_to_one_process(found, reference("tied", 6, 4))
 
 
@@ -333,7 +269,7 @@ def test_models_of_hugging_face_are_cut_as_they_are(
     world: World, kind: str, ranks: int, schedule: str, stages: int
 ) -> None:
     pytest.importorskip("transformers")
-    found = world.run(ranks, train, kind=kind, schedule=schedule, stages=stages, micro_batches=3)
+    found = world.once(ranks, train, kind=kind, schedule=schedule, stages=stages, micro_batches=3)
     assert_equal_to_one_process(found, reference(kind, 4, 3))
 
 
@@ -342,23 +278,23 @@ def test_models_of_hugging_face_are_cut_as_they_are(
 def test_frozen_parameters_get_no_gradient_wherever_they_are(
     world: World, schedule: str, stages: int, frozen: list[str]
 ) -> None:
-    found = world.run(2, train, kind="untied", schedule=schedule, stages=stages, micro_batches=4, frozen=frozen)
+    found = world.once(2, train, kind="untied", schedule=schedule, stages=stages, micro_batches=4, frozen=frozen)
     assert_equal_to_one_process(found, reference("untied", 4, 4, frozen=frozen))
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("zero-bubble", 4)])
 def test_a_second_step_adds_to_the_gradients(world: World, schedule: str, stages: int) -> None:
-    found = world.run(2, train, kind="tied", schedule=schedule, stages=stages, micro_batches=2, times=2)
+    found = world.once(2, train, kind="tied", schedule=schedule, stages=stages, micro_batches=2, times=2)
     assert_equal_to_one_process(found, reference("tied", 4, 2, times=2))
 
 
 def test_the_loss_scale_multiplies_gradients_and_leaves_losses(world: World) -> None:
-    found = world.run(2, train, kind="tied", schedule="1f1b", stages=2, micro_batches=2, scale=64.0)
+    found = world.once(2, train, kind="tied", schedule="1f1b", stages=2, micro_batches=2, scale=64.0)
     assert_equal_to_one_process(found, reference("tied", 4, 2), factor=64.0)
 
 
 def test_activations_travel_in_the_dtype_that_autocast_gives_them(world: World) -> None:
-    found = world.run(2, train, kind="perceptrons", schedule="1f1b", stages=2, micro_batches=2, bf16=True)
+    found = world.once(2, train, kind="perceptrons", schedule="1f1b", stages=2, micro_batches=2, bf16=True)
     assert {dtype for one in found for dtype in one["sent"]} == {torch.bfloat16}
     model, _ = build("perceptrons", 4)
     for batch in batches_of(2, documents=False):
@@ -376,8 +312,8 @@ def test_dropout_depends_on_micro_batch_and_stage_and_not_on_the_schedule(
     world: World, ranks: int, schedule: str
 ) -> None:
     options: dict[str, Any] = {"kind": "dropout", "stages": 4, "micro_batches": 4}
-    alone = gathered(world.run(4, train, schedule="1f1b", **options))
-    assert_equal_to_one_process(world.run(ranks, train, schedule=schedule, **options), alone)
+    alone = gathered(world.once(4, train, schedule="1f1b", **options))
+    assert_equal_to_one_process(world.once(ranks, train, schedule=schedule, **options), alone)
 
 
 def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches: int) -> dict[str, Any]:
@@ -410,7 +346,7 @@ def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches:
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zero-bubble", 4)])
 def test_stages_can_be_sharded(world: World, schedule: str, stages: int) -> None:
-    found = world.run(4, sharded, schedule=schedule, stages=stages, micro_batches=2)
+    found = world.once(4, sharded, schedule=schedule, stages=stages, micro_batches=2)
     losses, grads = reference("tied", 4, 4)
     assert [loss for one in found for loss in one["losses"]] == pytest.approx(losses, rel=TOLERANCE)
     one_of_each_pair = [{**found[0], "losses": losses}, {**found[2], "losses": []}]
@@ -430,7 +366,7 @@ def misfit(rank: int, world: int, *, schedule: str, micro_batches: int) -> str:
 
 
 def test_too_few_micro_batches_are_refused_on_every_rank(world: World) -> None:
-    for message in world.run(4, misfit, schedule="1f1b", micro_batches=3):
+    for message in world.once(4, misfit, schedule="1f1b", micro_batches=3):
         assert message == (
             "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 3 micro-batches a step; 4, 5, 6, 7 would fit"
         )

@@ -1,19 +1,7 @@
-"""Optimizers whose parameters FSDP has sharded over 2 ranks (and replicated over 2 more), against one process.
-
-Processes are started once for this file. For each case some of them form a gloo world of their own, run a function of
-this file and return what it gives.
-"""
-
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+"""Optimizers whose parameters FSDP has sharded over 2 ranks (and replicated over 2 more), against one process."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import Optim
 from phalanx.train.optimizers import Optimizer
+from worlds import World
 
-RANKS = 4
 WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block of 8-bit codes
 SPECS = {
     "lars": {"name": "lars", "lr": 5.0},
@@ -32,53 +20,6 @@ SPECS = {
     "adamw": {},
 }
 EXACT = ("bf16", "8bit", "adamw")  # no norm, so no sum in another order
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        orders.send(case(world, **arguments))
-        dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(world, **arguments)` returns on each rank of a new world."""
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        return [orders.recv() for orders in self._orders[:world]]
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 def network() -> nn.Module:
@@ -119,7 +60,7 @@ def sharded(world: int) -> nn.Module:
     return model
 
 
-def trained(world: int, kind: str, steps: int = 3) -> dict[str, Tensor]:
+def trained(rank: int, world: int, kind: str, steps: int = 3) -> dict[str, Tensor]:
     model = network() if world == 1 else sharded(world)
     optimizer = Optimizer(model, spec_of(kind), seed=1)
     for step in range(steps):
@@ -128,7 +69,7 @@ def trained(world: int, kind: str, steps: int = 3) -> dict[str, Tensor]:
     return results(model, optimizer)
 
 
-def resumed(world: int, kind: str) -> dict[str, Tensor]:
+def resumed(rank: int, world: int, kind: str) -> dict[str, Tensor]:
     """As `trained`, with a fresh optimizer after two steps, given DTensors for matrices and local parts for vectors."""
     model = sharded(world)
     optimizer = Optimizer(model, spec_of(kind), seed=1)
@@ -146,7 +87,7 @@ def resumed(world: int, kind: str) -> dict[str, Tensor]:
     return results(model, fresh)
 
 
-def counted(world: int, kind: str) -> int:
+def counted(rank: int, world: int, kind: str) -> int:
     """All-reduces of one step."""
     model = sharded(world)
     optimizer = Optimizer(model, spec_of(kind))
@@ -159,7 +100,7 @@ def counted(world: int, kind: str) -> int:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", SPECS)
 def test_sharded_parameters_take_the_steps_of_whole_ones(world: World, kind: str, ranks: int) -> None:
-    one = trained(1, kind)
+    one = trained(0, 1, kind)
     for other in world.run(ranks, trained, kind=kind):
         assert other.keys() == one.keys()
         for name, value in one.items():

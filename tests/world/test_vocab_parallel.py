@@ -1,15 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut between ranks, on 2 and 3 processes, against a single process.
-
-Three processes are started once for this file. For each case some of them form a gloo world of their own, run a
-function of this file and return what it gives.
-"""
-
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+"""Cross-entropy over a vocabulary that is cut between ranks, on 2 and 3 processes, against a single process."""
 
 import pytest
 import torch
@@ -20,61 +9,10 @@ from torch.nn import functional as F
 from phalanx.train.parallel.collectives import Group, copy_to
 from phalanx.train.tasks import LanguageModeling
 from phalanx.train.vocab import cross_entropy, linear_cross_entropy, vocabulary_group
+from worlds import World
 
-RANKS = 3
 N, W = 29, 8
 EVEN, UNEVEN = 36, 35
-
-
-def serve(rank: int, orders: Connection) -> None:
-    """A process of the world: does what it is told until it is told nothing more."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    while (order := orders.recv()) is not None:
-        meeting, world, case, arguments = order
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        try:
-            found = case(rank, world, **arguments)
-        except (ValueError, IndexError, RuntimeError) as error:
-            found = error
-        orders.send(found)
-        dist.destroy_process_group()
-
-
-class World:
-    """The processes, waiting for orders."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self._orders = [near for near, _ in pipes]
-        self._processes = [
-            context.Process(target=serve, args=(rank, far), daemon=True) for rank, (_, far) in enumerate(pipes)
-        ]
-        for process, (_, far) in zip(self._processes, pipes, strict=True):
-            process.start()
-            far.close()
-
-    def run(self, world: int, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `case(rank, world, **arguments)` returns, or raises, on each rank of a new world."""
-        self._count += 1
-        for orders in self._orders[:world]:
-            orders.send((self._folder / f"meeting-{self._count}", world, case, arguments))
-        return [orders.recv() for orders in self._orders[:world]]
-
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.send(None)
-        for process in self._processes:
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 def numbers(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,18 +110,20 @@ def test_the_task_takes_the_cut_from_the_engine(world: World) -> None:
         assert terms == int((targets != -100).sum())
 
 
-def cut_wrong(rank: int, world: int, *, vocab: int, rows: int) -> Tensor:
-    return linear_cross_entropy(
-        torch.ones(2, W), torch.ones(rows, W), torch.zeros(2, dtype=torch.int64), group=dist.group.WORLD, vocab=vocab
-    )
+def cut_wrong(rank: int, world: int, *, vocab: int, rows: int) -> str:
+    """What the error says."""
+    numbers = torch.ones(2, W), torch.ones(rows, W), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="vocabulary of") as caught:
+        linear_cross_entropy(*numbers, group=dist.group.WORLD, vocab=vocab)
+    return str(caught.value)
 
 
 def test_rows_that_are_not_this_ranks_part_are_refused(world: World) -> None:
     first, second = world.run(2, cut_wrong, vocab=35, rows=19)
-    assert str(first) == "rank 0 of 2 holds 19 rows of a vocabulary of 35, expected 18"
-    assert str(second) == "rank 1 of 2 holds 19 rows of a vocabulary of 35, expected 17"
+    assert first == "rank 0 of 2 holds 19 rows of a vocabulary of 35, expected 18"
+    assert second == "rank 1 of 2 holds 19 rows of a vocabulary of 35, expected 17"
 
 
 def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused(world: World) -> None:
     for error in world.run(3, cut_wrong, vocab=4, rows=2):
-        assert str(error) == "a vocabulary of 4 cut over 3 ranks leaves one of them without a row"
+        assert error == "a vocabulary of 4 cut over 3 ranks leaves one of them without a row"

@@ -25,14 +25,17 @@ def check(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optim.lr=3e-4.")
     ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Number of workers to check for.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Workers to check for.", show_default="as layout says, else 1"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole recipe as JSON.")] = False,
 ) -> None:
     """Check a recipe without running it: its keys, its numbers against the workers, and its import paths."""
     from phalanx import recipe as room
 
     loaded = room.load_recipe(path, overrides or [])
-    room.check(loaded.recipe, loaded.folder, nproc, loaded.at)
+    room.check(loaded.recipe, loaded.folder, nproc or room.workers_for(loaded.recipe, 1), loaded.at)
     if room.huggingface_directory(loaded.recipe.model.build, loaded.folder, loaded.at("model.build")) is None:
         room.import_object(loaded.recipe.model.build, loaded.folder, loaded.at("model.build"))
     for key, value in _import_paths(loaded.recipe):

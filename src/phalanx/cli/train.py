@@ -24,7 +24,10 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="The run's directory.", show_default="runs/<name>")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Worker processes.", show_default="one a GPU, else 1")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Worker processes.", show_default="as layout says, else one a GPU, else 1"
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Go on with a run although the recipe or the data changed; it is recorded.")

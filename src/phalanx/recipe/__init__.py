@@ -5,7 +5,7 @@ runs or machines. Import paths in it are the only thing that executes somebody's
 """
 
 from phalanx.recipe.changes import Difference, differences, is_free, refused
-from phalanx.recipe.checks import check, check_device
+from phalanx.recipe.checks import check, check_device, workers_for
 from phalanx.recipe.dump import dump_recipe
 from phalanx.recipe.imports import huggingface_directory, import_object, told
 from phalanx.recipe.load import Loaded, load_recipe
@@ -32,4 +32,5 @@ __all__ = [
     "markdown",
     "refused",
     "told",
+    "workers_for",
 ]

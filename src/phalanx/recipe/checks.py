@@ -22,6 +22,11 @@ NO_FP8 = (
 """What to say to that of a device by this name."""
 
 
+def workers_for(recipe: Recipe, otherwise: int) -> int:
+    """How many workers a run has when nobody says: as many as its layout takes, and `otherwise` where that is auto."""
+    return recipe.layout.world if isinstance(recipe.layout, Layout) else otherwise
+
+
 def check(recipe: Recipe, folder: Path, workers: int = 1, at: Callable[[str], str] = str) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 

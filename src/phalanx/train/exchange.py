@@ -1,7 +1,8 @@
 """The exchange of gradients between replicas, in buckets that are fixed before step 0.
 
-Hooks copy each gradient into its bucket as soon as backward has made it; a bucket's operation starts when it is full,
-always in bucket order, and overlaps with the rest of backward. (torch's DDP re-arranges its buckets after the first
+Hooks count gradients as backward makes them; those of a bucket are copied into it together as soon as it has all of
+them (a copy each from Python would cost small models a percent), and its operation starts, always in bucket order, and
+overlaps with the rest of backward. (torch's DDP re-arranges its buckets after the first
 step, which changes the order of addition, and with it bits, when a run is resumed.)
 
 `world`: micro-batches add up locally, then one all-reduce a bucket: the same bits for the same number of workers.
@@ -11,12 +12,13 @@ of its part of the bucket, it adds them, and an all-gather returns the sums: the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.compat import all_gather_into
+from phalanx.compat import all_gather_into, foreach
 from phalanx.errors import RecipeError
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group
@@ -49,13 +51,26 @@ class Bucket:
     slab: Slab  # where gradients are copied now; after `finish`, the sum
     spare: list[Slab] = field(default_factory=list)
     finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
-    missing: set[nn.Parameter] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
     work: dist.Work | None = None
     received: Tensor | None = None
 
     def new_slab(self) -> Slab:
         """A spare buffer, or a new one; its padding is zero."""
         return self.spare.pop() if self.spare else make_slab(self.parameters, self.starts, self.length)
+
+    def fill(self) -> None:
+        """Move the parameters' gradients into the slab; one that has none counts as zero."""
+        views, gradients = [], []
+        for parameter, view in zip(self.parameters, self.slab.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                gradients.append(parameter.grad)
+                parameter.grad = None
+        if views:
+            foreach("copy_", views, gradients)
 
     def sum(self) -> Tensor:
         """The gradients without the padding."""
@@ -132,11 +147,15 @@ class GradientExchange:
         self._last = self._first + own - 1
         self._cover: list[list[Node]] = [cover(micro_batches, r * own, (r + 1) * own) for r in range(world)]
         self.buckets = make_buckets(parameters, capacity, world)
-        self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
+        self._parameters = list(parameters)
         self._next = 0  # the first bucket that is not complete yet
         self._armed = False
         self._leaf = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
 
     def close(self) -> None:
         """Take the hooks off the model, and let go of the group."""
@@ -152,7 +171,7 @@ class GradientExchange:
         if self._armed:
             self._next = 0
             for bucket in self.buckets:
-                bucket.missing = set(bucket.parameters)
+                bucket.missing = set(range(len(bucket.parameters)))
                 if self.replicas and leaf == self._first:
                     bucket.spare += bucket.finished
                     bucket.finished = []
@@ -162,14 +181,9 @@ class GradientExchange:
         if not self._armed:
             return
         for bucket in self.buckets:
-            for parameter in bucket.missing:
-                view = bucket.slab.views[self._home[parameter][1]]
-                if parameter.grad is None:
-                    view.zero_()
-                else:  # used by an earlier micro-batch only
-                    view.copy_(parameter.grad)
-                    parameter.grad = None
-            bucket.missing = set()
+            if bucket.missing:  # of those, an earlier micro-batch may have left gradients
+                bucket.missing = set()
+                bucket.fill()
         self._advance()
         self._armed = False
 
@@ -196,7 +210,7 @@ class GradientExchange:
     def square(self) -> Tensor | None:
         """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose
         micro-batches stay apart."""
-        gradients = [parameter.grad for parameter in self._home if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return total_norm(gradients).square() if gradients else None
 
     @property
@@ -204,21 +218,18 @@ class GradientExchange:
         """Workers whose squares are of different samples."""
         return self.world
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Hook: backward has finished this parameter's gradient."""
         if not self._armed:
             return
-        bucket, index = self._home[parameter]
-        if parameter not in bucket.missing:
+        if index not in bucket.missing:
             raise RecipeError(
                 f"model.build: one backward made the gradient of a parameter of shape {list(parameter.shape)} twice; "
                 "checkpoint activations with use_reentrant=False"
             )
-        assert parameter.grad is not None
-        bucket.slab.views[index].copy_(parameter.grad)
-        parameter.grad = None
-        bucket.missing.discard(parameter)
+        bucket.missing.discard(index)
         if not bucket.missing:
+            bucket.fill()
             self._advance()
 
     def _advance(self) -> None:

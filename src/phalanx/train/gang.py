@@ -151,8 +151,10 @@ class Gang:
 
     def step(self) -> bool:
         """After the last micro-batch of a step: change the weights, report, evaluate and save what is due. Whether it
-        was the last. UsageError when the step was done already."""
+        was the last. UsageError when the step was done already, or none has begun."""
         stepper, recipe, progress = self.parts.stepper, self.parts.recipe, self.progress
+        if not self._handed_out:
+            raise UsageError(STEP_ONCE)
         if not stepper.complete:
             return False
         if progress.samples != self._begun:

@@ -88,6 +88,8 @@ class Stepper:
         self._first = mesh.data * self._own
         self._parameters = list(optimizer.names)
         self._agreed: dist.Work | None = None
+        self.backwards = 0
+        """Micro-batches of this step that are done."""
         parts: list[Any] = [part for module in modules for part in module.modules()]
         self._followers: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
             part.after_step for part in parts if callable(getattr(part, "after_step", None))
@@ -98,7 +100,6 @@ class Stepper:
         """A step with this number begins."""
         self._seeds.begin(step, self._first)
         self.backwards = 0
-        """Micro-batches of this step that are done."""
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) (+ 1)].
         self._squared = step % NOISE_EVERY == 0 and self._own > 1

@@ -17,6 +17,7 @@ from phalanx.recipe import (
     load_recipe,
     markdown,
     refused,
+    workers_for,
 )
 
 
@@ -27,6 +28,11 @@ def recipe(*overrides: str) -> Recipe:
 @pytest.mark.parametrize(("micro", "workers"), [("auto", 4), (4, 4), (16, 1), (1, 16), (8, 2)])
 def test_a_batch_that_divides_passes(micro: int | str, workers: int, tmp_path: Path) -> None:
     check(recipe(f"batch.micro={micro}"), tmp_path, workers)
+
+
+def test_a_layout_says_how_many_workers_a_run_has() -> None:
+    assert workers_for(recipe("layout.shard=2", "layout.tensor=3"), otherwise=8) == 6
+    assert workers_for(recipe("layout=auto"), otherwise=8) == 8
 
 
 @pytest.mark.parametrize(

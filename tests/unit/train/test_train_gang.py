@@ -115,6 +115,14 @@ def test_a_loop_without_step_is_told(tmp_path: Path) -> None:
     assert gang.progress == Progress()
 
 
+def test_backward_and_step_before_the_first_batch_are_told(tmp_path: Path) -> None:
+    gang, _ = ready(tmp_path)
+    with pytest.raises(UsageError, match=BACKWARD):
+        gang.backward(torch.zeros((), requires_grad=True), 1)
+    with pytest.raises(UsageError, match=STEP):
+        gang.step()
+
+
 def test_a_second_step_in_one_is_told_and_changes_nothing(tmp_path: Path) -> None:
     gang, parts = ready(tmp_path)
     batches = gang.batches()
