@@ -147,6 +147,31 @@ def test_several_dtypes_are_summed_each_in_its_own(world: World, replicas: bool)
             assert_equal(one, alone)
 
 
+def with_slots(rank: int, world: int) -> list[tuple[list[Tensor], Tensor, Tensor]]:
+    """Gradients, norm and what came back in the slots, for two steps in which each rank sends other numbers."""
+    weights = parameters()
+    exchange = GradientExchange(
+        weights, rank=rank, world=world, micro_batches=world, replicas=False, capacity=CAPACITY, slots=2
+    )
+    assert exchange.slots is not None
+    results = []
+    for number in range(2):
+        exchange.slots.copy_(torch.tensor([10.0**rank, number]))
+        step(weights, exchange, [rank], {})
+        gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
+        results.append((gradients, exchange.norm(), exchange.slots.clone()))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_lies_in_the_slots_is_summed_and_belongs_to_no_gradient(world: World, ranks: int) -> None:
+    alone = sums(0, 1, micro_batches=ranks, replicas=False)
+    for results in world.run(ranks, with_slots):
+        for number, (gradients, norm, slots) in enumerate(results):
+            assert slots.tolist() == [sum(10.0**rank for rank in range(ranks)), ranks * number]
+            assert_close((gradients, norm), alone)
+
+
 def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[int]]:
     """The lengths of what is sent, in order, in two steps; each rank uses other parameters in another order."""
     weights = parameters()

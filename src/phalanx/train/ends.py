@@ -22,7 +22,7 @@ from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.restoring import restore
 from phalanx.train.state import Progress, state_tensors
-from phalanx.train.step import Stepper
+from phalanx.train.step import Stepper, slots_for
 
 SAME_FILES = "restore the files that the recipe's data.source matched"
 
@@ -47,6 +47,7 @@ def make_stepper(
             replicas=replicas,
             capacity=recipe.exchange.bucket * 2**20,
             group=mesh.replicate,
+            slots=slots_for(micro_batches) if mesh.only_replicates else 0,
         )
     if not mesh.only_replicates:
         gradients = DividedGradients(divided, gradients if isinstance(gradients, GradientExchange) else None)

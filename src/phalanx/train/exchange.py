@@ -40,8 +40,8 @@ class Slab:
 class Bucket:
     """Some parameters whose gradients travel together.
 
-    `used` elements hold gradients; the rest up to `length` pads the bucket so that `world` equal parts fill it. Norms
-    are taken over `used` only, which does not depend on the world.
+    `used` elements hold gradients; the rest up to `length`, slots and what makes the bucket a multiple of `world` equal
+    parts, belongs to no norm: `used` does not depend on the world.
     """
 
     parameters: list[nn.Parameter]
@@ -86,9 +86,10 @@ def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length:
     return Slab(flat, [flat.as_strided(p.shape, stride, start) for p, stride, start in parts])
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int, slots: int = 0) -> list[Bucket]:
     """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
-    `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device."""
+    `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has room
+    for so many `slots` after its gradients."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
@@ -100,15 +101,15 @@ def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int
             size = 0.0
         groups[-1].append(parameter)
         size += nbytes
-    return [_bucket(group, world) for group in groups]
+    return [_bucket(group, world, slots if group is groups[-1] else 0) for group in groups]
 
 
-def _bucket(parameters: list[nn.Parameter], world: int) -> Bucket:
+def _bucket(parameters: list[nn.Parameter], world: int, slots: int) -> Bucket:
     starts, used = [], 0
     for parameter in parameters:
         starts.append(used)
         used += _round_up(parameter.numel(), ALIGNMENT)
-    length = _round_up(used, world * ALIGNMENT)
+    length = _round_up(used + slots, world * ALIGNMENT)
     return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length))
 
 
@@ -121,7 +122,10 @@ class GradientExchange:
 
     For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
-    all counts as zero. Workers own consecutive micro-batches: rank r of `world` those from r x micro_batches / world
+    all counts as zero. Under `world`, what is written into `slots` (fp32, of the number asked for) before the last
+    backward is summed with the gradients; it is None where they could not travel in one operation.
+
+    Workers own consecutive micro-batches: rank r of `world` those from r x micro_batches / world
     on; `group` is theirs (None: everybody). RecipeError when one backward makes a gradient twice, as re-entrant
     checkpointing of activations can.
     """
@@ -136,6 +140,7 @@ class GradientExchange:
         replicas: bool,
         capacity: float = 25 * 2**20,
         group: Group = None,
+        slots: int = 0,
     ):
         self.rank = rank
         self.world = world
@@ -146,7 +151,10 @@ class GradientExchange:
         self._first = rank * own
         self._last = self._first + own - 1
         self._cover: list[list[Node]] = [cover(micro_batches, r * own, (r + 1) * own) for r in range(world)]
-        self.buckets = make_buckets(parameters, capacity, world)
+        takes = slots > 0 and not replicas and world > 1 and parameters[0].dtype == torch.float32
+        self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
+        last = self.buckets[-1]
+        self.slots = last.slab.flat[last.used : last.used + slots] if takes else None
         self._parameters = list(parameters)
         self._next = 0  # the first bucket that is not complete yet
         self._armed = False

@@ -21,7 +21,12 @@ TOGETHER = 1 << 23
 
 
 class Gradients(Protocol):
-    """What a step asks for."""
+    """What a step asks for. What is written into `slots` before the last backward of a step is summed over all workers
+    together with the gradients, where there are such slots."""
+
+    @property
+    def slots(self) -> Tensor | None:
+        """fp32 [as many as were asked for]; None where nothing can go along."""
 
     def begin(self, leaf: int) -> None:
         """The backward of micro-batch number `leaf` of the global batch comes next."""
@@ -52,6 +57,8 @@ class Gradients(Protocol):
 
 class LocalGradients:
     """The gradients that autograd adds up in `.grad`; a parameter that was not used has zeros, as in an exchange."""
+
+    slots = None
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -86,6 +93,8 @@ class DividedGradients:
     """Gradients of a model that is divided over workers. FSDP has summed what it shards; `replicas`, an exchange, sums
     whole parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank,
     and those that two pipeline stages hold."""
+
+    slots = None
 
     def __init__(self, divided: Divided, replicas: Gradients | None):
         self._divided = divided

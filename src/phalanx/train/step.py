@@ -1,7 +1,9 @@
 """One optimizer step: this worker's micro-batches forward and backward, the exchange, the guard, the update.
 
-Everything that workers must agree on in a step travels in one small all-reduce (`Agreement`): the losses and terms of
-all micro-batches, each in a slot of its own so that the sum is exact, and flags such as the wish to stop.
+Everything that workers must agree on in a step is summed over them: the losses and terms of all micro-batches, each in
+a slot of its own so that the sum is exact, and flags such as the wish to stop. It travels with the gradients where they
+have room for it: an operation of its own took 9% of a step of 12 ms on two cores, whose threads it woke up in the middle
+of backward (docs/results/notes.md).
 """
 
 import math
@@ -27,6 +29,8 @@ from phalanx.train.tasks import TensorBatch
 from phalanx.train.timing import Stopwatch
 
 FLAGS = ("stop", *SAVE_FLAGS)
+PARTS = 3
+"""fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
 NOISE_EVERY = 8
 """Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
 
@@ -54,6 +58,26 @@ class Outcome:
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
     """A batch of the data room as tensors on the device."""
     return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+
+
+def slots_for(micro_batches: int) -> int:
+    """fp32 elements that the agreement of a step of so many micro-batches takes among the gradients."""
+    return PARTS * (2 * micro_batches + len(FLAGS) + 1)
+
+
+def split(values: Tensor) -> Tensor:
+    """fp64 [n] -> fp32 [PARTS x n], whose sum over the parts it is, bit for bit within the range of fp32."""
+    parts, rest = [], values
+    for _ in range(PARTS):
+        part = rest.float()
+        parts.append(part)
+        rest = rest - part
+    return torch.cat(parts)
+
+
+def joined(parts: Tensor) -> Tensor:
+    """What was `split`."""
+    return parts.view(PARTS, -1).double().sum(0)
 
 
 class Stepper:
@@ -87,7 +111,6 @@ class Stepper:
         self._own = micro_batches // mesh.data_size
         self._first = mesh.data * self._own
         self._parameters = list(optimizer.names)
-        self._agreed: dist.Work | None = None
         self.backwards = 0
         """Micro-batches of this step that are done."""
         parts: list[Any] = [part for module in modules for part in module.modules()]
@@ -101,9 +124,9 @@ class Stepper:
         self._seeds.begin(step, self._first)
         self.backwards = 0
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
-        # [2 x micro_batches + len(FLAGS) (+ 1)].
+        # [2 x micro_batches + len(FLAGS) + 1].
         self._squared = step % NOISE_EVERY == 0 and self._own > 1
-        size = 2 * self.micro_batches + len(FLAGS) + self._squared
+        size = 2 * self.micro_batches + len(FLAGS) + 1
         self._agreement = torch.zeros(size, dtype=torch.float64, device=self.place.device)
         for parameter in self._parameters:
             # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
@@ -131,7 +154,9 @@ class Stepper:
             self._agreement[leaf] = loss.detach()
             self._agreement[self.micro_batches + leaf] = terms
         if self.complete:
-            self._agree(flags)
+            self._raise(flags)
+            if self.summed.slots is not None:
+                self.summed.slots.copy_(split(self._agreement))
         watch.lap("forward")
         self.summed.begin(leaf)
         (loss * self.scale.scale if self.scale.dynamic else loss).backward()
@@ -151,30 +176,32 @@ class Stepper:
                 self._agreement[leaf] = loss
                 self._agreement[self.micro_batches + leaf] = terms
         self.backwards = self._own
-        self._agree(flags)
+        self._raise(flags)
 
-    def _agree(self, flags: Callable[[], Sequence[bool]]) -> None:
+    def _raise(self, flags: Callable[[], Sequence[bool]]) -> None:
         for index, raised in enumerate(flags()):
             if raised:
                 self._agreement[2 * self.micro_batches + index] = 1
-        if self.place.world > 1:
-            self._agreed = dist.all_reduce(self._agreement, async_op=True)
 
     def finish(self, watch: Stopwatch) -> Tensor:
         """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
+        agreed = None
+        if self.place.world > 1 and self.summed.slots is None:
+            agreed = dist.all_reduce(self._agreement, async_op=True)
         self.summed.finish()
-        if self._agreed is not None:
-            self._agreed.wait()
-            self._agreed = None
+        if agreed is not None:
+            agreed.wait()
+        if self.summed.slots is not None:
+            self._agreement = joined(self.summed.slots)
         watch.lap("exchange")
         return self._agreement
 
     def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
-        *values, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
+        *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
         loss_sum, terms = sum(values[:count]), sum(values[count : 2 * count])
-        raised, rest = values[2 * count : 2 * count + len(FLAGS)], values[2 * count + len(FLAGS) :]
+        raised = values[2 * count :]
         flags = {name: round(value) for name, value in zip(FLAGS, raised, strict=True)}
         # A batch without a single term teaches nothing: gradient and loss are zero.
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
@@ -186,7 +213,7 @@ class Stepper:
             skipped = "non-finite gradient"
         elif self.clip is not None and grad_norm > self.clip:
             factor *= self.clip / grad_norm
-        squares = self._squares(rest[0], values[count : 2 * count], grad_norm) if rest and rest[0] else None
+        squares = self._squares(square, values[count : 2 * count], grad_norm) if square else None
         return Outcome(loss, grad_norm, skipped, flags, squares), factor
 
     def _squares(self, sum_of_squares: float, terms: Sequence[float], grad_norm: float) -> Squares:

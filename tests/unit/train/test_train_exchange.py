@@ -221,6 +221,18 @@ def test_operations_start_in_bucket_order_whatever_backward_makes_first(monkeypa
     exchange.finish()
 
 
+@pytest.mark.parametrize(
+    ("world", "replicas", "dtype"),
+    [(1, False, torch.float32), (2, True, torch.float32), (2, False, torch.bfloat16)],
+    ids=["one worker", "replicas", "gradients of another dtype"],
+)
+def test_there_are_no_slots_where_nothing_can_go_along(world: int, replicas: bool, dtype: torch.dtype) -> None:
+    exchange = GradientExchange(
+        parameters((3,), dtype=dtype), rank=0, world=world, micro_batches=2, replicas=replicas, slots=5
+    )
+    assert exchange.slots is None
+
+
 def test_a_gradient_that_one_backward_makes_twice_is_refused() -> None:
     weights = parameters((3,))
     exchange = alone(weights, micro_batches=2, replicas=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.recipe.schema import Optim
 from phalanx.train.precision import LossScale
-from phalanx.train.step import FLAGS, Outcome
+from phalanx.train.step import FLAGS, Outcome, joined, split
 from phalanx.train.timing import HostStopwatch
 
 
@@ -26,7 +26,7 @@ def settled(
     model = nn.Linear(len(gradient), 1, bias=False)
     stepper = make_stepper(model, len(losses), clip=clip, scale=scale)
     model.weight.grad = torch.tensor([gradient])
-    return stepper.settle(torch.tensor([*losses, *terms, *flags], dtype=torch.float64))
+    return stepper.settle(torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64))
 
 
 def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
@@ -87,10 +87,21 @@ def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...]
 
 def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
     agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, False, False, True)).tolist()
-    assert len(agreement) == 2 * 3 + len(FLAGS)
+    assert len(agreement) == 2 * 3 + len(FLAGS) + 1
     assert all(loss > 0 for loss in agreement[:3])
     assert agreement[3:6] == [12.0] * 3
-    assert agreement[6:] == [1.0, 0.0, 0.0, 1.0]
+    assert agreement[6:] == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:
+    values = torch.tensor([0.0, -1.5, 1 / 3, math.pi * 1e30, -math.e * 1e-20, 2.0**53 - 1], dtype=torch.float64)
+    assert split(values).dtype == torch.float32
+    assert joined(split(values)).equal(values)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
+def test_what_is_not_finite_in_fp32_comes_back_as_such(value: float) -> None:
+    assert not joined(split(torch.tensor([value], dtype=torch.float64))).isfinite()
 
 
 def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> None:
