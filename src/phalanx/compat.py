@@ -140,6 +140,15 @@ def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]"
     return mode
 
 
+def imagining() -> "AbstractContextManager[object]":
+    """A context in which tensors have shape, dtype and device, but neither memory nor values. What asks for a value
+    raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
 def die_first() -> None:
     """Have the kernel, when memory runs out, kill this process before any other (Linux; elsewhere it does nothing)."""
     if sys.platform == "linux":

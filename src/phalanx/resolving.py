@@ -23,6 +23,7 @@ from phalanx.plan import (
     choose_precision,
     choose_threads,
     divides_state,
+    fits_whole,
     likely_precision,
     losses_to_try,
     plan_of,
@@ -32,6 +33,7 @@ from phalanx.recipe import Recipe
 from phalanx.run.cache import remembered
 
 PROFILE, RACE = "phalanx.train.trial:profile", "phalanx.train.trial:race"
+IMAGINED = "phalanx.train.trial:imagined"
 FILLING = (PROFILE, RACE)
 """Trials that may run out of memory."""
 OUT_OF_MEMORY = "out_of_memory"
@@ -68,11 +70,16 @@ def first_resolution(
     """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
     threads = choose_threads(given, machine.cores, world)
     payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
-    profile, needs = measured_needs(given, machine.device, world, payload, call)
     # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
     sharing = max(world, *COMMON_WORLDS) if given.exchange.exact == "replicas" else world
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
-    chosen, seconds = tried_memory(given, needs, Room(machine.device, memory, world), payload, call)
+    room, alone = Room(machine.device, memory, world), Room(machine.device, machine.device_memory_bytes, 1)
+    profile, needs = measured_needs(given, alone, world, payload, call)
+    seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
+    if divides_state(given) and not fits_whole(given, needs, alone):
+        chosen = choose_memory(given, needs, room)
+    else:
+        chosen, seconds = tried_memory(given, needs, room, payload, call)
     choices = [threads, *chosen, choose_precision(given, seconds, machine.device)]
     recipe = resolve(given, choices, world)
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
@@ -93,19 +100,28 @@ def first_resolution(
 
 
 def measured_needs(
-    given: Recipe, device: str, world: int, payload: dict[str, Any], call: Call
+    given: Recipe, alone: Room, world: int, payload: dict[str, Any], call: Call
 ) -> tuple[dict[str, Any], Needs]:
-    """The profile of a model, and what it says of memory. Ways of recomputing that fill the machine's memory with a
-    sample or two are left out, the hungriest first. RecipeError when none is left."""
+    """The profile of a model, and what it says of memory. Ways of recomputing that fill the memory that one process has
+    `alone` with a sample or two are left out, the hungriest first. A model that the layout divides, and that is too
+    large for one process, is not loaded for it. RecipeError when no way is left."""
     facts = open_data(given.data, given.evaluate, given.seed).facts
     logits = 4 * (facts.sequence or 0) * (facts.vocab or 0)
     asked = {**payload, "losses": losses_to_try(given, logits, world)}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
-    asked["precision"] = likely_precision(given, device)
+    asked["precision"] = likely_precision(given, alone.device)
+
+    def needs_of(profile: dict[str, Any]) -> Needs:
+        return Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)
+
+    if divides_state(given):
+        profile = call(IMAGINED, asked)
+        if profile and not fits_whole(given, needs_of(profile), alone):
+            return profile, needs_of(profile)
     for ways in (["none", "selective", "full"], ["selective", "full"], ["full"]):
         profile = call(PROFILE, {**asked, "ways": ways})
         if OUT_OF_MEMORY not in profile:
-            return profile, Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)
+            return profile, needs_of(profile)
     raise RecipeError(
         "model: forward and backward of two samples run out of memory, however much is recomputed; "
         "use a smaller model or sequence"

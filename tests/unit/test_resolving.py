@@ -1,18 +1,22 @@
 """Trials that fill memory: their end is an answer, and the next best choice is tried. No process is started."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.jobs.agent import TrialError
 from phalanx.plan import Needs, Room
 from phalanx.recipe import Recipe
-from phalanx.resolving import PROFILE, RACE, Call, surviving, tried_memory
+from phalanx.recipe.schema import Data, Source
+from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, measured_needs, surviving, tried_memory
 
 NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
 ROOM = Room("cpu", 10**12, 1)
 DIED = {"out_of_memory": 1.0}
+PROFILED: dict[str, Any] = {"parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peaks}
 SECONDS = {"fp32": 1.0, "bf16": 0.5, "update": 0.1}
 
 
@@ -74,3 +78,36 @@ def test_when_no_trial_survives_the_recipe_is_refused() -> None:
     with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once"):
         tried_memory(recipe(batch={"global": 2}), NEEDS, ROOM, {}, machine(0, seen))
     assert seen == [(way, micro) for way in ("none", "selective", "full") for micro in (2, 1)]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("0123456789abcdef" * 200)
+    source = Source(text="*.txt")
+    prepare_source(source, Data(source=source), tmp_path, tmp_path / "data", workers=1)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory", "imagined", "expected"),
+    [
+        ("auto", 100, PROFILED, [PROFILE]),
+        ({"shard": 2}, 17_000, PROFILED, [IMAGINED, PROFILE]),
+        ({"shard": 2}, 16_000, PROFILED, [IMAGINED]),
+        ({"shard": 2}, 16_000, {}, [IMAGINED, PROFILE]),
+    ],
+    ids=["a whole model", "a divided one that fits into one process", "one that does not", "one nobody can imagine"],
+)
+def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
+    prepared: Path, layout: Any, memory: int, imagined: dict[str, Any], expected: list[str]
+) -> None:
+    called: list[str] = []
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        called.append(function)
+        return imagined if function == IMAGINED else PROFILED
+
+    given = recipe(layout=layout, data={"source": {"prepared": str(prepared)}})
+    profile, needs = measured_needs(given, Room("cpu", memory, 1), 2, {}, call)
+    assert called == expected
+    assert (profile, needs.trainable, needs.peaks) == (PROFILED, 1000, NEEDS.peaks)

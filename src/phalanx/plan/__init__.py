@@ -3,7 +3,16 @@
 Nothing is measured here: what trials and probes found comes in as plain numbers.
 """
 
-from phalanx.plan.memory import Needs, Room, choose_memory, divides_state, losses_to_try, sizes, smaller_micro
+from phalanx.plan.memory import (
+    Needs,
+    Room,
+    choose_memory,
+    divides_state,
+    fits_whole,
+    losses_to_try,
+    sizes,
+    smaller_micro,
+)
 from phalanx.plan.resolve import (
     COMMON_WORLDS,
     Choice,
@@ -27,6 +36,7 @@ __all__ = [
     "choose_precision",
     "choose_threads",
     "divides_state",
+    "fits_whole",
     "go_on",
     "likely_precision",
     "losses_to_try",

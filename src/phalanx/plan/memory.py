@@ -85,6 +85,13 @@ def divides_state(recipe: Recipe) -> bool:
     return _ranks(recipe) > 1
 
 
+def fits_whole(recipe: Recipe, needs: Needs, room: Room) -> bool:
+    """Whether one process could train the whole model, undivided, with at least a sample at once."""
+    peaks = [peak for ways in needs.peaks.values() for peak in ways.values() if peak is not None]
+    state = parameter_bytes(recipe, room.device) * needs.trainable + 4 * needs.frozen
+    return state + min(peaks, default=0) <= room.memory
+
+
 def activation_bytes(recipe: Recipe, peak: int, micro: int, world: int) -> int:
     """Bytes that micro-batches of `micro` samples hold on one worker at the peak of a step, where a sample takes `peak`
     without any layout. Stages of a pipeline hold their part of several micro-batches at once."""

@@ -102,7 +102,9 @@ def build_model(
         else:
             model = huggingface.build(directory, spec.args, facts)
     else:
-        model = _built(spec, facts, folder, seed).to(device)
+        model = _built(spec, facts, folder, seed)
+        if device.type != "cpu":  # `to` replaces imagined parameters (trial.py), which cannot be
+            model = model.to(device)
     if adapter is not None:
         add_adapters(model, adapter, torch.Generator().manual_seed(seed_for(seed, "adapter")))
     return model

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import measure_matmul
-from phalanx.compat import die_first, scale_in_place
+from phalanx.compat import die_first, imagining, scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
@@ -69,9 +69,22 @@ def profile(payload: dict[str, Any]) -> dict[str, Any]:
         return {OUT_OF_MEMORY: 1.0}
 
 
-def _profile(payload: dict[str, Any]) -> dict[str, Any]:
-    model, task, data = _open(payload)
-    device = from_environment({}).device
+def imagined(payload: dict[str, Any]) -> dict[str, Any]:
+    """`profile` with tensors that have neither memory nor values, for a model that no worker holds whole: no weight is
+    read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not checked. Empty
+    where the model cannot be followed so, because what it does depends on values."""
+    try:
+        with imagining():
+            return _profile(payload, values=False)
+    except Exception:  # noqa: BLE001 any model may fail at this in its own way; `profile` tells what is really wrong
+        return {}
+
+
+def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
+    model, task, data = _open(payload, values)
+    device = from_environment({}).device if values else torch.device("cpu")
+    if not values:
+        huggingface.materialise(model, device)
     flops = []
     for samples in (1, 2):
         counter = FlopCounterMode(display=False)
@@ -79,7 +92,7 @@ def _profile(payload: dict[str, Any]) -> dict[str, Any]:
         with counter, torch.no_grad():
             _loss(Scoring(task, "fp32", device), model, batch)
         flops.append(counter.get_total_flops())
-    if isinstance(task, LanguageModeling):  # a forward that fails has been told by now
+    if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
         check_causal(model, task, to_device(data.train(0, 1), device))
     parameters = sum(p.numel() for p in trainable(model).values())
     scorings = _scorings(payload, model, task, data, device)
@@ -205,7 +218,7 @@ def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, 
     recipe = Recipe.model_validate(payload["recipe"])
     folder = Path(payload["folder"])
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    device = from_environment({}).device
+    device = from_environment({}).device if load else torch.device("cpu")
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
     return model.train(), load_task(recipe.task, folder), data
 

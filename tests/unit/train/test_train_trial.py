@@ -9,7 +9,7 @@ from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Data, Source
-from phalanx.train.trial import importable, profile, race
+from phalanx.train.trial import imagined, importable, profile, race
 
 SEQUENCE, WIDTH = 16, 24
 MODEL = f"""
@@ -60,6 +60,54 @@ def test_a_profile_tells_what_a_sample_takes_at_the_peak_without_the_weights(fol
 def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:
     facts = profile(payload(folder))["facts"]
     assert (facts["kind"], facts["vocab"], facts["sequence"]) == ("tokens", 256, SEQUENCE)
+
+
+def shipped(folder: Path, **model: Any) -> dict[str, Any]:
+    """A payload with the shipped transformer."""
+    given = payload(folder, losses=["whole", "chunked"])
+    given["recipe"]["model"] = Recipe.model_validate({"model": model}).model.model_dump(mode="json")
+    return given
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_imagined_is_what_a_profile_finds(folder: Path, precision: str) -> None:
+    given = shipped(folder, args={"layers": 2, "width": 64, "heads": 2}) | {"precision": precision}
+    assert imagined(given) == profile(given)
+
+
+def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, folder: Path) -> None:
+    tiny = pytest.importorskip("tiny_huggingface")
+    tiny.saved(tmp_path / "llama", "llama")
+    given = shipped(folder, build=f"hf:{tmp_path / 'llama'}", args={"vocab_size": 256})
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    found = imagined(given)
+    assert found["parameters"] == sum(
+        p.numel()
+        for p in tiny.transformers.AutoModelForCausalLM.from_config(tiny.config("llama", vocab_size=256)).parameters()
+    )
+    assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
+
+
+def test_nothing_is_allocated_for_a_model_that_is_imagined(folder: Path) -> None:
+    """Its 26 billion parameters would take 100 GB."""
+    found = imagined(shipped(folder, args={"layers": 2, "width": 32768, "heads": 64}))
+    assert found["parameters"] > 25e9
+    assert found["flops_per_sample"] > 6 * SEQUENCE * 25e9
+    assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
+
+
+def test_a_model_that_asks_for_values_cannot_be_imagined(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "own_trial_values.py").write_text(
+        "from torch import nn\n"
+        "class Asks(nn.Embedding):\n"
+        "    def forward(self, tokens):\n"
+        "        return super().forward(tokens % (2 + int(tokens.max())))\n"
+        "def make(vocab): return Asks(vocab, vocab)\n"
+    )
+    given = payload(folder)
+    given["recipe"]["model"]["build"], given["folder"] = "own_trial_values:make", str(tmp_path)
+    assert imagined(given) == {}
+    assert profile(given)["parameters"] == 256 * 256
 
 
 def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
