@@ -4,8 +4,9 @@
 when: `boundary` (default) strikes between the step and what follows it; `within` so many seconds (`delay`) later, in
 the middle of whatever is done then; `saving` as soon as a checkpoint that is being written has its temporary directory,
 plus `delay`; `start` before the first step; `evaluation` after one at or beyond the step.
-do: `kill` or `term` this worker, `kill-agent`, `raise`, `block`, `slow` (every step from there on), `limit-files`
-(no file of this process may grow beyond a few bytes, as on a full disk), `free-files`.
+do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
+(every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
+`free-files`.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -72,6 +74,8 @@ def strike(fault):
         os.kill(os.getpid(), signal.SIGTERM)
     elif do == "kill-agent":
         os.kill(agent(), signal.SIGKILL)
+    elif do == "hang-up":
+        hang_up()
     elif do == "raise":
         raise RuntimeError("a mistake in the user's own code")
     elif do == "block":
@@ -84,6 +88,18 @@ def strike(fault):
         ctypes.string_at(0)
     else:
         raise ValueError(f"no fault {do!r}")
+
+
+def hang_up():
+    """What the others see of a process that dies slowly: its connections break, and it is still there."""
+    for name in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd") / name
+        if path.is_symlink() and os.readlink(path).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if connection.family == socket.AF_INET and not listens:
+                    connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(600)
 
 
 def agent():

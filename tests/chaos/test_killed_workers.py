@@ -48,6 +48,13 @@ def test_without_accumulation_too(lab: Lab, nproc: int) -> None:
     assert killed.digest == lab.reference(changes, nproc).digest
 
 
+def test_a_worker_that_dies_more_slowly_than_those_who_miss_it_is_no_mistake_in_their_code(lab: Lab) -> None:
+    """Nothing had been reported yet when its connections broke."""
+    ended = lab.train({}, 3, faults=[fault(0, do="hang-up", ranks=[1], when="start")])
+    assert ended.digest == lab.reference({}, 3).digest
+    assert ended.result["restarts"] == 1
+
+
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_all_workers_killed_at_once(lab: Lab, nproc: int) -> None:
     ended = lab.train({}, nproc, faults=[fault(6), fault(10, attempt=1, when="within", delay=0.01)])

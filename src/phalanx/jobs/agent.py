@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.jobs.nursery import signal_name
+from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain, pair, receive, send
 
@@ -269,20 +269,25 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     rank, code = first_to_fall(codes)
     log = logs / f"attempt-{number}-rank-{rank}.log"
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code == LOST_PEER:
+        how = "lost the connection to another worker"
     if code == -signal.SIGKILL:
         how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
     return None, f"worker {rank} {how}{last_words(log)}"
 
 
 def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
-    """Rank and status of the worker that failed first; those that the agent killed died after it."""
-    return next((rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED))
+    """Rank and status of the worker that failed first; those that the agent killed died after it, and who only lost a
+    peer did not fail by itself."""
+    fallen = [(rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED)]
+    return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
 
 
 def fault(attempt: Attempt) -> dict[str, Any]:
     """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
     rank, code = first_to_fall(attempt.codes)
-    return {"rank": rank, "what": signal_name(-code) if code < 0 else f"exit {code}"}
+    what = "lost peer" if code == LOST_PEER else f"exit {code}"
+    return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
 
 
 def last_words(log: Path, limit: int = 300) -> str:

@@ -32,6 +32,9 @@ from phalanx.run.channel import Message, receive, send
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Blocked in the nursery and in its children until they unblock them."""
+LOST_PEER = 76
+"""Exit status of a worker that ended only because another was gone. It may end, and be reaped, before that one: a dying
+process closes its sockets first."""
 STORE = -1
 CALL = -2
 """Ranks of the children that are not workers."""
@@ -240,12 +243,19 @@ def _become(body: Callable[[], None], environment: dict[str, str], log: Path | N
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the last frame of a process: report and leave
+    except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
         traceback.print_exc()
+        code = LOST_PEER if _lost_peer(error) else 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _lost_peer(error: BaseException) -> bool:
+    from phalanx.train.place import lost_peer
+
+    return lost_peer(error)
 
 
 def main() -> None:

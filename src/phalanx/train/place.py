@@ -94,6 +94,13 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
     return _connect(address, int(port), place.leads and not hosted)
 
 
+def lost_peer(error: BaseException) -> bool:
+    """Whether this is what a collective raises whose other end is gone: no mistake of the worker that raises it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)  # gloo has no type for it
+
+
 def leave() -> None:
     """Leave the process group in order, if there is one.
 

@@ -17,6 +17,7 @@ from phalanx.jobs.agent import (
     last_words,
     verdict,
 )
+from phalanx.jobs.nursery import LOST_PEER
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, send
 
@@ -47,6 +48,7 @@ CRASHED = {0: -11, 1: -9}
         (attempt({1: -6, 0: -9}), None, "worker 1 was killed by SIGABRT"),
         (attempt({0: 75, 1: -11}), None, "worker 1 was killed by SIGSEGV"),
         (attempt({1: 1, 0: -9}), None, "worker 1 ended with exit code 1"),
+        (attempt({1: LOST_PEER, 0: LOST_PEER}), None, "worker 1 lost the connection to another worker"),
         (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
     ],
 )
@@ -73,9 +75,16 @@ def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_
     assert first_to_fall({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
 
 
+def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
+    assert first_to_fall({1: LOST_PEER, 0: -9, 2: -9}) == (0, -9)
+    assert first_to_fall({1: LOST_PEER, 0: 1}) == (0, 1)
+    assert first_to_fall({1: LOST_PEER, 0: LOST_PEER}) == (1, LOST_PEER)
+
+
 def test_a_fault_names_rank_and_signal_or_code() -> None:
     assert fault(attempt({1: -9, 0: -9})) == {"rank": 1, "what": "SIGKILL"}
     assert fault(attempt({0: 3})) == {"rank": 0, "what": "exit 3"}
+    assert fault(attempt({0: LOST_PEER, 1: LOST_PEER})) == {"rank": 0, "what": "lost peer"}
 
 
 def test_last_words_of_a_worker_that_said_nothing_are_none(tmp_path: Path) -> None:

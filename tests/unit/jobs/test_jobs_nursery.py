@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lab import wait_until
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import NurseryProcess, Raised, TrialError
 from phalanx.jobs.nursery import describe
@@ -127,12 +128,20 @@ def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: NurseryPr
     assert "LookupError" in (tmp_path / "attempt-6-rank-0.log").read_text()
 
 
+def term_is_pending(process: psutil.Process) -> bool:
+    """Whether SIGTERM has been sent and is held back."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (pending,) = (int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd"))
+    return bool(pending & 1 << signal.SIGTERM - 1)
+
+
 def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(nursery: NurseryProcess, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     # A FIFO, since descriptors of ours are not the nursery's: the worker reads from it once we open it.
     start(nursery, "wait_for_term_at", tmp_path, 1, GATE=str(gate))
     send(nursery.control, {"kind": "signal", "number": int(signal.SIGTERM)})
+    wait_until(lambda: any(map(term_is_pending, psutil.Process(nursery.process.pid).children())))
     with open(gate, "w") as opened:
         opened.write("x")
     assert exits(nursery, 1) == {0: 75}

@@ -1,9 +1,10 @@
 """A worker's place, from environment variables."""
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.train.place import Place, from_environment, leave, local_network, open_store
+from phalanx.train.place import Place, from_environment, leave, local_network, lost_peer, open_store
 
 
 def test_without_variables_a_worker_is_alone() -> None:
@@ -54,3 +55,11 @@ def test_a_local_world_talks_over_loopback_unless_told_otherwise(
     variables: dict[str, str], network: dict[str, str]
 ) -> None:
     assert local_network(variables) == network
+
+
+def test_a_broken_connection_is_told_from_a_mistake() -> None:
+    broken = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2973: Connection reset by peer"
+    assert lost_peer(RuntimeError(broken))
+    assert lost_peer(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_peer(ConnectionResetError("of the user's own database"))
