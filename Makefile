@@ -23,10 +23,12 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/browser tests/world
+	$(BIN)/python -m pytest -m "not slow" tests/chaos
 
 test-all: venv ## Run all tests, also those that take minutes each.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/browser tests/world
+	$(BIN)/python -m pytest tests/chaos
 
 lint: venv ## Check format, lint, types and layers.
 	$(BIN)/ruff format --check

@@ -1,11 +1,19 @@
 """Models of a user's own for the tests, copied beside their recipes."""
 
-from phalanx.models import transformer
+from phalanx.models import moe, transformer
 
 
 def frozen(vocab, sequence, **arguments):
     """A transformer whose embedding and first block do not train."""
     model = transformer(vocab, sequence, **arguments)
+    for part in (model.embedding, model.blocks[0]):
+        part.requires_grad_(False)
+    return model
+
+
+def frozen_experts(vocab, sequence, **arguments):
+    """The same of a mixture of experts."""
+    model = moe(vocab, sequence, **arguments)
     for part in (model.embedding, model.blocks[0]):
         part.requires_grad_(False)
     return model

@@ -56,18 +56,22 @@ def second(layers: int) -> Case:
     )
 
 
+MIXTURE = {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1, "shared": 16}
 EXPERTS = Case(
     "experts",
     ("accumulation", "clipping", "tied embeddings"),
     {
         **TRAINING,
-        "model": {
-            "build": "phalanx.models:moe",
-            "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1, "shared": 16},
-        },
+        "model": {"build": "phalanx.models:moe", "args": MIXTURE},
         "optim": {**TRAINING["optim"], "clip": 0.5},
     },
 )
+PACKED_EXPERTS = Case(
+    "packed-experts",
+    ("sequence packing", "frozen parameters", "recomputation"),
+    {**second(2).changes, "model": {"build": "lab_models:frozen_experts", "args": {**MIXTURE, "tie": False}}},
+)
+MIXTURES = (EXPERTS, PACKED_EXPERTS)
 DENSE, DEEP = (first(2), second(2)), (first(4), second(4))
 FIRST = DENSE[0]
 MOVED = "checkpoint read under another layout"
@@ -106,9 +110,9 @@ LAYOUTS = (
     Layout({"pipeline": 2, "schedule": "gpipe", "stages": [1, 3]}, DEEP, {"shard": 2}),
     Layout({"pipeline": 2, "schedule": "interleaved"}, DEEP, {"shard": 2}),
     Layout({"pipeline": 2, "schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
-    Layout({"shard": 2, "expert": 2}, (EXPERTS,), {"shard": 2}),
+    Layout({"shard": 2, "expert": 2}, MIXTURES, {"shard": 2}),
     Layout({"shard": 4}, moved_to={"shard": 2, "tensor": 2}),
-    Layout({"context": 4}, (FIRST,)),
+    Layout({"context": 4}),
     Layout({"pipeline": 4}, DEEP, {"pipeline": 2}),
     Layout({"replicate": 2, "shard": 2}, moved_to={"tensor": 2}),
     Layout({"replicate": 2, "tensor": 2}, moved_to={"shard": 4}),
@@ -119,14 +123,14 @@ LAYOUTS = (
     Layout({"tensor": 2, "context": 2}, moved_to={"replicate": 2}),
     Layout({"tensor": 2, "pipeline": 2}, moved_to={"shard": 2}),
     Layout({"context": 2, "pipeline": 2}, moved_to={"shard": 2}),
-    Layout({"shard": 4, "expert": 2}, (EXPERTS,), {"shard": 2, "expert": 2}),
-    Layout({"shard": 2, "tensor": 2, "expert": 2}, (EXPERTS,)),
-    Layout({"context": 2, "pipeline": 2, "expert": 2}, (EXPERTS,), {"shard": 2}),
-    Layout({"replicate": 2, "shard": 2, "tensor": 2}, (FIRST,), {"shard": 2}),
-    Layout({"replicate": 2, "shard": 2, "context": 2}, (FIRST,), {"shard": 2}),
+    Layout({"shard": 4, "expert": 2}, MIXTURES, {"shard": 2, "expert": 2}),
+    Layout({"shard": 2, "tensor": 2, "expert": 2}, MIXTURES),
+    Layout({"context": 2, "pipeline": 2, "expert": 2}, MIXTURES, {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2}, DENSE, {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "context": 2}, DENSE, {"shard": 2}),
     Layout({"shard": 2, "tensor": 2, "pipeline": 2}, moved_to={"replicate": 2}),
-    Layout({"shard": 2, "tensor": 2, "context": 2}, (FIRST,), {"tensor": 2}),
-    Layout({"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, (EXPERTS,), {"shard": 4, "expert": 4}),
+    Layout({"shard": 2, "tensor": 2, "context": 2}, DENSE, {"tensor": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, MIXTURES, {"shard": 4, "expert": 4}),
 )
 
 
