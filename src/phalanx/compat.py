@@ -68,20 +68,26 @@ def all_gather_into(
     return work
 
 
-def reduce_scatter_into(part: "torch.Tensor", whole: "torch.Tensor", group: "dist.ProcessGroup | None" = None) -> None:
-    """Sum all ranks' `whole` and keep this rank's part of it. Torch 2.13 renamed it."""
+def reduce_scatter_into(
+    part: "torch.Tensor", whole: "torch.Tensor", group: "dist.ProcessGroup | None" = None, *, wait: bool = True
+) -> "dist.Work | None":
+    """Sum all ranks' `whole` and keep this rank's part of it; without `wait`, work to wait for. Torch 2.13 renamed
+    it."""
     import torch.distributed as dist
 
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
+    work: dist.Work | None = scatter(part, whole, group=group, async_op=not wait)
+    return work
 
 
-def fake_tensors() -> "AbstractContextManager[object]":
-    """A context in which new tensors have shape, dtype and device but no data, and operations only follow these."""
+def fake_tensors(symbols: bool = True) -> "AbstractContextManager[object]":
+    """A context in which new tensors have shape, dtype and device but no data, and operations only follow these. Where
+    code asks for a value it gets a symbol, or without `symbols` an exception."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    env = ShapeEnv() if symbols else None
+    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     return mode
 
 
@@ -137,15 +143,6 @@ def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]"
             return result
 
     mode: AbstractContextManager[object] = Watching()
-    return mode
-
-
-def imagining() -> "AbstractContextManager[object]":
-    """A context in which tensors have shape, dtype and device, but neither memory nor values. What asks for a value
-    raises."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 

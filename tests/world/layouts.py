@@ -94,8 +94,9 @@ class Layout:
         return product
 
     def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int)]
+        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "overlap"]
         more = [str(self.values["schedule"])] if "schedule" in self.values else []
+        more += ["overlap"] if "overlap" in self.values else []
         if "stages" in self.values:
             more.append("stages of " + ", ".join(map(str, self.values["stages"])) + " blocks")
         return " x ".join(sizes) + (f" ({'; '.join(more)})" if more else "")
@@ -105,6 +106,7 @@ LAYOUTS = (
     Layout({"replicate": 2}, moved_to={"shard": 2}),
     Layout({"shard": 2}, moved_to={"tensor": 2}),
     Layout({"tensor": 2}, moved_to={"pipeline": 2}),
+    Layout({"tensor": 2, "overlap": True}, moved_to={"tensor": 2}),
     Layout({"context": 2}, moved_to={"replicate": 2}),
     Layout({"pipeline": 2}, moved_to={"context": 2}),
     Layout({"pipeline": 2, "schedule": "gpipe", "stages": [1, 3]}, DEEP, {"shard": 2}),

@@ -94,6 +94,8 @@ def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str,
         yield "layout.tensor", "muon works on whole matrices, which tensor ranks do not have; use layout.shard or adamw"
     if recipe.compile == "graphs" and layout.replicate != layout.world:
         yield "compile", "graphs cannot hold the communication of a divided model: give layout.replicate only, or true"
+    if layout.overlap and layout.tensor == 1:
+        yield "layout.overlap", "is about what tensor ranks send each other; give layout.tensor, or false"
     for name in ("tensor", "expert"):
         if recipe.optim.state == "8bit" and getattr(layout, name) > 1:
             yield f"layout.{name}", "optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16"

@@ -193,6 +193,9 @@ class Layout(Part):
     """Ranks over which a sequence is split."""
     expert: PositiveInt = 1
     """Ranks over which experts are split; reuses shard x context."""
+    overlap: bool = False
+    """Tensor ranks compute half of a product while the other half travels. Pays where products are large and links
+    slow; `phalanx tune` finds out."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """In which order pipeline stages compute micro-batches."""
     stages: list[PositiveInt] | None = None

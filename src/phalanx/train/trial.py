@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import measure_matmul
-from phalanx.compat import die_first, imagining, scale_in_place
+from phalanx.compat import die_first, fake_tensors, scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
@@ -74,7 +74,7 @@ def imagined(payload: dict[str, Any]) -> dict[str, Any]:
     read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not checked. Empty
     where the model cannot be followed so, because what it does depends on values."""
     try:
-        with imagining():
+        with fake_tensors(symbols=False):
             return _profile(payload, values=False)
     except Exception:  # noqa: BLE001 any model may fail at this in its own way; `profile` tells what is really wrong
         return {}

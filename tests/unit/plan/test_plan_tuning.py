@@ -102,7 +102,14 @@ def test_under_replicas_threads_stay_and_every_promised_world_can_share_the_batc
 def test_shards_and_replicas_are_alternatives() -> None:
     assert "layout=shard 2" in labels(resolved(layout={"replicate": 2}, threads=1), CPU)
     assert "layout=replicate 2" in labels(resolved(layout={"shard": 2}, threads=1), CPU)
-    assert not any("layout" in label for label in labels(resolved(layout={"tensor": 2}, threads=1), CPU))
+    assert not any("layout=" in label for label in labels(resolved(layout={"tensor": 2}, threads=1), CPU))
+
+
+def test_what_tensor_ranks_send_may_overlap() -> None:
+    assert "layout.overlap=true" in labels(resolved(layout={"tensor": 2}, threads=1), CPU)
+    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2, "overlap": True}, threads=1), CPU)
+    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2}, threads=1, compile=True), CPU)
+    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2}, data={"sequence": 254}), CPU)
 
 
 def test_what_is_recomputed_need_not_be_where_memory_suffices() -> None:

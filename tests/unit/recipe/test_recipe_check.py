@@ -47,6 +47,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             2,
             r"layout: takes 4 workers \(replicate 4\), but the run has 2: use --nproc 4 or layout=auto",
         ),
+        (["layout.shard=2", "layout.overlap=true"], 2, "layout.overlap: is about what tensor ranks send each other"),
         (["layout.expert=1"], 2, r"layout: takes 1 workers \(one of each\), but the run has 2: use --nproc 1"),
         (
             ["layout.shard=2", "layout.tensor=3", "data.sequence=240"],

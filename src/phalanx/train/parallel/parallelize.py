@@ -24,6 +24,7 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.expert import check_experts, experts_in, split_experts
 from phalanx.train.parallel.families import divisible, family_of
 from phalanx.train.parallel.mesh import Mesh
+from phalanx.train.parallel.overlap import CHUNKS
 from phalanx.train.parallel.recompute import Recompute, apply_recompute
 from phalanx.train.parallel.shard import check_ties, shard_model
 from phalanx.train.parallel.standins import StandIn
@@ -76,6 +77,11 @@ def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
     if layout.shard * layout.context > 1:
         check_ties(model, [model.get_submodule(name) for name in blocks])
     length = None if choices.sequence is None else choices.sequence // layout.context
+    if layout.overlap and (length is None or length % (layout.tensor * CHUNKS)):
+        raise RecipeError(
+            f"layout.overlap: needs sequences that {layout.tensor} ranks can share in {CHUNKS} chunks each; "
+            f"a rank's have {length} positions"
+        )
     return Outline(blocks, styles, counts, length is not None and length % layout.tensor == 0)
 
 
@@ -99,6 +105,7 @@ def divide_part(
         counts=found.counts,
         sequence=found.sequence,
         vocabulary=choices.vocabulary,
+        overlap=mesh.layout.overlap,
     )
     cuts: dict[str, tuple[Cut, ...]] = {name: (cut,) for name, cut in tensor.cuts.items()}
     modules = {name: module for name, module in model.named_modules() if not isinstance(module, StandIn)}

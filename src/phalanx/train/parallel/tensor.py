@@ -32,6 +32,7 @@ from phalanx.train.parallel.collectives import (
 )
 from phalanx.train.parallel.cuts import Cut, cut_evenly, rows_of_shard
 from phalanx.train.parallel.families import STYLES, matching
+from phalanx.train.parallel.overlap import divides, product_scattered
 from phalanx.train.parallel.standins import StandIn
 
 KEY = "model.rules"
@@ -98,13 +99,15 @@ def cut_model(
     counts: Mapping[str, Sequence[str]] | None = None,
     sequence: bool = False,
     vocabulary: bool = False,
+    overlap: bool = False,
 ) -> Division:
     """Cut the model's parameters in place and make its layers talk over `group`. Done before optimizer and FSDP.
 
     `styles` are those that `check_rules` found for the whole model; a pipeline stage has only some of its modules.
     `sequence`: hidden states between the first and last of `blocks` are cut along the sequence, whose length must
-    divide. `vocabulary`: whether the loss can be computed over parts of the vocabulary; otherwise embedding and head
-    stay whole. `counts`: attributes of modules (by pattern) that count heads or features, which are divided, too.
+    divide. `overlap`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
+    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole. `counts`: attributes
+    of modules (by pattern) that count heads or features, which are divided, too.
     """
     division = Division()
     if size_of(group) == 1:
@@ -127,7 +130,7 @@ def cut_model(
         parameter.data = torch.cat(pieces, cut.dim).clone(memory_format=torch.contiguous_format)
     for name, style in styles.items():
         in_region = any(styles.get(parent) == "region" for parent in _parents(name))
-        _CONNECT[style.partition(":")[0]](modules[name], _Wires(group, sequence, in_region))
+        _CONNECT[style.partition(":")[0]](modules[name], _Wires(group, sequence, in_region, overlap))
     for pattern, attributes in (counts or {}).items():
         for name in matching(pattern, modules):
             for attribute in attributes:
@@ -160,12 +163,13 @@ def _is_here(module: nn.Module, style: str) -> bool:
 
 @dataclass(frozen=True)
 class _Wires:
-    """How a layer talks: over which group, whether the hidden state is cut along the sequence, and whether what enters
-    the layer has entered a region already."""
+    """How a layer talks: over which group, whether the hidden state is cut along the sequence, whether what enters the
+    layer has entered a region already, and whether it talks while it computes."""
 
     group: Group
     sequence: bool
     in_region: bool
+    overlap: bool
 
     def enter(self, x: Tensor) -> Tensor:
         """From the hidden state into a region."""
@@ -229,7 +233,12 @@ def _connect_columns(module: nn.Module, wires: _Wires) -> None:
 
 def _connect_rows(module: nn.Module, wires: _Wires) -> None:
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        out = wires.leave(self.product(x) if isinstance(self, Fp8Linear) else F.linear(x, self.weight))
+        if isinstance(self, Fp8Linear):
+            out = wires.leave(self.product(x))
+        elif wires.overlap and wires.group is not None and divides(x, wires.group):
+            out = product_scattered(x, self.weight, wires.group)
+        else:
+            out = wires.leave(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias  # once, not once a rank
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE: wires.leave})
