@@ -174,10 +174,11 @@ def _optimizer(optim: Mapping[str, Any], own: str | None = None) -> str:
 def _layout(layout: Any) -> str:
     if not isinstance(layout, Mapping):
         return str(layout or "?")
-    sizes = {name: size for name, size in layout.items() if isinstance(size, int) and size != 1}
+    sizes = {name: size for name, size in layout.items() if type(size) is int and size != 1}
     text = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one process"
-    if "pipeline" not in sizes:  # how its stages are cut and take turns means nothing without them
-        return text
-    stages = layout.get("stages")
-    cut = f", blocks {' + '.join(map(str, stages))}" if isinstance(stages, list) else ""
-    return f"{text} ({layout.get('schedule', '?')}{cut})"
+    more = ["overlap"] if layout.get("overlap") else []
+    if "pipeline" in sizes:  # how its stages are cut and take turns means nothing without them
+        stages = layout.get("stages")
+        more += [str(layout.get("schedule", "?"))]
+        more += [f"blocks {' + '.join(map(str, stages))}"] if isinstance(stages, list) else []
+    return f"{text} ({', '.join(more)})" if more else text

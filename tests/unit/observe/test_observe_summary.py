@@ -224,6 +224,8 @@ def test_no_run_is_a_usage_error_and_a_broken_file_a_data_error(tmp_path: Path) 
     ("layout", "expected"),
     [
         ({"replicate": 1, "schedule": "1f1b", "stages": None}, "one process"),
+        ({"tensor": 2, "overlap": False, "schedule": "1f1b"}, "tensor 2"),
+        ({"tensor": 2, "overlap": True, "schedule": "1f1b"}, "tensor 2 (overlap)"),
         ({"replicate": 2, "tensor": 4, "schedule": "1f1b", "stages": None}, "replicate 2 x tensor 4"),
         ({"replicate": 2, "pipeline": 2, "schedule": "gpipe", "stages": None}, "replicate 2 x pipeline 2 (gpipe)"),
         ({"pipeline": 2, "schedule": "1f1b", "stages": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
