@@ -6,13 +6,13 @@ import pytest
 
 from lab import Lab, fault
 
-LAYOUTS: list[tuple[dict[str, Any], int]] = [
+LAYOUTS: list[Any] = [
     ({"shard": 2}, 2),
     ({"tensor": 2}, 2),
     ({"context": 2}, 2),
     ({"pipeline": 2}, 2),
     ({"replicate": 2, "shard": 2}, 4),
-    ({"tensor": 2, "pipeline": 2}, 4),
+    pytest.param({"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
 ]
 SMALL = {"model": {"args": {"layers": 2, "width": 32, "heads": 2}}}
 EXPERTS = {"model": {"build": "phalanx.models:moe", "args": {"layers": 2, "width": 32, "heads": 2, "experts": 4}}}
