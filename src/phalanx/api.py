@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -294,15 +294,31 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
         "function": "phalanx.train.worker:work",
         "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
     }
-    outcome = None
+    agent = Agent(run, nursery, show, recipe.recovery.attempts)
+    return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
+
+
+def to_the_end(
+    agent: Agent,
+    world: int,
+    command: dict[str, Any],
+    environment: Mapping[str, str],
+    first_attempt: int,
+    notes: Sequence[str] = (),
+    judge: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+) -> Outcome:
+    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result. `judge` may
+    see an outcome otherwise."""
+    run, outcome = agent.run, None
     try:
-        with Agent(run, nursery, show, recipe.recovery.attempts) as agent:
-            for note in ready.notes:
+        with agent:
+            for note in notes:
                 agent.emit("warning", text=note)
-            outcome = agent.supervise(world, command, {}, ready.first_attempt)
+            outcome = agent.supervise(world, command, environment, first_attempt)
             while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
                 agent.emit("warning", text=told)
-                outcome = agent.supervise(world, command, {}, last_attempt(run) + 1)
+                outcome = agent.supervise(world, command, environment, last_attempt(run) + 1)
+            outcome = judge(outcome)
             if outcome.result is None:
                 status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
                 agent.emit("end", status=status, step=last_step(run))

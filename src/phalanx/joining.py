@@ -27,11 +27,9 @@ from phalanx.api import (
     continuing,
     create,
     last_attempt,
-    last_step,
     locked,
     previous,
-    result_of,
-    shrink_micro,
+    to_the_end,
     write_run,
 )
 from phalanx.cluster import this_machine
@@ -43,8 +41,6 @@ from phalanx.recipe import Recipe, check, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
-from phalanx.run.directory import write_json
-from phalanx.run.events import NO_ROOM
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -303,26 +299,11 @@ def train_script(
                 agent.attempts = load_recipe(run.resolved).recipe.recovery.attempts
             show(event)
 
-        outcome = None
-        try:
-            with Agent(run, nursery, showing, attempts=3) as agent:
-                outcome = agent.supervise(nproc, command, environment, last_attempt(run) + 1)
-                while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
-                    agent.emit("warning", text=told)
-                    outcome = agent.supervise(nproc, command, environment, last_attempt(run) + 1)
-                if outcome.result is None and outcome.code is ExitCode.DONE:
-                    never = f"{script}: ended without training: it never came to `with phalanx.join(...)`"
-                    outcome = replace(outcome, code=ExitCode.USAGE, message=never)
-                if outcome.result is None:
-                    status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
-                    agent.emit("end", status=status, step=last_step(run))
-            write_json(run.result, result_of(run, outcome))
-        except OSError as error:
-            if outcome is None or error.errno not in NO_ROOM:
-                raise
-            said = f"{outcome.message}; " if outcome.message else ""
-            code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
-            return replace(
-                outcome, code=code, message=f"{said}{run.path}: no room left for the run's events and result"
-            )
-    return outcome
+        def judge(outcome: Outcome) -> Outcome:
+            if outcome.result is not None or outcome.code is not ExitCode.DONE:
+                return outcome
+            never = f"{script}: ended without training: it never came to `with phalanx.join(...)`"
+            return replace(outcome, code=ExitCode.USAGE, message=never)
+
+        agent = Agent(run, nursery, showing, attempts=3)
+        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, judge=judge)
