@@ -1,0 +1,109 @@
+"""What it costs to add up gradients over all devices, by the way that it is done; after FireCaffe (Iandola et al. 2016,
+arXiv 1511.00175), which showed that this choice decides whether data parallelism scales, and what came since.
+
+Every way is a plain function (bytes, ranks, bandwidth, latency) -> seconds: bytes of all gradients, bandwidth in bytes
+a second of one device into the network, one way, latency in seconds of one message. One rank takes no time. Only the
+network's time is counted: sums, copies and launches are in the bandwidth that one fits. Networks that block are not
+here; their bandwidth is lower.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Exchange = Callable[[float, int, float, float], float]
+"""(bytes, ranks, bytes a second, seconds a message) -> seconds."""
+
+
+def parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """One server beside the ranks: it takes all their gradients in through one port while it sends weights out:
+    n |W| / BW, linear in the ranks (FireCaffe sec. 5). Paleo (Qi et al. 2017) has it among them and both ways one after
+    the other, 2 (n - 1) |W| / BW."""
+    return ranks * (size / bandwidth + latency) if ranks > 1 else 0.0
+
+
+def sharded_parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Every rank serves an equal part of the weights (Li et al. 2014, OSDI): 2 (n - 1)/n |W| / BW, all ports busy both
+    ways; n - 1 messages leave each port each time."""
+    return 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * latency
+
+
+def reduction_tree(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Binomial tree of whole messages: up to one rank, then down again, 2 log2(n) (|W| / BW + latency), FireCaffe's
+    choice (sec. 5.2; as its formula has it, without rounding log2 up)."""
+    return 2 * math.log2(ranks) * (size / bandwidth + latency)
+
+
+def halving_doubling(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Recursive halving, then doubling (Rabenseifner 2004; Thakur et al. 2005): 2 (n - 1)/n |W| / BW and 2 log2(n)
+    messages. Numbers that are no power of two first fold the surplus onto others, and in the end back: Thakur's
+    |W| / BW each way on top."""
+    if ranks <= 1:
+        return 0.0
+    power = 1 << (ranks.bit_length() - 1)
+    fold = 0.0 if power == ranks else 2 * (size / bandwidth + latency)
+    return fold + 2 * (power - 1) / power * size / bandwidth + 2 * math.log2(power) * latency
+
+
+def ring(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Ring reduce-scatter and all-gather (Patarasuk and Yuan 2009): 2 (n - 1) pieces of |W| / n, which is the least
+    traffic there can be, at 2 (n - 1) messages."""
+    return 2 * (ranks - 1) * (size / ranks / bandwidth + latency)
+
+
+def butterfly(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Recursive doubling with whole messages: log2(n) (|W| / BW + latency), for small messages (Thakur et al. 2005)."""
+    return math.ceil(math.log2(ranks)) * (size / bandwidth + latency)
+
+
+WAYS: dict[str, Exchange] = {
+    "parameter_server": parameter_server,
+    "sharded_parameter_server": sharded_parameter_server,
+    "reduction_tree": reduction_tree,
+    "halving_doubling": halving_doubling,
+    "ring": ring,
+    "butterfly": butterfly,
+}
+
+
+def hierarchical(
+    size: float,
+    nodes: int,
+    a_node: int,
+    inner: tuple[float, float],
+    outer: tuple[float, float],
+    way: Exchange = ring,
+) -> float:
+    """Inside each node first (Goyal et al. 2017, sec. 4; NCCL's trees and rings over nodes do as well): reduce-scatter
+    among its `a_node` devices, exchange `way` among nodes, all-gather inside. `inner` and `outer` are (bytes a second,
+    seconds a message), `inner` of one device, `outer` of one whole node: its devices share its ports."""
+    inside = ring(size, a_node, *inner)  # reduce-scatter and all-gather together are one ring all-reduce
+    return inside + way(size, nodes, *outer)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One step of data parallelism, in seconds."""
+
+    compute: float
+    exchange: float
+    """Of all gradients, whether anyone waits for it or not."""
+    exposed: float
+    """The part of the exchange during which nothing is computed."""
+
+    @property
+    def seconds(self) -> float:
+        """From one step to the next."""
+        return self.compute + self.exposed
+
+
+def iteration(compute: float, exchange: float, hidden: float = 0.0) -> Iteration:
+    """A step that computes for `compute` seconds on every device and exchanges for `exchange`, of which up to `hidden`
+    seconds run beside computing, as they may from the first gradient on; FireCaffe hid none."""
+    return Iteration(compute, exchange, max(0.0, exchange - hidden))
+
+
+def speedup(step: Iteration, batch: float, single: float, single_batch: float) -> float:
+    """Samples a second of a `step` over `batch` samples, over those of one device that takes `single` seconds for
+    `single_batch`. Both batches matter: a device is slower on few samples at once."""
+    return (batch / step.seconds) / (single_batch / single)
