@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in words: from pydantic's errors to one line for each problem.
+"""What is wrong with a file that people write, in words: from pydantic's errors to one line for each problem.
 
 `FILE:LINE: key: what was found, what was expected`. pydantic reports every branch of a union; here a problem is told
 once.
@@ -13,15 +13,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.shape import expected, flat_keys, keys_at, schema_at
+from phalanx.recipe.schema import Recipe
+from phalanx.recipe.shape import Model, expected, flat_keys, keys_at, schema_at
 from phalanx.recipe.text import Key, Places, dotted, place_of
 
 MOST = 5
 """So many problems are told at once."""
 
 
-def explained(error: ValidationError, value: Any, places: Places) -> RecipeError:
-    """The RecipeError that tells all problems of `value`, in the order of the file."""
+def explained(error: ValidationError, value: Any, places: Places, model: Model = Recipe) -> RecipeError:
+    """The RecipeError that tells all problems of `value`, which is no `model`, in the order of the file."""
     found = [(_key(details, value), details) for details in error.errors(include_url=False)]
     # of a union's branches, the one that got deepest is the one that was meant
     keys = [key for key, _ in found]
@@ -29,7 +30,7 @@ def explained(error: ValidationError, value: Any, places: Places) -> RecipeError
     problems: dict[Key, str] = {}
     for key, details in found:
         if key not in problems or details["type"] == "value_error":
-            problems[key] = f"{place_of(places, key)}: {_problem(key, details)}"
+            problems[key] = f"{place_of(places, key)}: {_problem(key, details, model)}"
     order = {key: index for index, key in enumerate(places)}
     return several([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
 
@@ -65,25 +66,27 @@ def _below(key: Key, above: Key) -> bool:
     return len(key) > len(above) and key[: len(above)] == above
 
 
-def _problem(key: Key, details: ErrorDetails) -> str:
+def _problem(key: Key, details: ErrorDetails, model: Model) -> str:
     name = dotted(key)
+    if details["loc"][-1:] == ("[key]",):
+        return f"{name}: unknown key{_meant(key, model)}"
     match details["type"]:
         case "extra_forbidden":
-            return f"{name}: unknown key{_meant(key)}"
+            return f"{name}: unknown key{_meant(key, model)}"
         case "missing":
-            return f"{name}: missing, expected {expected(schema_at(key) or {})}"
+            return f"{name}: missing, expected {expected(schema_at(key, model) or {})}"
         case "value_error":
             return f"{name}: {details['ctx']['error']}" if name else str(details["ctx"]["error"])
     start = f"{name}: " if name else ""
-    return f"{start}found {found(details['input'])}, expected {expected(schema_at(key) or {})}"
+    return f"{start}found {found(details['input'])}, expected {expected(schema_at(key, model) or {})}"
 
 
-def _meant(key: Key) -> str:
+def _meant(key: Key, model: Model) -> str:
     """The key that was meant: one beside it, else the only one of its name elsewhere, else all that may stand here."""
-    name, beside = str(key[-1]), keys_at(key[:-1])
+    name, beside = str(key[-1]), keys_at(key[:-1], model)
     if near := nearest(name, beside):
         return near
-    elsewhere = [dotted(other) for other in flat_keys() if other[-1] == name]
+    elsewhere = [dotted(other) for other in flat_keys(model=model) if other[-1] == name]
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     return f"; known are {', '.join(beside)}"

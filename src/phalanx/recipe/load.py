@@ -56,7 +56,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     else:
         path = Path(path)
         folder = path.absolute().parent
-        value, places = parse(_read(path), str(path))
+        value, places = parse(read_text(path), str(path))
         value = {} if value is None else value
         if not isinstance(value, dict):
             raise RecipeError(f"{place_of(places, ())}: found {found(value)}, expected a mapping of a recipe's keys")
@@ -70,8 +70,8 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     return Loaded(expanded(recipe, folder), path, folder, given, places)
 
 
-def _read(path: Path) -> str:
-    """The text of a recipe file."""
+def read_text(path: Path) -> str:
+    """The text of a file that somebody wrote. RecipeError: there is none, or it is no text."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:

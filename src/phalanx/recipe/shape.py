@@ -1,27 +1,46 @@
-"""The schema as values: JSON Schema for editors, which keys there are, what each expects in words."""
+"""The schema as values: JSON Schema for editors, which keys there are, what each expects in words.
+
+Keys can be asked of any model whose files people write by hand (`model`); without one they are the recipe's.
+"""
 
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
+
 from phalanx.recipe.schema import STEPS_PATTERN, Recipe
 from phalanx.recipe.text import Key, dotted
 
 Schema = dict[str, Any]
+Model = type[BaseModel]
 _NOUNS = {"integer": "whole number", "number": "number"}
 
 
 @cache
-def _schema() -> Schema:
-    return Recipe.model_json_schema(by_alias=True, mode="validation")
+def _schema(model: Model) -> Schema:
+    """The model's JSON Schema, with every reference replaced by what it refers to."""
+    schema = model.model_json_schema(by_alias=True, mode="validation")
+    whole: Schema = _resolved(schema, schema.get("$defs", {}))
+    return whole
+
+
+def _resolved(schema: Any, parts: dict[str, Schema]) -> Any:
+    if isinstance(schema, list):
+        return [_resolved(one, parts) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    whole = {name: _resolved(below, parts) for name, below in schema.items() if name not in ("$defs", "$ref")}
+    if "$ref" in schema:
+        whole["anyOf"] = [_resolved(parts[schema["$ref"].rsplit("/", 1)[1]], parts)]
+    return whole
 
 
 def json_schema() -> Schema:
     """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
-    schema = _schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
+        **Recipe.model_json_schema(by_alias=True, mode="validation"),
         "title": "Phalanx recipe",
         "examples": [
             {"name": "gpt-python", "steps": 300, "optim": {"lr": 1e-3, "schedule": {"warmup": 20, "decay": "cosine"}}}
@@ -30,23 +49,22 @@ def json_schema() -> Schema:
 
 
 def alternatives(schema: Schema) -> Iterator[Schema]:
-    """The forms that a value may take, references resolved."""
-    if "$ref" in schema:
-        yield from alternatives(_schema()["$defs"][schema["$ref"].rsplit("/", 1)[1]])
-    elif "anyOf" in schema:
+    """The forms that a value may take."""
+    if "anyOf" in schema:
         for one in schema["anyOf"]:
             yield from alternatives(one)
     else:
         yield schema
 
 
-def schema_at(key: Key) -> Schema | None:
+def schema_at(key: Key, model: Model = Recipe) -> Schema | None:
     """The schema of one key; None when there is no such key, or it may hold anything."""
-    schema: Schema = _schema()
+    schema: Schema = _schema(model)
     for part in key:
         for form in alternatives(schema):
             if isinstance(part, str):
-                below = form.get("properties", {}).get(part)
+                others = form.get("additionalProperties")
+                below = form.get("properties", {}).get(part, others if isinstance(others, dict) else None)
             else:
                 below = dict(enumerate(form.get("prefixItems", []))).get(part, form.get("items"))
             if below is not None:
@@ -57,18 +75,18 @@ def schema_at(key: Key) -> Schema | None:
     return schema
 
 
-def keys_at(key: Key) -> list[str]:
+def keys_at(key: Key, model: Model = Recipe) -> list[str]:
     """Names of the keys that may stand below `key`."""
-    schema = schema_at(key)
-    return [name for form in alternatives(schema or {}) for name in form.get("properties", {})]
+    forms = alternatives(schema_at(key, model) or {})
+    return [name for form in forms for name in form.get("properties", form.get("propertyNames", {}).get("enum", ()))]
 
 
-def flat_keys(key: Key = ()) -> Iterator[Key]:
-    """Every key of a recipe, parts before what is in them."""
-    for name in keys_at(key):
+def flat_keys(key: Key = (), model: Model = Recipe) -> Iterator[Key]:
+    """Every key of a file, parts before what is in them."""
+    for name in keys_at(key, model):
         below = (*key, name)
         yield below
-        yield from flat_keys(below)
+        yield from flat_keys(below, model)
 
 
 @cache
