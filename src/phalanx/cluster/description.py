@@ -1,0 +1,232 @@
+"""A cluster, as values: what a machine room has on paper, and what was measured there. This file says what can be said;
+`naming.py` fills it in from the catalogue, `probe/` measures, `plan` predicts with it.
+
+Units: TFLOP/s dense; GB/s = 1e9 bytes a second, one way, for one device or port; GiB of memory; us; watts. A figure
+that nobody gave is None, never a guess: who needs it says what stands in for it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Part(BaseModel):
+    """Base of every part: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+
+
+class MatmulCurve(Part):
+    """How fast matrices are really multiplied: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), F = 2 m n k operations,
+    B bytes of operands and result, P and W the peak rates of the data sheet."""
+
+    efficiency: PositiveFloat
+    """e: share of the peak rate that large products reach."""
+    bandwidth: PositiveFloat
+    """b: share of the memory bandwidth that thin products reach."""
+    overhead_us: Annotated[float, Field(ge=0)]
+    """t0: what a product costs however small it is."""
+    sharpness: PositiveFloat = 1.4
+    """q: 1 adds both times, infinity takes the larger."""
+
+
+class Accelerator(Part):
+    """One device that computes: a GPU, a TPU chip, or all cores of a CPU."""
+
+    name: str
+    vendor: str = ""
+    tflops: dict[Precision, PositiveFloat]
+    """Peak rate of dense matrix products by precision."""
+    memory_gib: PositiveFloat
+    memory_gbps: PositiveFloat | None = None
+    """Bandwidth of its memory."""
+    host_gbps: PositiveFloat | None = None
+    """Of its link to the host, one way."""
+    power_w: PositiveFloat | None = None
+    """The most that it draws."""
+    idle_w: PositiveFloat | None = None
+    achieved_tflops: dict[Precision, PositiveFloat] = Field(default_factory=dict)
+    """Best rate of matrix products that anyone measured, by precision: an upper bound of what is typical."""
+    curves: dict[Precision, MatmulCurve] = Field(default_factory=dict)
+    """Fitted to many measured products."""
+    kernel_us: PositiveFloat | None = None
+    """What a small kernel takes from one launch to the next."""
+
+
+class ScaleUp(Part):
+    """The fast network among neighbours: NVLink, xGMI, ICI, PCIe."""
+
+    link: str
+    gbps: PositiveFloat
+    """Of one device into the network, one way, all its links together."""
+    domain: PositiveInt
+    """Devices that it joins; may be more than a node has (NVL72)."""
+    kind: Literal["switch", "mesh", "torus", "pcie"] = "switch"
+    latency_us: PositiveFloat | None = None
+
+
+class ScaleOut(Part):
+    """The network between nodes."""
+
+    link: str
+    gbps: PositiveFloat
+    """Of one port, one way."""
+    ports: PositiveInt = 1
+    """Of one node."""
+    latency_us: PositiveFloat | None = None
+
+
+class Node(Part):
+    """One machine: `count` equal devices."""
+
+    name: str = "node"
+    accelerator: Accelerator
+    count: PositiveInt
+    scale_up: ScaleUp | None = None
+    """None: devices meet through the host's memory."""
+    scale_out: ScaleOut | None = None
+    """None: there is only one node."""
+    host_memory_gib: PositiveFloat | None = None
+    cores: PositiveInt | None = None
+    power_w: PositiveFloat | None = None
+    """The most that the whole node draws."""
+    idle_w: PositiveFloat | None = None
+
+
+class Topology(Part):
+    """How nodes hang together. `oversubscription`: what the leaves could send, over what the upper levels carry."""
+
+    kind: Literal["fat-tree", "rail", "torus", "dragonfly", "single"] = "fat-tree"
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    nodes_a_leaf: PositiveInt | None = None
+    """Nodes below one leaf switch, which oversubscription spares."""
+
+
+class Storage(Part):
+    """Where data and checkpoints lie; rates of the whole cluster and of one node."""
+
+    name: str = "storage"
+    read_gbps: PositiveFloat | None = None
+    write_gbps: PositiveFloat | None = None
+    node_read_gbps: PositiveFloat | None = None
+    node_write_gbps: PositiveFloat | None = None
+
+
+class Prices(Part):
+    """What things cost, in one currency."""
+
+    currency: str = "USD"
+    device_hour: PositiveFloat | None = None
+    kwh: PositiveFloat | None = None
+    pue: Annotated[float, Field(ge=1)] = 1.2
+    """Power of the building over power of the machines."""
+    power_cap_w: PositiveFloat | None = None
+    """Limit that is set on each device."""
+
+
+class Reliability(Part):
+    """How often nodes fail, and how long a start takes."""
+
+    failures_per_1000_node_days: PositiveFloat | None = None
+    restart_seconds: PositiveFloat | None = None
+
+
+class Product(Part):
+    """One measured matrix product [m, k] x [k, n], and what it took. The clock ran over many."""
+
+    precision: Precision
+    m: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    seconds: PositiveFloat
+    layout: Literal["nn", "nt", "tn"] = "nn"
+    """Which operand lies transposed in memory: "nt" the second, as in a linear layer's forward; "nn" none, as in the
+    gradient of its input; "tn" the first, as in the gradient of its weight."""
+    processes: PositiveInt = 1
+    """How many did the same at once, sharing the cores of a CPU: each had `threads / processes` of them."""
+
+
+class Timed(Part):
+    """One measured operation of a named kind: `bytes` that it moved (read and written), `flops` where it computes.
+    `probe/kinds.py` lists the kinds."""
+
+    kind: str
+    precision: Precision
+    bytes: PositiveFloat
+    flops: Annotated[float, Field(ge=0)] = 0.0
+    seconds: PositiveFloat
+    shape: tuple[PositiveInt, ...] = ()
+    processes: PositiveInt = 1
+    """As of a product."""
+
+
+class Collective(Part):
+    """One measured collective. `bytes` as nccl-tests count them: of the whole buffer; `busbw_gbps` by their rules."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+    backend: str
+    ranks: PositiveInt
+    nodes: PositiveInt = 1
+    bytes: PositiveInt
+    seconds: PositiveFloat
+    busbw_gbps: PositiveFloat
+    algorithm: str | None = None
+    right: bool = True
+    """Whether the result was what it must be."""
+
+
+class Overlap(Part):
+    """What computing and communicating cost each other when both run at once: times over the times alone."""
+
+    compute: PositiveFloat
+    communication: PositiveFloat
+
+
+class Measured(Part):
+    """What `phalanx probe` found, and under what: figures hold for that hardware, driver and those libraries only."""
+
+    when: str
+    key: dict[str, str]
+    """Hardware, driver, library versions."""
+    threads: PositiveInt | None = None
+    """CPU threads of the process that measured."""
+    drift: Annotated[float, Field(ge=0)] = 0.0
+    """By how much a reference product changed between the first and the last measurement, as a share."""
+    products: list[Product] = Field(default_factory=list)
+    operations: list[Timed] = Field(default_factory=list)
+    launch_us: PositiveFloat | None = None
+    collectives: list[Collective] = Field(default_factory=list)
+    overlap: Overlap | None = None
+    storage: Storage | None = None
+    checkpoint_gbps: PositiveFloat | None = None
+    """Of a checkpoint in Phalanx's own format, written and fsynced."""
+    odd: list[str] = Field(default_factory=list)
+    """What looks wrong, in words."""
+
+
+class Cluster(Part):
+    """All of it: `nodes` equal nodes."""
+
+    name: str
+    nodes: PositiveInt
+    node: Node
+    topology: Topology = Topology()
+    storage: Storage = Storage()
+    prices: Prices = Prices()
+    reliability: Reliability = Reliability()
+    measured: Measured | None = None
+    notes: dict[str, Any] = Field(default_factory=dict)
+    """Anything else worth knowing: discovered cards, disks, links; never read by predictions."""
+
+    @property
+    def devices(self) -> int:
+        """Number of accelerators."""
+        return self.nodes * self.node.count
+
+    @property
+    def domain(self) -> int:
+        """How many of them one network among neighbours really joins; 1 without such a network."""
+        return min(self.node.scale_up.domain, self.devices) if self.node.scale_up else 1

@@ -1,0 +1,260 @@
+"""The catalogue: every figure has a source, every name means one thing, and nothing in it is impossible."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster import catalogue
+from phalanx.cluster.catalogue import KINDS, Kind
+from phalanx.cluster.description import Cluster
+from phalanx.cluster.entries import Entry, entries, find, words
+from phalanx.cluster.plausible import ABOVE_PEAK, MOST, problems
+from phalanx.cluster.shorthand import whole_node
+from phalanx.errors import RecipeError
+
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+ALL = [(kind, entry) for kind in KINDS for entry in entries(kind)]
+NOT_FIGURES = {"vendor", "usual"}
+
+
+def named(pair: tuple[Kind, Entry]) -> str:
+    return f"{pair[0]}: {pair[1].name}"
+
+
+@pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
+def test_every_figure_has_a_source(kind: Kind, entry: Entry) -> None:
+    assert set(entry.values) - set(entry.sources) <= NOT_FIGURES
+    assert set(entry.sources) <= set(entry.values), "a source of a figure that is not there"
+    assert all(source.strip() for source in entry.sources.values())
+
+
+def test_sources_are_told_in_full() -> None:
+    told = catalogue.sources("accelerators", "H100")
+    assert told["curves"].startswith("fitted to products measured by microsoft/vidur")
+    assert "stas00/ml-engineering@744d01e" in told["memory_gbps"]
+
+
+@pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
+def test_every_name_finds_its_own_entry(kind: Kind, entry: Entry) -> None:
+    for alias in (entry.name, *entry.aliases):
+        assert find(kind, alias) is entry
+        assert find(kind, alias.upper().replace(" ", "_")) is entry
+        assert words(alias), f"{alias}: nothing of it counts"
+
+
+def test_no_node_can_be_meant_by_the_name_of_an_accelerator() -> None:
+    for entry in entries("nodes"):
+        for alias in (entry.name, *entry.aliases):
+            assert find("accelerators", alias) is None, alias
+
+
+def test_an_accelerator_is_usual_in_one_node_at_most() -> None:
+    usual = [find("accelerators", node.values["accelerator"]) for node in entries("nodes") if node.values.get("usual")]
+    assert len({entry.name for entry in usual if entry}) == len(usual)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("H100-80GB-SXM", "NVIDIA H100 SXM"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
+        ("h100 sxm5", "NVIDIA H100 SXM"),
+        ("H100-96GB(500W)", "NVIDIA H100 SXM 96GB 500W"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe"),
+        ("A100", "NVIDIA A100 SXM 80GB"),
+        ("A100-80GB", "NVIDIA A100 SXM 80GB"),
+        ("A100-40GB", "NVIDIA A100 SXM 40GB"),
+        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 PCIe 40GB"),
+        ("NVIDIA A100 80GB PCIe", "NVIDIA A100 PCIe 80GB"),
+        ("V100", "NVIDIA V100 SXM2 32GB"),
+        ("V100-16GB", "NVIDIA V100 SXM2 16GB"),
+        ("V100(DGX-2H)", "NVIDIA V100 SXM3 32GB"),
+        ("Tesla_V100-PCIE-32GB", "NVIDIA V100 PCIe 32GB"),
+        ("Tesla K20Xm", "NVIDIA K20X"),
+        ("K20/K20X", "NVIDIA K20X"),
+        ("TitanX(Maxwell)", "NVIDIA TITAN X (Maxwell)"),
+        ("GeForce RTX 4090", "NVIDIA RTX 4090"),
+        ("RTX4090", "NVIDIA RTX 4090"),
+        ("NVIDIA B300 SXM6 AC", "NVIDIA B300 SXM"),
+        ("NVIDIA Blackwell Ultra GPU (GB300)", "NVIDIA GB300"),
+        ("NVIDIA GH200 480GB", "NVIDIA GH200 96GB"),
+        ("AMD_Instinct_MI250", "AMD MI250, one of its two dies"),
+        ("AMD Instinct MI250X", "AMD MI250X, one of its two dies"),
+        ("MI250X OAM", "AMD MI250X OAM, both dies"),
+        ("TPU-Ironwood(v7x)", "Google TPU v7x"),
+        ("TPUv6e(Trillium)", "Google TPU v6e"),
+        ("TPUv5p", "Google TPU v5p"),
+        ("TPU v5e", "Google TPU v5e"),
+        ("TPUv3 chip", "Google TPU v3"),
+        ("Trainium2", "AWS Trainium2"),
+        ("Intel Gaudi 2", "Intel Gaudi2"),
+        ("Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz", "Intel Xeon Platinum 8480+"),
+        ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654"),
+    ],
+)
+def test_people_and_drivers_names_are_understood(name: str, meant: str) -> None:
+    assert catalogue.accelerator(name).name == meant
+
+
+@pytest.mark.parametrize(
+    "name", ["H100 40GB", "H100 141GB", "A100 PCIe 96GB", "V100 64GB", "H200 80GB", "B200 288GB", "A100 SXM PCIe"]
+)
+def test_other_memory_or_another_form_is_another_device(name: str) -> None:
+    with pytest.raises(RecipeError, match="unknown accelerator"):
+        catalogue.accelerator(name)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"unknown accelerator 'H1O0 SXM'; the nearest are NVIDIA H100 SXM"):
+        catalogue.accelerator("H1O0 SXM")
+    with pytest.raises(RecipeError, match=r"unknown node 'dgx-h1000'; the nearest are dgx-h100, dgx-h200"):
+        catalogue.node("dgx-h1000")
+    with pytest.raises(RecipeError, match=r"unknown link 'NVLinq 4'; the nearest are NVLink 4"):
+        catalogue.link("NVLinq 4")
+
+
+def test_a_die_is_half_of_its_module() -> None:
+    for module in ("MI250", "MI250X"):
+        die, whole = catalogue.accelerator(module), catalogue.accelerator(f"{module} OAM")
+        assert {key: 2 * rate for key, rate in die.tflops.items()}.items() <= (
+            {key: pytest.approx(rate, rel=0.01) for key, rate in whole.tflops.items()}.items()
+        )
+        assert 2 * die.memory_gib == whole.memory_gib
+
+
+def test_fitted_curves_and_best_measured_rates_are_there() -> None:
+    curve = catalogue.accelerator("A100").curves["bf16"]
+    assert (curve.efficiency, curve.bandwidth, curve.overhead_us, curve.sharpness) == (0.740, 0.832, 5.26, 1.41)
+    assert {name for name in catalogue.names("accelerators") if catalogue.accelerator(name).curves} == {
+        "NVIDIA A100 SXM 80GB",
+        "NVIDIA A40",
+        "NVIDIA H100 SXM",
+    }
+    assert catalogue.accelerator("B200").achieved_tflops == {"bf16": 1745, "fp8": 3432.5}
+
+
+@pytest.mark.parametrize("name", catalogue.names("nodes"))
+def test_every_node_is_whole_and_possible(name: str) -> None:
+    node = catalogue.node(name)
+    assert node.name == name
+    assert list(problems(Cluster(name="one", nodes=1, node=node))) == []
+    topology = find("nodes", name).values["topology"]  # type: ignore[union-attr]
+    assert catalogue.topology(topology)
+
+
+@pytest.mark.parametrize("name", catalogue.names("accelerators"))
+def test_every_accelerator_is_possible(name: str) -> None:
+    node = whole_node({"accelerator": name, "count": 1}, lambda _: "test")
+    assert list(problems(Cluster.model_validate({"name": "one", "nodes": 1, "node": node}))) == []
+
+
+def test_a_node_is_filled_in_from_what_it_names() -> None:
+    node = catalogue.node("DGX H100")
+    assert (node.accelerator.name, node.count, node.cores) == ("NVIDIA H100 SXM", 8, 112)
+    assert node.scale_up is not None
+    assert (node.scale_up.link, node.scale_up.gbps, node.scale_up.domain, node.scale_up.kind) == (
+        "NVLink 4",
+        450,
+        8,
+        "switch",
+    )
+    assert node.scale_out is not None
+    assert (node.scale_out.link, node.scale_out.gbps, node.scale_out.ports) == ("InfiniBand NDR", 50, 8)
+
+
+def test_a_rack_joins_more_devices_than_a_node_has() -> None:
+    node = catalogue.node("GB200 NVL72")
+    assert node.scale_up is not None
+    assert (node.count, node.scale_up.domain) == (4, 72)
+
+
+@pytest.mark.parametrize(
+    ("name", "gbps"),
+    [
+        ("PCIe 4.0 x16", 31),
+        ("PCIe gen5", 63),
+        ("NVLink4", 450),
+        ("NVLink 5 (Blackwell)", 900),
+        ("NDR", 50),
+        ("InfiniBand EDR 4x", 12.5),
+        ("400GbE", 50),
+        ("RoCE 400 GbE", 50),
+        ("HPE Slingshot-11", 25),
+        ("EFAv2", 12.5),
+        ("ICI v5p", 600),
+    ],
+)
+def test_a_link_has_many_names(name: str, gbps: float) -> None:
+    assert catalogue.link(name).gbps == gbps
+
+
+def test_storage_and_topologies_have_names() -> None:
+    assert catalogue.storage("local NVMe").node_read_gbps == 6.5
+    assert catalogue.topology("rail-optimised").kind == "rail"
+    assert catalogue.topology("Llama 3").oversubscription == 7
+
+
+def test_limits_are_far_above_all_that_is_known() -> None:
+    most = {
+        "tflops": max(max(catalogue.accelerator(name).tflops.values()) for name in catalogue.names("accelerators")),
+        "memory_gib": max(catalogue.accelerator(name).memory_gib for name in catalogue.names("accelerators")),
+        "memory_gbps": max(catalogue.accelerator(name).memory_gbps or 0 for name in catalogue.names("accelerators")),
+        "gbps": max(catalogue.link(name).gbps for name in catalogue.names("links")),
+    }
+    for name, figure in most.items():
+        assert 20 * figure < MOST[name][0] < 1000 * figure, name
+    assert 1 < ABOVE_PEAK < 1.2
+
+
+def test_the_whole_catalogue_is_read_in_a_moment() -> None:
+    script = (
+        "import time; from phalanx.cluster import catalogue; start = time.process_time();"
+        "[catalogue.names(kind) for kind in catalogue.KINDS]; print(time.process_time() - start)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert float(run.stdout) < 0.5  # 0.02 measured; without libyaml 0.13
+
+
+def test_importing_the_room_reads_no_data() -> None:
+    script = "import phalanx.cluster.entries as entries; print(entries._entries.cache_info().currsize)"
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "0"
+
+
+def row(kind: Kind, name: str) -> str:
+    """The row of an entry on the page."""
+
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:,g}"
+
+    if kind == "accelerators":
+        device = catalogue.accelerator(name)
+        rates = "; ".join(
+            f"{key} {device.tflops[key]:,g}" for key in ("fp32", "fp16", "bf16", "fp8") if key in device.tflops
+        )
+        return (
+            f"| {name} | {rates} | {shown(device.memory_gib)} | {shown(device.memory_gbps)} | {shown(device.power_w)} |"
+        )
+    if kind == "nodes":
+        node = catalogue.node(name)
+        near = f"{node.scale_up.link}, {node.scale_up.domain} devices" if node.scale_up else ""
+        out = f"{node.scale_out.ports} x {node.scale_out.link}" if node.scale_out else ""
+        return f"| `{name}` | {node.count} x {node.accelerator.name} | {near} | {out} |"
+    link = catalogue.link(name)
+    return f"| {name} | {shown(link.gbps)} | {shown(link.latency_us)} |"
+
+
+@pytest.mark.parametrize("kind", ["accelerators", "nodes", "links"])
+def test_the_page_lists_what_there_is(kind: Kind) -> None:
+    page = PAGE.read_text()
+    missing = [row(kind, name) for name in catalogue.names(kind) if row(kind, name) not in page]
+    assert not missing, "docs/clusters.md lacks:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("kind", ["topologies", "storage"])
+def test_the_page_names_topologies_and_storage(kind: Kind) -> None:
+    listed = re.findall(r"`([^`\n]+)`", PAGE.read_text().partition("\nTopologies: ")[2])
+    assert set(catalogue.names(kind)) <= set(listed)
