@@ -1,17 +1,13 @@
 """Peak rates on paper: what a device could do if every cycle were a multiplication. Not what it does (matmul.py).
 
-Accelerators are looked up in datasheet.json by the name that their driver gives; rates are dense, without sparsity. A
+Accelerators are looked up in the catalogue by the name that their driver gives; rates are dense, without sparsity. A
 CPU's peak is cores x clock x FLOPs a cycle, by the instruction set that it has.
 """
 
-import json
-import re
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
 from phalanx.cluster.discover import Cpu, Machine
+from phalanx.cluster.entries import find
 
 
 @dataclass(frozen=True)
@@ -29,17 +25,9 @@ def peak(machine: Machine) -> DataSheet | None:
 
 
 def accelerator_peak(name: str) -> DataSheet | None:
-    """The data sheet of the accelerator that its driver calls `name`."""
-    for entry in _entries():
-        if re.search(entry["match"], name):
-            return DataSheet(entry["name"], dict(entry["tflops"]), entry["source"])
-    return None
-
-
-@cache
-def _entries() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads((files("phalanx.cluster") / "datasheet.json").read_text("utf-8"))
-    return entries
+    """The data sheet of the accelerator that its driver calls `name`; None for one that the catalogue does not have."""
+    entry = find("accelerators", name)
+    return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), entry.sources["tflops"])
 
 
 def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:

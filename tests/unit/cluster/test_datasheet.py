@@ -16,10 +16,10 @@ def machine(device: str, name: str, cpu: Cpu = ZEN4) -> Machine:
     ("driver", "name", "precision", "tflops"),
     [
         ("Tesla K20Xm", "NVIDIA K20X", "fp32", 3.95),
-        ("Tesla V100-SXM2-32GB", "NVIDIA V100 SXM2", "fp16", 125),
-        ("Tesla V100-PCIE-16GB", "NVIDIA V100 PCIe", "fp16", 112),
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100", "bf16", 312),
-        ("NVIDIA A100 80GB PCIe", "NVIDIA A100", "bf16", 312),
+        ("Tesla V100-SXM2-32GB", "NVIDIA V100 SXM2 32GB", "fp16", 125),
+        ("Tesla V100-PCIE-16GB", "NVIDIA V100 PCIe 16GB", "fp16", 112),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM 80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "NVIDIA A100 PCIe 80GB", "bf16", 312),
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM", "bf16", 989),
         ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA H200", "NVIDIA H200 SXM", "bf16", 989),
@@ -35,7 +35,29 @@ def test_an_accelerator_is_known_by_its_drivers_name(driver: str, name: str, pre
     assert sheet.source
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize(
+    ("driver", "bf16"), [("NVIDIA H100 NVL", 835), ("NVIDIA H200 NVL", 835), ("NVIDIA GB200", 2500)]
+)
+def test_a_relative_has_its_own_rates(driver: str, bf16: float) -> None:
+    sheet = accelerator_peak(driver)
+    assert sheet is not None
+    assert sheet.tflops["bf16"] == bf16
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        "NVIDIA H100 CNX",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA L40",
+        "AMD Instinct MI300A",
+        "",
+    ],
+)
 def test_a_relative_with_other_rates_is_not_taken_for_it(driver: str) -> None:
     assert accelerator_peak(driver) is None
 
