@@ -1,0 +1,111 @@
+"""Disks, and what a folder lies on: the disk, or the file system of a network.
+
+Linux only, read from /sys and /proc below a given root, like discover.py. How fast they are is measured elsewhere
+(probe/storage.py).
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SECTOR = 512
+"""Bytes in which /sys/block counts, whatever the disk's own sectors are."""
+UNREAL = re.compile(r"(loop|ram|zram|sr|fd)\d+")
+"""Block devices that are no disks."""
+SHARED = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs", "afs", "glusterfs", "wekafs"}
+)
+"""File systems that other machines may see, too."""
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One block device. `rotational` is what the kernel believes; for a virtual disk it is often wrong."""
+
+    name: str
+    bytes: int
+    rotational: bool
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """What a folder lies on. `disk` is None where no single disk holds it: a network, memory, an overlay."""
+
+    point: str
+    source: str
+    kind: str
+    """Of file system: "ext4"."""
+    disk: Disk | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether other machines may see it. File systems in user space are believed to be shared."""
+        return self.kind in SHARED or self.kind.startswith("fuse.")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it forgets everything with the power."""
+        return self.kind in IN_MEMORY
+
+
+def disks(root: Path = Path("/")) -> tuple[Disk, ...]:
+    """All disks with a size, by name."""
+    folder = root / "sys/block"
+    names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    found = [_disk(folder / name) for name in names if not UNREAL.fullmatch(name)]
+    return tuple(disk for disk in found if disk.bytes > 0)
+
+
+def mount_of(folder: Path, root: Path = Path("/")) -> Mount | None:
+    """What `folder` lies on, or would if it existed; None where /proc does not tell. The last mount on a point hides
+    those before it."""
+    best: tuple[str, str, str] | None = None
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        fields, _, rest = line.partition(" - ")
+        point = _plain(fields.split(" ")[4])
+        kind, source, *_ = rest.split(" ")
+        if _holds(point, os.path.abspath(folder)) and (best is None or len(point) >= len(best[0])):
+            best = (point, _plain(source), kind)
+    if best is None:
+        return None
+    point, source, kind = best
+    return Mount(point, source, kind, _disk_of(source, root))
+
+
+def _holds(point: str, folder: str) -> bool:
+    return point == "/" or folder == point or folder.startswith(f"{point}/")
+
+
+def _disk_of(source: str, root: Path) -> Disk | None:
+    """The disk of a device: itself, or the one of which it is a partition."""
+    if not source.startswith("/dev/"):
+        return None
+    name, block = (root / source.lstrip("/")).resolve().name, root / "sys/block"  # /dev/mapper/x is a link to dm-0
+    if (block / name).is_dir():
+        return _disk(block / name)
+    holders = sorted(block.glob(f"*/{name}"))
+    return _disk(holders[0].parent) if holders else None
+
+
+def _disk(folder: Path) -> Disk:
+    return Disk(
+        name=folder.name,
+        bytes=int(_read(folder / "size") or 0) * SECTOR,
+        rotational=_read(folder / "queue/rotational") == "1",
+        model=_read(folder / "device/model") or "",
+    )
+
+
+def _plain(text: str) -> str:
+    """Mount tables write spaces and the like as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent on this kernel, or hidden in this container
+        return None
