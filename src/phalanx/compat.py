@@ -134,15 +134,30 @@ def is_compiled(module: "nn.Module") -> bool:
 
 def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]":
     """A context in which `after` gets what each operation of torch returned, those of backward included."""
+
+    def handle(operation: Any, args: Any, kwargs: Any) -> Any:
+        result = operation(*args, **kwargs)
+        after(result)
+        return result
+
+    return handling(handle)
+
+
+def handling(handle: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":
+    """A context in which `handle` stands in for each operation of torch, those of backward included: it gets the
+    operation, its arguments and its keyword arguments, and returns the result."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            after(result)
-            return result
+    class Handling(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Nothing is compiled here, and telling the compiler to keep out would import it: 1.4 s.
+            return False
 
-    mode: AbstractContextManager[object] = Watching()
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(func, args, kwargs or {})
+
+    mode: AbstractContextManager[object] = Handling()
     return mode
 
 

@@ -226,6 +226,7 @@ def moe(
     qk_norm: bool = True,
     rope_base: float = 10000.0,
     dropout: float = 0.0,
+    head_dim: int | None = None,
 ) -> MixtureTransformer:
     """A decoder-only mixture-of-experts language model; forward(tokens [b, s], documents [b, s] or None) -> logits
     [b, s, vocab].
@@ -237,7 +238,8 @@ def moe(
     used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    check_sizes(width, heads, kv_heads, dropout, vocab=vocab, sequence=sequence, layers=layers, experts=experts)
+    sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "experts": experts}
+    dim = check_sizes(width, heads, kv_heads, dropout, head_dim, **sizes)
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
     inner = max(64, round(width * 8 / 3 / top_k / 64) * 64) if ffn is None else ffn
@@ -256,5 +258,5 @@ def moe(
         return Mixture(width, experts, top_k, inner, shared, balance)
 
     return MixtureTransformer(
-        vocab, sequence, layers, width, heads, kv_heads, feed_forward, tie, qk_norm, rope_base, dropout
+        vocab, sequence, layers, width, heads, kv_heads, feed_forward, tie, qk_norm, rope_base, dropout, dim
     )

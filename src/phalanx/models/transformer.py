@@ -56,13 +56,13 @@ def _compute_dtype(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention of `heads` queries over `kv_heads` keys and values."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, qk_norm: bool):
+    def __init__(self, width: int, heads: int, kv_heads: int, qk_norm: bool, head_dim: int):
         super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
-        self.query = nn.Linear(width, width, bias=False)
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, head_dim
+        self.query = nn.Linear(width, heads * self.dim, bias=False)
         self.key = nn.Linear(width, kv_heads * self.dim, bias=False)
         self.value = nn.Linear(width, kv_heads * self.dim, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(heads * self.dim, width, bias=False)
         self.query_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
 
@@ -104,10 +104,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); ffn is any module from [b, s, w] to [b, s, w]."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, ffn: nn.Module, qk_norm: bool, dropout: float):
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, ffn: nn.Module, qk_norm: bool, dropout: float, head_dim: int
+    ):
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, eps=EPS)
-        self.attention = Attention(width, heads, kv_heads, qk_norm)
+        self.attention = Attention(width, heads, kv_heads, qk_norm, head_dim)
         self.ffn_norm = nn.RMSNorm(width, eps=EPS)
         self.ffn = ffn
         self.dropout = dropout
@@ -138,15 +140,16 @@ class Transformer(nn.Module):
         qk_norm: bool,
         rope_base: float,
         dropout: float,
+        head_dim: int,
     ):
         super().__init__()
         self.sequence = sequence
-        self.head_dim = width // heads
+        self.head_dim = head_dim
         self.rope_base = rope_base
         self.dropout = dropout
         self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, kv_heads, feed_forward(layer), qk_norm, dropout) for layer in range(layers)
+            Block(width, heads, kv_heads, feed_forward(layer), qk_norm, dropout, head_dim) for layer in range(layers)
         )
         self.norm = nn.RMSNorm(width, eps=EPS)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -203,19 +206,22 @@ def default_ffn(width: int, activation: str = "swiglu") -> int:
     return max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
 
 
-def check_sizes(width: int, heads: int, kv_heads: int, dropout: float, **sizes: int) -> None:
-    """Raise ValueError, naming the argument, when sizes of a decoder do not fit together."""
+def check_sizes(width: int, heads: int, kv_heads: int, dropout: float, head_dim: int | None, **sizes: int) -> int:
+    """The features of a head. Raises ValueError, naming the argument, when sizes of a decoder do not fit together."""
     for name, value in {**sizes, "width": width, "heads": heads, "kv_heads": kv_heads}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}")
-    if (width // heads) % 2:
-        raise ValueError(f"width / heads = {width // heads} must be even: rotary positions turn pairs of features")
+    if head_dim is None and width % heads:
+        raise ValueError(f"width={width} must be a multiple of heads={heads}, or give head_dim")
+    dim = width // heads if head_dim is None else head_dim
+    if dim < 2 or dim % 2:
+        what = "width / heads =" if head_dim is None else "head_dim ="
+        raise ValueError(f"{what} {dim} must be even: rotary positions turn pairs of features")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+    return dim
 
 
 def transformer(
@@ -231,11 +237,13 @@ def transformer(
     qk_norm: bool = True,
     rope_base: float = 10000.0,
     dropout: float = 0.0,
+    head_dim: int | None = None,
 ) -> Transformer:
     """A decoder-only language model; forward(tokens [b, s], documents [b, s] or None) -> logits [b, s, vocab].
 
     `sequence` is the longest input. `kv_heads` (default: heads) divides `heads`. `ffn`, the feed-forward's inner width,
     defaults to 8/3 x width rounded to a multiple of 64 for "swiglu" and to 4 x width for "relu2", which cost alike.
+    `head_dim`, the features of a head, defaults to width / heads.
     `tie` shares the embedding with the output layer. `dropout` acts on the embedding and on what each attention and
     feed-forward adds. Raises ValueError when the sizes do not fit together.
     """
@@ -243,7 +251,9 @@ def transformer(
     if activation not in ("swiglu", "relu2"):
         raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
     inner = default_ffn(width, activation) if ffn is None else ffn
-    check_sizes(width, heads, kv_heads, dropout, vocab=vocab, sequence=sequence, layers=layers, ffn=inner)
+    dim = check_sizes(
+        width, heads, kv_heads, dropout, head_dim, vocab=vocab, sequence=sequence, layers=layers, ffn=inner
+    )
     return Transformer(
         vocab,
         sequence,
@@ -256,4 +266,5 @@ def transformer(
         qk_norm,
         rope_base,
         dropout,
+        dim,
     )

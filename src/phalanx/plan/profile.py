@@ -1,0 +1,205 @@
+"""What one step asks of a machine, as values: operations with their shapes, the communication that dividing a model
+adds, weights, and what backward needs kept. No torch here: `tracing.py` fills it in, costs and memory read it.
+
+A quantity that grows with the samples of a micro-batch is a `Size`: `fixed + each x samples`. Context parallelism cuts a
+sample into parts, so `samples` may be a fraction. What tensor parallelism divides is marked, not divided: one profile
+serves every layout, micro-batch and way of recomputing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["forward", "backward"]
+Divided = Literal["m", "n", "k", "count", ""]
+"""Which dimension of a product tensor parallelism divides; "" for none."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """`fixed + each x samples`."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def at(self, samples: float) -> float:
+        """The quantity for a micro-batch of so many samples."""
+        return self.fixed + self.each * samples
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.fixed + other.fixed, self.each + other.each)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` products [m, k] x [k, n] of elements of `width` bytes, results included."""
+
+    phase: Phase
+    count: Size
+    m: Size
+    n: Size
+    k: Size
+    width: int
+    divided: Divided = ""
+    expert: bool = False
+    """Whether it belongs to experts, of which each rank of expert parallelism has a part."""
+    grouped: bool = False
+    """Whether all `count` are one launch, as those of experts are."""
+    weight: bool = False
+    """Whether one side is a weight: it may be computed in a lower precision than activations alone."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention of `queries` on `keys` tokens, fused: the matrix of scores is never stored."""
+
+    phase: Phase
+    samples: Size
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool
+    width: int
+    divided: bool = False
+
+    @property
+    def flops_a_sample(self) -> float:
+        """Of the phase: 4 q k d a head forward, 2.5 times that backward (one product is done again), half if causal
+        (Dao 2023, FlashAttention-2, section 4.1)."""
+        whole = 4.0 * self.heads * self.queries * self.keys * self.head_dim
+        return whole * (0.5 if self.causal else 1.0) * (2.5 if self.phase == "backward" else 1.0)
+
+
+@dataclass(frozen=True)
+class Move:
+    """An operation bound by memory: bytes read and written when it runs alone (`moved`), and its part when a compiler
+    fuses it with its neighbours (`fused`), of which `leads` is the first."""
+
+    phase: Phase
+    name: str
+    moved: Size
+    fused: Size
+    leads: bool
+    divided: bool = False
+    expert: bool = False
+    shape: tuple[int, ...] = ()
+    """Of its largest tensor, for one sample."""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Tensor-parallel ranks add their parts of an activation of so many bytes; where the sequence is divided, too, it
+    is a reduce-scatter here and an all-gather before the next product, which moves as much as an all-reduce."""
+
+    phase: Phase
+    size: Size
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens travel to the ranks that hold their experts, and back: bytes of what one rank sends each way."""
+
+    phase: Phase
+    size: Size
+
+
+Operation = Product | Attention | Move | Reduce | Dispatch
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a segment, in elements: those that tensor parallelism divides, those that it copies, those of
+    experts; `frozen` are among them and have neither gradient nor optimizer state."""
+
+    divided: int = 0
+    whole: int = 0
+    expert: int = 0
+    frozen: int = 0
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.divided + self.whole + self.expert
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that backward needs of a segment: `divided` by tensor parallelism or `whole` (which sequence parallelism
+    divides, too)."""
+
+    divided: Size = Size()
+    whole: Size = Size()
+
+    def at(self, samples: float, tensor: int, sequence_parallel: bool) -> float:
+        """Bytes on one of `tensor` ranks."""
+        whole = self.whole.at(samples) / (tensor if sequence_parallel else 1)
+        return whole + self.divided.at(samples) / tensor
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(self.divided + other.divided, self.whole + other.whole)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a model that is computed as a whole: a block that is repeated, or what stands between blocks."""
+
+    name: str
+    repeats: int
+    operations: tuple[Operation, ...]
+    weights: Weights
+    kept: Kept
+    """With no recomputation, operation by operation as autograd does it."""
+    fused: Kept
+    """With no recomputation, where a compiler or hand-written kernels fuse what is bound by memory."""
+    selective: Kept
+    """Where the results of products and attention are kept and the rest is computed again."""
+    boundary: Size
+    """Bytes of what enters it: all that full recomputation keeps."""
+    is_block: bool = True
+    experts: int = 0
+    """How many it has, of which each token uses a few."""
+
+    def of(self, phase: Phase) -> Iterator[Operation]:
+        """Its operations of one phase, in their order."""
+        return (each for each in self.operations if each.phase == phase)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A whole model with its loss. `tokens`: units that a sample has (1 for an image)."""
+
+    segments: tuple[Segment, ...]
+    tokens: int
+    tied: int = 0
+    """Elements of weights that are used in more than one segment; counted once, in the first."""
+    facts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return sum(each.repeats * each.weights.count for each in self.segments)
+
+    @property
+    def blocks(self) -> int:
+        """Number of repeated blocks: what pipeline stages are made of."""
+        return sum(each.repeats for each in self.segments if each.is_block)
+
+    def flops(self, phase: Phase | None = None) -> float:
+        """Of the products and attention of one sample, without recomputation; attention causal-halved."""
+        return sum(each.repeats * flops_of(op) for each in self.segments for op in each.operations if _is(op, phase))
+
+
+def flops_of(operation: Operation, samples: float = 1.0) -> float:
+    """Of a product (2 m n k) or attention; others have none worth counting."""
+    if isinstance(operation, Product):
+        sides = operation.m.at(samples) * operation.n.at(samples) * operation.k.at(samples)
+        return 2.0 * operation.count.at(samples) * sides
+    if isinstance(operation, Attention):
+        return operation.flops_a_sample * operation.samples.at(samples)
+    return 0.0
+
+
+def _is(operation: Operation, phase: Phase | None) -> bool:
+    return phase is None or operation.phase == phase

@@ -1,0 +1,63 @@
+"""What is to be predicted, as one value: a model's profile, on a cluster, divided and trained in a certain way."""
+
+from dataclasses import dataclass, field
+
+from phalanx.cluster.description import Cluster
+from phalanx.plan.profile import Profile
+from phalanx.recipe.schema import Layout
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a software stack is known or fitted to do. Constants of (hardware, software stack), never of a run."""
+
+    name: str = "phalanx"
+    computing: float = 1.0
+    """Time of computing, as a multiple of what rates say."""
+    communicating: float = 1.0
+    """Time that bytes take to travel, likewise."""
+    fused: bool = True
+    """Whether what is bound by memory is fused, by a compiler or by hand."""
+    sequence_parallel: bool = True
+    """Whether tensor ranks divide by sequence what they do not divide by width (Korthikanti et al. 2022)."""
+    hidden: float = 0.7
+    """Share of the communication of gradients and sharded weights that can hide behind computing at best."""
+    tensor_hidden: float = 0.0
+    """The same of the sums over tensor ranks."""
+    launch: float = 8e-6
+    """Seconds that the host needs for each kernel."""
+    step_seconds: float = 0.005
+    """What a step costs besides: reading data, agreeing on norms, launching."""
+    gradient_bytes: int = 4
+    """Of one element of a gradient that travels."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is to be foretold."""
+
+    profile: Profile
+    cluster: Cluster
+    layout: Layout
+    micro: int
+    batch: int
+    """Samples of a step."""
+    precision: str = "bf16"
+    recompute: str = "none"
+    """none, selective (memory-bound operations), full; or attention: only what unfused attention stores."""
+    zero: int = 1
+    """What data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 gradients, too, 3 weights, too. Weights are
+    divided over `layout.shard`; the rest over all replicas."""
+    chunks: int = 1
+    """Stages that one pipeline rank has (interleaving)."""
+    stack: Stack = field(default_factory=Stack)
+
+    @property
+    def parts(self) -> int:
+        """Groups of ranks among which the batch is divided."""
+        return self.layout.replicate * self.layout.shard
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of one group in a step."""
+        return max(1, self.batch // (self.parts * self.micro))

@@ -1,0 +1,318 @@
+"""How long a step takes: every stage's computing and communicating, what hides behind what, and the schedule that joins
+them. Two streams a rank, one that computes and one that communicates, simulated segment by segment; then the pipeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.plan.collectives import collective_seconds, links
+from phalanx.plan.pipeline import Schedule, Stage, seconds
+from phalanx.plan.profile import Segment
+from phalanx.plan.rates import Rates
+from phalanx.plan.setup import Setup
+from phalanx.plan.work import Division, Price, Work, priced_by, work
+
+SLOWED = 0.15
+"""By how much computing slows down while something is communicated: 19 % on average on A100, H100, MI250 and MI210
+(arXiv 2507.03114), 13 % in Galvatron's measurements."""
+OPTIMIZER_BYTES = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0}
+"""Bytes that an update moves for each parameter: AdamW reads gradient, master weight and two moments, writes three of
+them and the weight in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one rank has of the model for one pipeline stage: segments, each so often."""
+
+    segments: tuple[tuple[Segment, int], ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step by cause; they sum to the step."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    recomputing: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    sharding: float = 0.0
+    launching: float = 0.0
+    gradients: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through one chunk, one way: seconds by cause."""
+
+    products: float
+    attention: float
+    memory: float
+    recomputing: float
+    tensor: float
+    context: float
+    expert: float
+    sharding: float
+    launching: float
+    """By how much the host, which launches kernels, holds the device up."""
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return sum(vars(self).values())
+
+
+def chunks(setup: Setup) -> list[Chunk]:
+    """The stages of the pipeline, in order: blocks as evenly as they go, what stands before and after them with the
+    first and the last."""
+    stages = setup.layout.pipeline * setup.chunks
+    blocks: list[Segment] = []
+    before: list[Segment] = []
+    after: list[Segment] = []
+    for segment in setup.profile.segments:
+        if segment.is_block:
+            blocks += [segment] * segment.repeats
+        elif blocks:
+            after.append(segment)
+        else:
+            before.append(segment)
+    given = setup.layout.stages or even(len(blocks), stages)
+    found, at = [], 0
+    for index, count in enumerate(given):
+        mine = [(each, 1) for each in before] if index == 0 else []
+        for block in blocks[at : at + count]:
+            if mine and mine[-1][0] is block:
+                mine[-1] = (block, mine[-1][1] + 1)
+            else:
+                mine.append((block, 1))
+        at += count
+        if index == len(given) - 1:
+            mine += [(each, 1) for each in after]
+        found.append(Chunk(tuple(mine)))
+    return found
+
+
+def even(blocks: int, stages: int) -> list[int]:
+    """So many blocks on so many stages; where it does not come out even, the ends have one less: they have more to do."""
+    each, left = divmod(blocks, stages)
+    extra = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))[:left]
+    return [each + (stage in extra) for stage in range(stages)]
+
+
+class Costs:
+    """The costs of a setup's segments, computed once."""
+
+    def __init__(self, setup: Setup, rates: Rates, price: Price | None = None) -> None:
+        self.setup, self.rates = setup, rates
+        self._price = price or priced_by(rates)
+        layout, cluster = setup.layout, setup.cluster
+        inner = layout.tensor * layout.context
+        self.tensor = links(cluster, layout.tensor)
+        self.context = links(cluster, layout.context, layout.tensor)
+        self.expert = links(cluster, layout.expert, layout.tensor)
+        self.shard = links(cluster, layout.shard * (layout.context if setup.zero == 3 else 1), layout.tensor)
+        self.replicas = links(cluster, setup.parts * layout.context, layout.tensor)
+        self.stages = links(cluster, layout.pipeline, inner * setup.parts)
+        self.division = Division(
+            samples=setup.micro / layout.context,
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+            fused=setup.stack.fused,
+            sequence_parallel=setup.stack.sequence_parallel,
+        )
+        self._known: dict[tuple[int, str], Any] = {}
+
+    def of(self, segment: Segment, way: str) -> Pass:
+        """A segment's forward, or its backward with what is computed again for it; without sharding."""
+        key = (id(segment), way)
+        if key not in self._known:
+            self._known[key] = self._forward(segment) if way == "forward" else self._backward(segment)
+        found: Pass = self._known[key]
+        return found
+
+    def _forward(self, segment: Segment) -> Pass:
+        return self._pass(work(segment, "forward", self.division, self._price), None)
+
+    def _backward(self, segment: Segment) -> Pass:
+        again = None
+        if segment.is_block and self.setup.recompute in ("full", "selective"):
+            again = work(segment, "forward", self.division, self._price)
+        return self._pass(work(segment, "backward", self.division, self._price), again)
+
+    def _pass(self, done: Work, again: Work | None) -> Pass:
+        stack = self.setup.stack
+        recomputing = 0.0
+        reduces, dispatches = done.reduces, done.dispatches
+        if again is not None:
+            only_memory = self.setup.recompute == "selective"
+            recomputing = again.seconds.memory if only_memory else again.seconds.total
+            if not only_memory:
+                reduces, dispatches = reduces + again.reduces, dispatches + again.dispatches
+        scale = stack.communicating
+        size = done.reduced if done.reduces else (again.reduced if again else 0.0)
+        tensor = reduces * float(collective_seconds("all_reduce", size, self.tensor, scale)) * (1 - stack.tensor_hidden)
+        size = done.dispatched if done.dispatches else (again.dispatched if again else 0.0)
+        expert = dispatches * float(collective_seconds("all_to_all", size, self.expert, scale))
+        context = 0.0
+        if self.context.ranks > 1:
+            shown = float(collective_seconds("all_gather", done.keys_and_values, self.context, scale))
+            context = max(0.0, shown - float(done.seconds.attention) * stack.computing)
+        return Pass(
+            products=float(done.seconds.products) * stack.computing,
+            attention=float(done.seconds.attention) * stack.computing,
+            memory=float(done.seconds.memory) * stack.computing,
+            recomputing=float(recomputing) * stack.computing,
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            sharding=0.0,
+            launching=(done.launches + (again.launches if again else 0.0)) * stack.launch,
+        )
+
+    def gathered(self, segment: Segment) -> float:
+        """Seconds to gather the weights of a segment among the ranks that divide them; 0 where none do."""
+        if self.setup.zero < 3 or self.shard.ranks == 1:
+            return 0.0
+        size = self.elements(segment) * 2.0
+        return float(collective_seconds("all_gather", size, self.shard, self.setup.stack.communicating))
+
+    def scattered(self, segment: Segment) -> float:
+        """Seconds to add the gradients of a segment and leave each rank its part."""
+        if self.setup.zero < 3 or self.shard.ranks == 1:
+            return 0.0
+        size = self.elements(segment) * float(self.setup.stack.gradient_bytes)
+        return float(collective_seconds("reduce_scatter", size, self.shard, self.setup.stack.communicating))
+
+    def elements(self, segment: Segment) -> float:
+        """Parameters of a segment on one rank, before data-parallel ranks divide them."""
+        weights, layout = segment.weights, self.setup.layout
+        return weights.divided / layout.tensor + weights.whole + weights.expert / layout.expert
+
+
+def through(costs: Costs, chunk: Chunk, way: str) -> Pass:
+    """A micro-batch through a chunk, one way, with the weights gathered ahead of use where they are divided: the next
+    segment's while this one is computed."""
+    passes: list[tuple[Pass, Segment]] = []
+    for segment, count in chunk.segments:
+        passes += [(costs.of(segment, way), segment)] * count
+    if way == "backward":
+        passes.reverse()
+    exposed = _exposed(costs, passes, way) if costs.setup.zero == 3 and costs.shard.ranks > 1 else 0.0
+    sums = {name: sum(getattr(each, name) for each, _ in passes) for name in Pass.__dataclass_fields__}
+    sums["sharding"] = exposed
+    # The host runs ahead of the device, so only what a whole pass takes counts.
+    launching = sums.pop("launching")
+    return Pass(**sums, launching=max(0.0, launching - sum(sums.values())))
+
+
+def _exposed(costs: Costs, passes: Sequence[tuple[Pass, Segment]], way: str) -> float:
+    """Seconds by which gathering weights and scattering gradients lengthens a pass: two streams, weights gathered one
+    segment ahead, computing slowed down while something travels."""
+    computing, travelling, alone = 0.0, 0.0, 0.0
+    ready: list[float] = []
+    ends: list[float] = []
+    for index, (_, segment) in enumerate(passes):
+        # not earlier than one segment ahead: what is gathered takes memory
+        begin = max(travelling, ends[index - 2] if index >= 2 else 0.0)
+        if index == 0:
+            travelling = begin + costs.gathered(segment)
+            ready.append(travelling)
+        if index + 1 < len(passes):
+            begun = max(travelling, computing if index else 0.0)
+            travelling = begun + costs.gathered(passes[index + 1][1])
+            ready.append(travelling)
+        start = max(computing, ready[index])
+        seconds_ = passes[index][0].total - passes[index][0].launching
+        alone += seconds_
+        together = max(0.0, min(travelling - start, seconds_))
+        computing = start + seconds_ + SLOWED * together
+        ends.append(computing)
+        if way == "backward":
+            travelling = max(travelling, computing) + costs.scattered(segment)
+    return max(computing, travelling if way == "backward" else computing) - alone
+
+
+def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str = "adamw") -> Parts:
+    """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
+    costs, layout = Costs(setup, rates, price), setup.layout
+    parts_of_model = chunks(setup)
+    forward = [through(costs, chunk, "forward") for chunk in parts_of_model]
+    backward = [through(costs, chunk, "backward") for chunk in parts_of_model]
+    stages = [Stage(f.total, b.total) for f, b in zip(forward, backward, strict=True)]
+    send = 0.0
+    if layout.pipeline > 1:
+        block = next(each for each in setup.profile.segments if each.is_block)
+        size = block.boundary.at(setup.micro / layout.context) / layout.tensor
+        send = float(collective_seconds("send", size, costs.stages, setup.stack.communicating))
+    schedule: Schedule = "interleaved" if setup.chunks > 1 else layout.schedule
+    made = seconds(schedule, stages, layout.pipeline, setup.micros, send)
+    busiest = max(
+        range(layout.pipeline), key=lambda rank: sum(s.forward + s.backward for s in stages[rank :: layout.pipeline])
+    )
+    mine = [*forward[busiest :: layout.pipeline], *backward[busiest :: layout.pipeline]]
+    sums = {name: setup.micros * sum(getattr(each, name) for each in mine) for name in Pass.__dataclass_fields__}
+    weights = [
+        sum(
+            costs.elements(segment) * count
+            for chunk in parts_of_model[rank :: layout.pipeline]
+            for segment, count in chunk.segments
+        )
+        for rank in range(layout.pipeline)
+    ]
+    last = max(sum(each.total for each in backward[rank :: layout.pipeline]) for rank in range(layout.pipeline))
+    first = max(sum(each.total for each in forward[rank :: layout.pipeline]) for rank in range(layout.pipeline))
+    return Parts(
+        **sums,
+        bubble=made - sum(sums.values()),
+        gradients=_gradients(costs, max(weights), first, last),
+        optimizer=_update(setup, rates, max(weights), optimizer),
+        rest=setup.stack.step_seconds,
+    )
+
+
+def _gradients(costs: Costs, weights: float, first: float, last: float) -> float:
+    """Exposed seconds of adding gradients over replicas, behind the `last` backward, and, where replicas divide the
+    optimizer's state, of gathering the new weights, behind the `first` forward."""
+    setup, layout = costs.setup, costs.setup.layout
+    stack = setup.stack
+    sharded = layout.shard if setup.zero == 3 else 1
+    over = (
+        links(setup.cluster, setup.parts * layout.context // sharded, layout.tensor * sharded)
+        if sharded > 1
+        else costs.replicas
+    )
+    if over.ranks == 1 or (setup.zero == 3 and layout.replicate == 1):
+        return 0.0
+    weights = weights / sharded
+    scale = stack.communicating
+    if setup.zero in (1, 2):
+        adding = float(collective_seconds("reduce_scatter", weights * stack.gradient_bytes, over, scale))
+        gathering = float(collective_seconds("all_gather", weights * 2.0, over, scale))
+    else:
+        adding = float(collective_seconds("all_reduce", weights * stack.gradient_bytes, over, scale))
+        gathering = 0.0
+    return _left(adding, last, stack.hidden) + _left(gathering, first, stack.hidden)
+
+
+def _left(travelling: float, computing: float, hidden: float) -> float:
+    """What does not hide, and by how much it slows down what it hides behind."""
+    behind = min(travelling * hidden, computing)
+    return travelling - behind + SLOWED * behind
+
+
+def _update(setup: Setup, rates: Rates, weights: float, optimizer: str) -> float:
+    """Seconds of the optimizer on one rank's part of the weights."""
+    divided = setup.parts * setup.layout.context if setup.zero else 1
+    return weights / divided * OPTIMIZER_BYTES[optimizer] / (rates.bandwidth * 0.8)
