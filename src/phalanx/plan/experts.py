@@ -57,8 +57,8 @@ def _one(parts: Sequence[Operation]) -> Operation:
     first, count = parts[0], len(parts)
     if isinstance(first, Product):
         products = [each for each in parts if isinstance(each, Product)]
-        sides = {name: _mean([getattr(each, name) for each in products]) for name in ("m", "n", "k")}
-        return replace(first, count=Size(count), expert=True, grouped=True, **sides)
+        m, n, k = (_mean([getattr(each, name) for each in products]) for name in ("m", "n", "k"))
+        return replace(first, count=Size(count), m=m, n=n, k=k, expert=True, grouped=True)
     assert isinstance(first, Move)
     moves = [each for each in parts if isinstance(each, Move)]
     moved, fused = sum((each.moved for each in moves), Size()), sum((each.fused for each in moves), Size())

@@ -98,7 +98,7 @@ def product_seconds(
     work = ((flops / (peak * curve.efficiency)) ** q + (moved / (rates.bandwidth * curve.bandwidth)) ** q) ** (1 / q)
     cast = 0.0
     if weight and rates.quantised:
-        # The activation is read once for its largest value and once to be cast; in the worse case it is transposed, too.
+        # The activation is read for its largest value, then read and written to be cast.
         cast = (2.0 * width + 1.0) * m * k / (rates.bandwidth * STREAM)
     launches = 1.0 if grouped else count
     return launches * curve.overhead_us * 1e-6 + count * (work + cast)

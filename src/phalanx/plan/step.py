@@ -49,7 +49,7 @@ class Parts:
     @property
     def total(self) -> float:
         """The step."""
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pass:
     @property
     def total(self) -> float:
         """Of all."""
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 def chunks(setup: Setup) -> list[Chunk]:
@@ -104,7 +104,7 @@ def chunks(setup: Setup) -> list[Chunk]:
 
 
 def even(blocks: int, stages: int) -> list[int]:
-    """So many blocks on so many stages; where it does not come out even, the ends have one less: they have more to do."""
+    """So many blocks on so many stages; where it does not come out even, the ends have less: they do more besides."""
     each, left = divmod(blocks, stages)
     extra = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))[:left]
     return [each + (stage in extra) for stage in range(stages)]

@@ -1,5 +1,5 @@
-"""From an `nn.Module` to its `Profile`, without memory and without time: the model is followed on the meta device, where
-tensors have shapes and nothing else, forward and backward.
+"""From an `nn.Module` to its `Profile`, without memory and without time: the model is followed on the meta device,
+where tensors have shapes and nothing else, forward and backward.
 
 Two micro-batches of different size are followed, and what differs between them grows with the samples. A block that is
 repeated is followed once; the others of its shape are stepped over. Attention is caught before torch takes it apart,
@@ -282,7 +282,8 @@ class _Follower:
             self.partial.add(self.key(out))
 
     def _divide(self, left: Tensor, right: Tensor, count: int, k: int, n: int) -> tuple[Divided, bool, bool]:
-        """The dimension that tensor parallelism divides, whether the result is divided, and whether weights take part. In backward what forward decided holds."""
+        """The dimension that tensor parallelism divides, whether the result is divided, and whether weights take part.
+        In backward what forward decided holds."""
         split_left = self.divided.get(self.key(left), False)
         split_right = self.divided.get(self.key(right), False)
         weight = self.names.get(self.key(right)) or self.names.get(self.key(left))
