@@ -1,0 +1,242 @@
+"""Replay of published data-parallel training of convolutional networks: a prediction beside each row of a table.
+
+    step = t(B / n) x (1 + s sqrt(2 ln n)) + exchange that computing does not hide
+
+t is `convnets.compute_seconds`, exchanges are those of `plan.exchanges` over the row's network. Every constant belongs
+to hardware or software, none to a row or a source:
+
+- in `convnets`: 16 fitted to single-device figures of other sources than the validation folder's table;
+- here and in `cnn_rows`: STRAGGLE, fitted to 26 scaling figures, likewise of others; HIDDEN, INSIDE, OUTSIDE and
+  DECODE, set beforehand from what is said beside them, none fitted;
+- of one machine: TITAN_IMAGE_SECONDS and `cnn_rows.GEMINI`, for FireCaffe's K20X: the time of an image from the
+  paper's own single-GPU rows, and one effective rate of the network for its five runs on many GPUs.
+
+Rows with 1 in a column `calibrate` set two constants for their source and gpu: a factor for computing, and one for
+rates of memory and network. Both are pulled towards 1, since two rows say little; other rows do not touch them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from phalanx.plan.exchanges import WAYS, Iteration, hierarchical, iteration, parameter_server, speedup
+from phalanx.plan.replay.cnn_rows import CannotPredict, Row, Run, number, read_run
+from phalanx.plan.replay.convnets import compute_seconds, generation
+
+TITAN_IMAGE_SECONDS: Mapping[str, float] = MappingProxyType(
+    {"NiN": 8.32e-3, "GoogLeNet with auxiliary heads": 22.1e-3, "AlexNet grouped": 4.05e-3}
+)
+"""A K20X with Caffe of 2015, forward and backward of one image: FireCaffe's rows of one GPU, hours by epochs of
+1,281,167 images (139.2 h and 47, 504 h and 64, 144 h and 100); unverified: remembered from the paper."""
+TITAN = "NVIDIA K20X"
+IMAGENET = 1_281_167
+STRAGGLE = 0.019
+"""s: spread of step times among devices, as a share; the slowest of n is expected s sqrt(2 ln n) above the mean. Fitted
+to 26 scaling figures of NVIDIA DeepLearningExamples on 2 to 16 devices: MXNet ResNet-50 (DGX-1, DGX-2, DGX A100) and
+PyTorch ResNeXt-101 (DGX-1, DGX A100)."""
+HIDDEN = 0.5
+"""Share of computing beside which gradients can travel: most of backward, two thirds of it, less the first gradient."""
+DECODE = 200.0
+"""JPEG images a second that one host core decodes and crops, about 5 ms each; unverified: from memory."""
+SURE, UNSURE, CALIBRATED, STATED = 0.18, 0.45, 0.11, 0.08
+"""Standard deviation of the logarithm of computing time: of generations and stacks that constants were fitted for, of
+others, after calibration, and on Titan."""
+NETWORK_FACTOR = 2.0
+"""By how much exchanges may be faster or slower than predicted, one time in ten."""
+NINETY = 1.64
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Factors of one source and gpu: of the time that computing takes, and of the rates of memory and network."""
+
+    compute: float = 1.0
+    bandwidth: float = 1.0
+    rows: int = 0
+
+
+def predict_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A prediction for each row, in order. Keys, None where there is nothing to say: predicted_step_time_s,
+    predicted_speedup, predicted_images_per_sec, predicted_train_time_h, predicted_low_s and predicted_high_s (of the
+    step time; nine of ten measurements should lie between), parameter_server_speedup (had one server held all
+    weights), error_pct and error_of (the column that it compares: step time, else images a second, else speed-up, else
+    hours of training), assumed, calibrated (rows that the two factors were fitted to), why_not."""
+    # csv.DictReader leaves None where a line is short, and has a key None where it is long
+    rows = [{key: value or "" for key, value in row.items() if key} for row in rows]
+    runs = [_read(row) for row in rows]
+    fits = _fits(rows, runs)
+    return [_predict(rows, runs, at, fits[_group(rows[at])]) for at in range(len(rows))]
+
+
+def step_of(run: Run, fit: Fit = Fit()) -> Iteration:
+    """One step of a run. ValueError: its device lacks a figure."""
+    compute = compute_of(run, fit)
+    return iteration(compute, exchange_of(run, fit), HIDDEN * compute if run.overlaps else 0.0)
+
+
+def compute_of(run: Run, fit: Fit = Fit()) -> float:
+    """Seconds until the slowest device has its gradients, and real images were decoded for it."""
+    each = run.batch / run.devices
+    own = TITAN_IMAGE_SECONDS.get(run.net.name) if run.device.name == TITAN else None
+    if own is None:
+        mean = compute_seconds(run.net, run.device, run.precision, each, run.stack, fit.compute, fit.bandwidth)
+    else:
+        mean = fit.compute * own * each
+    slowest = mean * (1.0 + STRAGGLE * math.sqrt(2.0 * math.log(run.devices)))
+    if run.decodes and run.network.cores:
+        return max(slowest, each * min(run.network.a_node, run.devices) / (DECODE * run.network.cores))
+    return slowest
+
+
+def exchange_of(run: Run, fit: Fit = Fit()) -> float:
+    """Seconds of an exchange of all gradients: in a node first where there are several with several devices."""
+    way, size, network = run.way, _gradient_bytes(run), run.network
+    inner = (network.inner[0] * fit.bandwidth, network.inner[1])
+    outer = (network.outer[0] * fit.bandwidth, network.outer[1])
+    if run.devices <= network.a_node:
+        return WAYS[way](size, run.devices, *inner) if run.devices > 1 else 0.0
+    nodes = math.ceil(run.devices / network.a_node)
+    if way == "parameter_server" and network.a_node == 1:
+        return parameter_server(size, nodes, *outer)
+    # with several devices a node, frameworks that were measured had their servers spread over all nodes
+    between = "sharded_parameter_server" if way == "parameter_server" else way
+    return hierarchical(size, nodes, network.a_node, inner, outer, WAYS[between])
+
+
+def server_step(run: Run, fit: Fit = Fit()) -> Iteration:
+    """The same step, had every device sent its gradients to one server over one port (FireCaffe's comparison)."""
+    compute = compute_of(run, fit)
+    crosses = run.network.outer if run.devices > run.network.a_node else run.network.inner
+    exchange = parameter_server(_gradient_bytes(run), run.devices, crosses[0] * fit.bandwidth, crosses[1])
+    return iteration(compute, exchange, HIDDEN * compute if run.overlaps else 0.0)
+
+
+def _gradient_bytes(run: Run) -> float:
+    return run.net.gradient_bytes / (2 if run.precision in ("fp16", "bf16") else 1)
+
+
+def _read(row: Row) -> Run | str:
+    try:
+        run = read_run(row)
+        step_of(run)
+    except (CannotPredict, ValueError) as error:
+        return str(error)
+    return run
+
+
+def _group(row: Row) -> tuple[str, str]:
+    return row.get("source", ""), row.get("gpu", "")
+
+
+def _baseline(rows: Sequence[Row], runs: Sequence[Run | str], at: int) -> tuple[Run, float | None] | None:
+    """What a row's speed-up is over, and the epochs that it took: the run of the same source, network and device that
+    is marked as such, by the word baseline or a speed-up of 1; else one device with as many images as each has."""
+    run = runs[at]
+    if isinstance(run, str):
+        return None
+    marked = []
+    for row, other in zip(rows, runs, strict=True):
+        if isinstance(other, str) or _group(row) != _group(rows[at]) or other.devices >= run.devices:
+            continue
+        said = number(row.get("speedup")) == 1.0 or "baseline" in row.get("note", "").casefold()
+        if said and (other.net, other.precision) == (run.net, run.precision):
+            marked.append((other, other.epochs))
+    if marked:
+        alike = [one for one in marked if one[0].network == run.network and one[0].decodes == run.decodes]
+        return min(alike or marked, key=lambda one: one[0].devices)
+    return replace(run, devices=1, batch=run.batch / run.devices), run.baseline_epochs
+
+
+def _speedup(run: Run, step: Iteration, base: tuple[Run, float | None], fit: Fit) -> float:
+    """In time to the same result where both numbers of epochs are known, else in images a second."""
+    one, epochs = base
+    faster = speedup(step, run.batch, step_of(one, fit).seconds, one.batch)
+    epochs = run.baseline_epochs or epochs
+    return faster * epochs / run.epochs if run.epochs and epochs else faster
+
+
+def _predict(rows: Sequence[Row], runs: Sequence[Run | str], at: int, fit: Fit) -> dict[str, Any]:
+    keys = (
+        *("predicted_step_time_s", "predicted_speedup", "predicted_images_per_sec", "predicted_train_time_h"),
+        *("predicted_low_s", "predicted_high_s", "parameter_server_speedup", "error_pct", "error_of", "assumed"),
+    )
+    found: dict[str, Any] = dict.fromkeys(keys)
+    run, base = runs[at], _baseline(rows, runs, at)
+    if isinstance(run, str) or base is None:
+        return found | {"calibrated": 0, "why_not": run if isinstance(run, str) else None}
+    step = step_of(run, fit)
+    low, high = _range(run, fit)
+    rate = run.batch / step.seconds
+    found |= {
+        "predicted_step_time_s": step.seconds,
+        "predicted_speedup": _speedup(run, step, base, fit),
+        "predicted_images_per_sec": rate,
+        "predicted_train_time_h": run.epochs * IMAGENET / rate / 3600.0 if run.epochs else None,
+        "predicted_low_s": low,
+        "predicted_high_s": high,
+        "parameter_server_speedup": _speedup(run, server_step(run, fit), base, fit),
+        "assumed": run.assumed or None,
+    }
+    compared = (
+        ("step_time_s", "predicted_step_time_s"),
+        ("images_per_sec", "predicted_images_per_sec"),
+        ("speedup", "predicted_speedup"),
+        ("train_time_h", "predicted_train_time_h"),
+    )
+    for column, key in compared:
+        true = number(rows[at].get(column))
+        # a step of unknown batch cannot be compared, but images a second can
+        if true is not None and found[key] is not None and not (column == "step_time_s" and run.assumed):
+            found |= {"error_pct": 100.0 * (found[key] / true - 1.0), "error_of": column}
+            break
+    return found | {"calibrated": fit.rows, "why_not": None}
+
+
+def _range(run: Run, fit: Fit) -> tuple[float, float]:
+    titan = run.device.name == TITAN and run.net.name in TITAN_IMAGE_SECONDS
+    known = run.stack == "cudnn5" and generation(run.device) not in ("later", "TPU")
+    known = known or run.device.name.startswith("NVIDIA A100")
+    spread = STATED if titan else CALIBRATED if fit.rows else SURE if known else UNSURE
+    wide = NETWORK_FACTOR ** (0.5 if titan or fit.rows else 1.0)
+    factor = math.exp(NINETY * spread)
+    ends = []
+    for faster in (factor, 1.0 / factor):
+        compute = compute_of(run, fit) / faster
+        exchange = exchange_of(run, fit) / (wide if faster > 1.0 else 1.0 / wide)
+        ends.append(iteration(compute, exchange, HIDDEN * compute if run.overlaps else 0.0).seconds)
+    return ends[0], ends[1]
+
+
+def _fits(rows: Sequence[Row], runs: Sequence[Run | str]) -> dict[tuple[str, str], Fit]:
+    chosen: dict[tuple[str, str], list[tuple[Run, float]]] = defaultdict(list)
+    for row, run in zip(rows, runs, strict=True):
+        if row.get("calibrate", "").strip() not in ("1", "1.0", "true") or isinstance(run, str):
+            continue
+        seconds, rate = number(row.get("step_time_s")), number(row.get("images_per_sec"))
+        if seconds is None or run.assumed:
+            seconds = None if rate is None else run.batch / rate
+        if seconds is not None:
+            chosen[_group(row)].append((run, seconds))
+    return defaultdict(Fit, {group: _fit(known) for group, known in chosen.items()})
+
+
+def _fit(known: Sequence[tuple[Run, float]]) -> Fit:
+    """The likeliest two factors, where a prediction with them is still 5 % off, and before anything is measured they
+    scatter by 25 and 35 % about 1. A search on a grid that moves to its best point, and halves there."""
+
+    def misfit(compute: float, bandwidth: float) -> float:
+        fit = Fit(math.exp(compute), math.exp(bandwidth))
+        far = sum((math.log(step_of(run, fit).seconds / true) / 0.05) ** 2 for run, true in known)
+        return far + (compute / 0.25) ** 2 + (bandwidth / 0.35) ** 2
+
+    best, width = (0.0, 0.0), 0.25
+    while width > 1e-3:
+        around = [(best[0] + i * width, best[1] + j * width) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        nearest = min(around, key=lambda factors: misfit(*factors))
+        if nearest == best:
+            width /= 2
+        best = nearest
+    return Fit(math.exp(best[0]), math.exp(best[1]), len(known))
