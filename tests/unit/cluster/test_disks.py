@@ -19,7 +19,7 @@ MOUNTS = """\
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A machine with an NVMe disk of two partitions, a rotating one behind a volume, and block devices that are none."""
+    """A machine with an NVMe disk, a rotating one behind a volume, and block devices that are no disks."""
     files = {
         "proc/self/mountinfo": MOUNTS,
         "sys/block/nvme0n1/size": "3907029168",

@@ -1,0 +1,206 @@
+"""A whole probe with measurers that are made up: shares of the time, what fails, and the cluster that comes out."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cluster import load_cluster, save_cluster
+from phalanx.cluster.discover import Cpu, Machine
+from phalanx.cluster.probe import Means, NotMeasured, default_processes, probe, verify_reference
+from phalanx.cluster.probe import storage as storage_module
+from phalanx.cluster.probe.session import SECONDS
+
+CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx512_bf16"))
+MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
+
+
+def timed(kind: str, seconds: float, **given: Any) -> dict[str, Any]:
+    row = {"kind": kind, "precision": "fp32", "bytes": 3e7, "flops": 0.0, "seconds": seconds, "shape": [8]}
+    return {**row, **given}
+
+
+@dataclass
+class World:
+    """A machine whose measurers answer at once with made-up rows, and take as long as they may."""
+
+    scratch: Path
+    references: list[float] = field(default_factory=lambda: [0.01, 0.01])
+    fails: str = ""
+    now: float = 0.0
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def call(self, function: str, payload: Any) -> Any:
+        name = function.removeprefix("phalanx.cluster.probe.")
+        self.asked.append((name, payload))
+        self.now += payload["seconds"]
+        if name == self.fails:
+            raise NotMeasured("the trial process ended with SIGKILL")
+        product = {"precision": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.02, "layout": "nt"}
+        return {
+            "reference:measure": lambda: {"timed": timed("reference", self.references.pop(0)), "clock_share": None},
+            "products:measure": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
+            "operations:measure": lambda: [timed("add", 0.001)],
+            "operations:measure_trained": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
+            "overheads:measure": lambda: {"launch_us": 1.5, "operations": [timed("autograd_op", 5e-6)]},
+        }[name]()
+
+    def gather(self, function: str, payload: Any, world: int) -> Any:
+        name = function.removeprefix("phalanx.cluster.probe.")
+        self.asked.append((name, payload))
+        self.now += payload["seconds"]
+        if name == self.fails:
+            raise NotMeasured("worker 1 was killed by SIGKILL")
+        row = {"kind": "all_reduce", "backend": "gloo", "ranks": world, "bytes": 1024, "seconds": 1e-4}
+        found = {"collectives": [{**row, "busbw_gbps": 0.01}], "overlap": {"compute": 1.5, "communication": 2.0}}
+        return {**found, "products": [], "operations": [timed("add", 0.002, processes=world)]}
+
+    def save(self, folder: Path, nbytes: int) -> float:
+        self.now += 0.1
+        return nbytes / 1e8
+
+    @property
+    def means(self) -> Means:
+        return Means(
+            call=self.call,
+            gather=self.gather,
+            save=self.save,
+            scratch=self.scratch,
+            progress=lambda family, share: self.told.append(family),
+            clock=lambda: self.now,
+            now=lambda: "2026-11-21T12:00:00+0000",
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    rates = storage_module.Rates(0.5, 1.5, 10**8, "direct")
+    monkeypatch.setattr(storage_module, "measure", lambda folder, quick, seconds, clock: rates)
+    return World(tmp_path)
+
+
+def test_every_family_is_in_the_cluster(world: World) -> None:
+    cluster = probe(MACHINE, world.means, quick=True)
+    measured = cluster.measured
+    assert measured is not None
+    assert {each.precision for each in measured.products} == {"fp32", "bf16"}
+    assert [each.kind for each in measured.operations] == [
+        "reference",
+        "add",
+        "attention",
+        "attention_backward",
+        "autograd_op",
+        "add",
+    ]
+    assert measured.operations[-1].processes == 2
+    assert measured.overlap is not None
+    assert (measured.launch_us, measured.checkpoint_gbps, measured.threads) == (1.5, 0.1, 2)
+    assert measured.storage is not None
+    assert (measured.storage.node_write_gbps, measured.storage.node_read_gbps) == (0.5, 1.5)
+    assert measured.odd == []
+
+
+def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
+    device = probe(MACHINE, world.means, quick=True).node.accelerator
+    assert device.tflops["bf16"] > device.achieved_tflops["bf16"] == pytest.approx(0.2147, abs=1e-4)
+    assert device.memory_gbps == 30.0
+    assert device.kernel_us == 1.5
+
+
+def test_a_cpu_that_is_faster_than_on_paper_raises_its_peak(world: World) -> None:
+    slow = Machine("host", "cpu", "old", 1, 1, 1, 2**34, 2**34, Cpu("old", ghz=1.0))
+    device = probe(slow, world.means, quick=True).node.accelerator
+    assert device.tflops["fp32"] == device.achieved_tflops["fp32"]
+
+
+def test_the_file_can_be_read_back(world: World, tmp_path: Path) -> None:
+    cluster = probe(MACHINE, world.means, quick=True)
+    save_cluster(cluster, tmp_path / "cluster.yaml")
+    assert load_cluster(str(tmp_path / "cluster.yaml")) == cluster
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_all_families_together_keep_to_the_time(world: World, quick: bool) -> None:
+    probe(MACHINE, world.means, quick=quick)
+    assert world.now <= SECONDS[quick] + 0.2
+    assert all(payload["seconds"] > 0 for _, payload in world.asked)
+
+
+def test_when_the_time_is_over_the_rest_gets_none(world: World) -> None:
+    probe(MACHINE, world.means, quick=True, seconds=0.7)
+    assert world.now < 1.5
+
+
+def test_processes_that_measure_together_share_the_cores(world: World) -> None:
+    probe(MACHINE, world.means, quick=True)
+    (payload,) = (payload for name, payload in world.asked if name == "together:measure")
+    assert (payload["processes"], payload["threads"]) == (2, 1)
+
+
+def test_one_process_measures_nothing_together(world: World) -> None:
+    cluster = probe(MACHINE, world.means, quick=True, processes=1)
+    assert cluster.measured is not None
+    assert cluster.measured.collectives == []
+    assert "processes together" not in world.told
+
+
+def test_by_default_two_of_two_cores_and_all_gpus_measure() -> None:
+    assert default_processes(MACHINE) == 2
+    assert default_processes(Machine("h", "cpu", "x", 1, 1, 2, 1, 1, CPU)) == 1
+    assert default_processes(Machine("h", "cuda", "x", 8, 64, 128, 1, 1, CPU)) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("products:measure", "matrix products: not measured: the trial process ended with SIGKILL"),
+        ("together:measure", "processes together: not measured: worker 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: str) -> None:
+    world.fails = name
+    cluster = probe(MACHINE, world.means, quick=True)
+    assert cluster.measured is not None
+    assert cluster.measured.odd == [text]
+    assert cluster.measured.checkpoint_gbps is not None
+
+
+def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device", "/x/probe.bin")
+
+    monkeypatch.setattr(storage_module, "measure", fail)
+    cluster = probe(MACHINE, world.means, quick=True)
+    assert cluster.measured is not None
+    assert cluster.measured.odd == ["storage: not measured: /x/probe.bin: No space left on device"]
+
+
+def test_drift_is_the_change_of_the_reference(world: World) -> None:
+    world.references = [0.010, 0.012]
+    cluster = probe(MACHINE, world.means, quick=True)
+    assert cluster.measured is not None
+    assert cluster.measured.drift == pytest.approx(0.2)
+    assert "20%" in cluster.measured.odd[0]
+
+
+def test_others_can_ask_whether_the_machine_is_as_it_was(world: World) -> None:
+    cluster = probe(MACHINE, world.means, quick=True)
+    assert cluster.measured is not None
+    world.references = [0.015]
+    assert verify_reference(MACHINE, cluster.measured, world.call) == pytest.approx(0.5)
+    unmeasured = cluster.measured.model_copy(update={"operations": []})
+    assert verify_reference(MACHINE, unmeasured, world.call) is None
+
+
+def test_a_slow_disk_gets_a_small_checkpoint(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = storage_module.Rates(0.01, None, 10**7, "cached")
+    monkeypatch.setattr(storage_module, "measure", lambda folder, quick, seconds, clock: rates)
+    sizes: list[int] = []
+    means = world.means
+    object.__setattr__(means, "save", lambda folder, nbytes: sizes.append(nbytes) or 1.0)
+    cluster = probe(MACHINE, means, quick=False)
+    assert sizes[0] < 10**8
+    assert cluster.storage.node_read_gbps is None
+    assert cluster.notes["measured_how"]["read"].startswith("only from the page cache")
