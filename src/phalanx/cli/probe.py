@@ -1,0 +1,83 @@
+"""`phalanx probe`: parse, measure, print a page, write the cluster file."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.cluster import Cluster, Machine
+
+DEFAULT_OUT = "in the cache folder, by hardware and versions"
+
+
+def probe(
+    quick: Annotated[bool, typer.Option("--quick", help="In under 20 s instead of 3 minutes: fewer sizes.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The cluster file.", show_default=DEFAULT_OUT)
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Processes that measure together.", show_default="one a GPU, else 2 of 2 cores"
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Whose disk is measured; up to 1 GB is written and removed.")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON.")] = False,
+) -> None:
+    """Measure this machine, and write a cluster file.
+
+    Matrix products, what else a training step does, collectives, the disk; each beside its data sheet where one is
+    known. `phalanx plan --cluster FILE` predicts with it. Other work on the machine falsifies it. Ctrl-C ends it and
+    writes nothing.
+    """
+    from phalanx.cluster import save_cluster, this_machine
+    from phalanx.cluster.probe import default_cluster_file
+    from phalanx.errors import UsageError
+    from phalanx.probing import measured
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    if not folder.is_dir():
+        raise UsageError(f"--folder {folder}: no such folder")
+    machine = this_machine()
+    if nproc is not None and machine.device == "cuda" and nproc > machine.count:
+        raise UsageError(f"--nproc {nproc}: this machine has {machine.count} GPUs")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
+    with progress() as tell:
+        cluster = measured(machine, quick=quick, nproc=nproc, folder=folder, progress=tell)
+    if out is None:
+        out = default_cluster_file(machine)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    save_cluster(cluster, out)
+    typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2) if as_json else page(cluster, machine, out))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """On a terminal, one line of standard error that says what is measured."""
+    shown = sys.stderr.isatty()
+
+    def tell(family: str, share: float) -> None:
+        if shown:
+            print(f"\r{min(share, 1):4.0%}  {family} ...\033[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def page(cluster: "Cluster", machine: "Machine", out: Path) -> str:
+    """What was found, measured beside data sheet, and what looks wrong."""
+    from phalanx.cli.probe_page import lines
+
+    return "\n".join([*lines(cluster, machine), "", f"wrote {out}"])

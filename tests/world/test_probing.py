@@ -1,0 +1,86 @@
+"""What gives a probe its processes: a real nursery, worlds below it, a checkpoint, and a Ctrl-C in the middle."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster.probe import NotMeasured
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.agent import NurseryProcess
+from phalanx.probing import SCRATCH, call, gather, save, scratch_in
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[NurseryProcess]:
+    with NurseryProcess() as nursery:
+        yield nursery
+
+
+SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")], "cases": [("rms_norm", (64, 32))]}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 1.0, "memory_bytes": 2**34, "processes": 2}
+
+
+def test_a_world_measures_together(nursery: NurseryProcess, tmp_path: Path) -> None:
+    value = gather(nursery, tmp_path, "phalanx.cluster.probe.together:measure", {**ASKED, **SMALL}, 2)
+    assert value["collectives"][0]["backend"] == "gloo"
+    assert value["products"][0]["processes"] == 2
+
+
+def test_a_second_world_meets_as_well(nursery: NurseryProcess, tmp_path: Path) -> None:
+    for _ in range(2):
+        gather(nursery, tmp_path, "phalanx.cluster.probe.together:measure", {**ASKED, **SMALL, "seconds": 0.2}, 2)
+
+
+def test_a_member_that_fails_ends_the_others(nursery: NurseryProcess, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(NotMeasured, match=r"worker 1 ended with exit code 1: .*has no attribute 'nothing'"):
+        gather(nursery, tmp_path, "phalanx.cluster.probe.together:nothing", {"seconds": 1.0}, 2)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_function_that_fails_is_not_measured(nursery: NurseryProcess) -> None:
+    with pytest.raises(NotMeasured, match="KeyError"):
+        call(nursery, "phalanx.cluster.probe.products:measure", {})
+
+
+def test_a_checkpoint_is_written_and_removed(nursery: NurseryProcess, tmp_path: Path) -> None:
+    assert save(nursery, tmp_path, 10**6) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with scratch_in(tmp_path) as scratch:
+            (scratch / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--folder .*nothing can be written there"), scratch_in(tmp_path / "nowhere"):
+        pass
+
+
+def test_an_interrupted_probe_leaves_nothing(tmp_path: Path) -> None:
+    out, folder = tmp_path / "cluster.yaml", tmp_path / "folder"
+    folder.mkdir()
+    command = [sys.executable, "-m", "phalanx", "probe", "--quick", "--out", str(out), "--folder", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(folder.glob(f"{SCRATCH}*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(3)  # into the measuring
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.UNFINISHED
+    assert errors == "error: interrupted\n"
+    assert list(folder.iterdir()) == []
+    assert not out.exists()
