@@ -22,6 +22,8 @@ _VERBS = {
     "train": ("phalanx.cli.train:train", "Train a recipe, or go on with a run that stopped."),
     "tune": ("phalanx.cli.tune:tune", "Try what makes a recipe faster on this machine; write the tuned recipe."),
     "probe": ("phalanx.cli.probe:probe", "Measure this machine, and write a cluster file."),
+    "plan": ("phalanx.cli.plan:plan", "Foretell a run on a cluster, and choose its layout."),
+    "replay": ("phalanx.cli.replay:replay", "Predict published runs, to see how far predictions hold."),
     "report": ("phalanx.cli.report:report", "What a run did, and where the time went."),
     "compare": ("phalanx.cli.report:compare", "Runs side by side."),
     "generate": ("phalanx.cli.generate:generate", "Text from a run's checkpoint."),

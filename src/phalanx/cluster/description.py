@@ -38,6 +38,8 @@ class Accelerator(Part):
 
     name: str
     vendor: str = ""
+    generation: str = ""
+    """Of its architecture (ampere, hopper, cdna3, tpu): what its efficiency in training goes by."""
     tflops: dict[Precision, PositiveFloat]
     """Peak rate of dense matrix products by precision."""
     memory_gib: PositiveFloat

@@ -68,9 +68,9 @@ def links(cluster: Cluster, ranks: int, stride: int = 1) -> Links:
     return Links(ranks, islands, bandwidth, inner, a_device, START + HOP * (together - 1) + across)
 
 
-def collective_seconds(kind: Kind, size: Any, over: Links, scale: float = 1.0) -> Any:
+def collective_seconds(kind: Kind, size: Any, over: Links, scale: float = 1.0, copies: float = 1.0) -> Any:
     """Of one collective of `size` bytes (a number or an array). `scale` multiplies the time that bytes take, not the
-    latency."""
+    latency. `copies`: of each part of an all-to-all, sent to different ranks."""
     n = over.ranks
     if n == 1:
         return np.zeros_like(np.asarray(size, dtype=float))
@@ -80,9 +80,11 @@ def collective_seconds(kind: Kind, size: Any, over: Links, scale: float = 1.0) -
         rate = over.outer if over.nodes > 1 else over.inner
         return HOP_OUT + START + scale * size / rate
     if kind == "all_to_all":
+        # Between nodes a token that several experts of a node want travels once (DeepEP; Lepikhin et al. 2021).
+        reached = over.nodes * (1.0 - (1.0 - 1.0 / over.nodes) ** copies)
         here = max(1, n // over.nodes)
         inside, outside = (here - 1) / n, (n - here) / n
-        slow = outside / over.outer if over.nodes > 1 else 0.0
+        slow = outside / over.outer * reached / copies if over.nodes > 1 else 0.0
         return over.latency + scale * size * np.maximum(inside / over.inner, slow) * ramp
     steps = 2.0 if kind == "all_reduce" else 1.0
     return steps * (over.latency + scale * size * (n - 1) / n / over.bandwidth * ramp)

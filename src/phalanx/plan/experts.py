@@ -84,10 +84,10 @@ def _travelling(operations: list[Operation]) -> list[Operation]:
         assert isinstance(first, Product)
         # Rows of all experts together, as wide as the model; where they enter forward, they leave backward.
         forward = next(each for each in operations if isinstance(each, Product) and each.expert)
+        tokens = next(each for each in operations if isinstance(each, Product) and not each.expert).m
         rows = Size(forward.count.fixed * forward.m.fixed, forward.count.fixed * forward.m.each)
-        journey = Dispatch(
-            phase, Size(*(rows_.real * forward.k.fixed * forward.width for rows_ in (rows.fixed, rows.each)))
-        )
+        scale = forward.k.fixed * forward.width
+        journey = Dispatch(phase, Size(rows.fixed * scale, rows.each * scale), rows.at(1.0) / tokens.at(1.0))
         operations.insert(of_experts[-1] + 1, journey)
         operations.insert(of_experts[0], journey)
     return operations

@@ -14,13 +14,22 @@ class Stack:
     name: str = "phalanx"
     computing: float = 1.0
     """Time of computing, as a multiple of what rates say."""
+    eight: float = 1.0
+    """Time of products in 8 bits or fewer, likewise, beside `computing`."""
+    experts: float = 1.0
+    """Time of everything in blocks with experts, likewise."""
     communicating: float = 1.0
     """Time that bytes take to travel, likewise."""
     fused: bool = True
     """Whether what is bound by memory is fused, by a compiler or by hand."""
+    memory: float = 1.1
+    """Speed of what is bound by memory, as a multiple of what bytes and bandwidth say: fusing saves more than
+    neighbours' results."""
+    flash: float = 1.0
+    """Speed of its fused attention, as a multiple of what is usual on that hardware; 0 where scores are stored."""
     sequence_parallel: bool = True
     """Whether tensor ranks divide by sequence what they do not divide by width (Korthikanti et al. 2022)."""
-    hidden: float = 0.7
+    hidden: float = 0.94
     """Share of the communication of gradients and sharded weights that can hide behind computing at best."""
     tensor_hidden: float = 0.0
     """The same of the sums over tensor ranks."""

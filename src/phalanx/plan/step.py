@@ -133,6 +133,8 @@ class Costs:
             sequence_parallel=setup.stack.sequence_parallel,
         )
         self._known: dict[tuple[int, str], Any] = {}
+        self._eight = setup.stack.eight if rates.quantised else 1.0
+        self._mixed = any(segment.experts for segment in setup.profile.segments)
 
     def of(self, segment: Segment, way: str) -> Pass:
         """A segment's forward, or its backward with what is computed again for it; without sharding."""
@@ -164,19 +166,21 @@ class Costs:
         size = done.reduced if done.reduces else (again.reduced if again else 0.0)
         tensor = reduces * float(collective_seconds("all_reduce", size, self.tensor, scale)) * (1 - stack.tensor_hidden)
         size = done.dispatched if done.dispatches else (again.dispatched if again else 0.0)
-        expert = dispatches * float(collective_seconds("all_to_all", size, self.expert, scale))
+        expert = dispatches * float(collective_seconds("all_to_all", size, self.expert, scale, done.copies))
         context = 0.0
         if self.context.ranks > 1:
             shown = float(collective_seconds("all_gather", done.keys_and_values, self.context, scale))
             context = max(0.0, shown - float(done.seconds.attention) * stack.computing)
+        slower = stack.experts if self._mixed else 1.0
+        computing = slower * stack.computing
         return Pass(
-            products=float(done.seconds.products) * stack.computing,
-            attention=float(done.seconds.attention) * stack.computing,
-            memory=float(done.seconds.memory) * stack.computing,
-            recomputing=float(recomputing) * stack.computing,
+            products=float(done.seconds.products) * computing * self._eight,
+            attention=float(done.seconds.attention) * computing,
+            memory=float(done.seconds.memory) * computing,
+            recomputing=float(recomputing) * computing,
             tensor=tensor,
             context=context,
-            expert=expert,
+            expert=expert * slower,
             sharding=0.0,
             launching=(done.launches + (again.launches if again else 0.0)) * stack.launch,
         )

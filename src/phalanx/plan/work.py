@@ -61,6 +61,7 @@ class Work:
     reduced: Array
     dispatches: int
     dispatched: Array
+    copies: float
     keys_and_values: Array
     launches: float = 0.0
     """Kernels that the host has to launch."""
@@ -75,6 +76,7 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
     total = Seconds()
     reduced: list[Array] = []
     dispatched: list[Array] = []
+    copies = 1.0
     shown: Array = 0.0
     launches = 0.0
     for op in segment.of(phase):
@@ -84,6 +86,7 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
         elif isinstance(op, Dispatch):
             # Each tensor rank sends its own part of the tokens.
             dispatched.append(_at(op.size, division.samples) / division.tensor)
+            copies = op.copies
         else:
             total = total + price(op, division)
             if isinstance(op, Attention):
@@ -96,6 +99,7 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
         sum(reduced) / len(reduced) if reduced else 0.0,
         len(dispatched),
         sum(dispatched) / len(dispatched) if dispatched else 0.0,
+        copies,
         shown,
         launches,
     )

@@ -17,7 +17,7 @@ from phalanx.errors import RecipeError
 
 PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
 ALL = [(kind, entry) for kind in KINDS for entry in entries(kind)]
-NOT_FIGURES = {"vendor", "usual"}
+NOT_FIGURES = {"vendor", "generation", "usual"}
 
 
 def named(pair: tuple[Kind, Entry]) -> str:

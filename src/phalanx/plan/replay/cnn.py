@@ -23,7 +23,8 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.plan.exchanges import WAYS, Iteration, hierarchical, iteration, parameter_server, speedup
-from phalanx.plan.replay.cnn_rows import CannotPredict, Row, Run, number, read_run
+from phalanx.plan.replay.cells import CannotPredict, Row
+from phalanx.plan.replay.cnn_rows import Run, number, read_run
 from phalanx.plan.replay.convnets import compute_seconds, generation
 
 TITAN_IMAGE_SECONDS: Mapping[str, float] = MappingProxyType(

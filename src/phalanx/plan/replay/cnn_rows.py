@@ -13,9 +13,9 @@ from typing import TypeVar
 from phalanx.cluster import catalogue
 from phalanx.cluster.description import Accelerator, Node, Precision
 from phalanx.errors import RecipeError
+from phalanx.plan.replay.cells import CannotPredict, Row
 from phalanx.plan.replay.convnets import Convnet, Stack, card, convnet, has_tensor_cores
 
-Row = Mapping[str, str]
 T = TypeVar("T")
 USUAL_BATCH: Mapping[bool, int] = {True: 256, False: 64}
 """Images of one device where a table gives no batch: with tensor cores, and without."""
@@ -66,10 +66,6 @@ class Run:
     epochs: float | None
     baseline_epochs: float | None
     assumed: str = ""
-
-
-class CannotPredict(Exception):
-    """Why a row cannot be predicted, for the column `why_not`."""
 
 
 def read_run(row: Row) -> Run:

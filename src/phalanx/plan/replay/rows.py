@@ -4,17 +4,12 @@ was measured. Columns are those of shared/validation/published_runs.csv; empty c
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-Row = Mapping[str, str]
-NEEDED = ("model", "gpu", "n_gpus", "seq_len", "global_batch_seqs")
-"""Columns without which a table says too little."""
+from phalanx.plan.replay.cells import CannotPredict, Row
+
 USUAL_HEAD = 128
 """Features of a head where the number of heads is not given."""
-
-
-class CannotPredict(Exception):
-    """Why a row cannot be predicted, for the column `why_not`."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +172,6 @@ def _most_like(shape: Shape, billions: float | None) -> Shape:
     """Gated or not and tied or not, whichever comes closest to the number of parameters that the row tells."""
     if not billions or shape.experts:
         return shape
-    from dataclasses import replace
-
     options = [
         replace(shape, gated=gated, tie=tie) for gated in (shape.gated, not shape.gated) for tie in (False, True)
     ]

@@ -1,0 +1,71 @@
+"""Fit the few constants of a software stack on some hardware to runs that were measured there: the most likely values,
+given what is usual (maximum a posteriori). With two runs hardly more than one constant moves, with many all may.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.setup import Setup, Stack
+
+SPREADS = {
+    "computing": 0.10,
+    "eight": 0.10,
+    "experts": 0.25,
+    "communicating": 0.40,
+    "launch": 0.80,
+    "step_seconds": 0.60,
+}
+"""The constants that are fitted for each (hardware, software stack), with how much their logarithm differs from one
+source to the next: standard deviations seen over the sources of docs/results/planner.md."""
+NOISE = 0.12
+"""Standard deviation of log(measured / predicted) that no constant of a stack explains."""
+ROUNDS = 8
+STEP = 0.02
+"""Of finite differences, in logarithms."""
+
+Predict = Callable[[Setup], float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run and the seconds that its step took."""
+
+    setup: Setup
+    seconds: float
+
+
+def calibrated(runs: Sequence[Measurement], predict: Predict) -> Stack:
+    """The stack of `runs`, which share one, with its constants fitted to them. `predict` gives the seconds of a step.
+
+    Gauss-Newton on the logarithms of all constants, with residuals beyond three deviations counting less (Huber 1964).
+    """
+    usual = runs[0].setup.stack
+    names = list(SPREADS)
+    spreads = np.array([SPREADS[name] for name in names])
+    measured = np.log([run.seconds for run in runs])
+
+    def predicted(moved: np.ndarray) -> np.ndarray:
+        # each run keeps what is its own of a stack, such as how much tensor parallelism hides
+        factors = dict(zip(names, np.exp(moved), strict=True))
+        return np.log([predict(replace(run.setup, stack=_scaled(run.setup.stack, factors))) for run in runs])
+
+    moved = np.zeros(len(names))
+    for _ in range(ROUNDS):
+        now = predicted(moved)
+        slopes = np.stack([(predicted(moved + STEP * unit) - now) / STEP for unit in np.eye(len(names))], axis=1)
+        wrong = measured - now
+        trust = np.minimum(1.0, 3 * NOISE / np.maximum(np.abs(wrong), 1e-9)) / NOISE**2
+        normal = slopes.T @ (slopes * trust[:, None]) + np.diag(1 / spreads**2)
+        change = np.linalg.solve(normal, slopes.T @ (trust * wrong) - moved / spreads**2)
+        moved = moved + np.clip(change, -0.5, 0.5)
+        if np.abs(change).max() < 1e-3:
+            break
+    return _scaled(usual, dict(zip(names, np.exp(moved), strict=True)))
+
+
+def _scaled(stack: Stack, factors: Mapping[str, float]) -> Stack:
+    moved: dict[str, Any] = {name: float(getattr(stack, name) * factor) for name, factor in factors.items()}
+    return replace(stack, **moved)

@@ -1,0 +1,326 @@
+"""Choose a layout: all that are valid for a model, a number of devices and a batch, estimated at once in NumPy, the
+best of them simulated.
+
+The estimate is the simulation's arithmetic without its queues: a pipeline takes (micro-batches + (stages - 1) / chunks)
+x its slowest stage (Narayanan et al. 2021, section 2.2), communication that can hide behind computing counts only as
+far as it is longer. It serves to leave out what cannot win; the order of the best is that of the simulation.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from phalanx.cluster.description import Cluster
+from phalanx.plan.collectives import Kind, collective_seconds, links
+from phalanx.plan.experts import PHASES
+from phalanx.plan.pipeline import Schedule
+from phalanx.plan.profile import Attention, Kept, Profile
+from phalanx.plan.rates import Rates
+from phalanx.plan.setup import Setup
+from phalanx.plan.step import SLOWED, Parts
+from phalanx.plan.work import Division, Price, work
+from phalanx.recipe.checks import divisors
+from phalanx.recipe.schema import Layout
+
+SIMULATED = 50
+"""So many of the best estimates are simulated."""
+WAYS = ("none", "selective", "full")
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+MOST_CHUNKS = 4
+"""Stages of a rank that are tried at most."""
+COLUMNS = ("replicate", "shard", "tensor", "pipeline", "context", "expert", "micro", "way", "schedule", "chunks")
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. A value that the recipe gives leaves no choice."""
+
+    devices: int
+    batch: int
+    layout: Layout | None = None
+    micro: int | None = None
+    ways: tuple[str, ...] = WAYS
+    domain: int = 8
+    """Devices that a fast network joins: tensor parallelism does not reach beyond."""
+    replicas_only: bool = False
+    """Whether the recipe's exactness asks for whole replicas."""
+    sequences: bool = True
+    """Whether samples are sequences, which tensor and context parallelism can cut."""
+
+
+def candidates(profile: Profile, space: Space) -> Columns:
+    """All valid configurations, one a row: each of COLUMNS as an array; ways and schedules as their numbers."""
+    attention = [op for segment in profile.segments for op in segment.operations if isinstance(op, Attention)]
+    heads = [op.kv_heads for op in attention] + [op.heads for op in attention]
+    experts = max((segment.experts for segment in profile.segments), default=0)
+    rows: list[np.ndarray] = []
+    for layout in _layouts(profile, space, heads, experts):
+        replicate, shard, _, pipeline, _, _ = layout
+        share = space.batch // (replicate * shard)
+        micros = [space.micro] if space.micro is not None else divisors(share)
+        orders = _orders(profile.blocks, pipeline, space)
+        grid = [
+            (*layout, micro, WAYS.index(way), schedule, chunks)
+            for micro in micros
+            if share % micro == 0
+            for schedule, chunks in orders
+            if pipeline == 1 or (share // micro >= pipeline and _runs(schedule, chunks, share // micro, pipeline))
+            for way in space.ways
+        ]
+        if grid:
+            rows.append(np.array(grid, dtype=np.int64))
+    table = np.concatenate(rows) if rows else np.zeros((0, len(COLUMNS)), dtype=np.int64)
+    return dict(zip(COLUMNS, table.T, strict=True))
+
+
+def _layouts(profile: Profile, space: Space, heads: Sequence[int], experts: int) -> list[tuple[int, ...]]:
+    """(replicate, shard, tensor, pipeline, context, expert) of all layouts that divide model and batch evenly."""
+    if space.layout is not None:
+        it = space.layout
+        return [(it.replicate, it.shard, it.tensor, it.pipeline, it.context, it.expert)]
+    if space.replicas_only:
+        return [(space.devices, 1, 1, 1, 1, 1)] if space.batch % space.devices == 0 else []
+    found: list[tuple[int, ...]] = []
+    cut = bool(heads) and space.sequences
+    for tensor in divisors(space.devices):
+        if tensor > 1 and (not cut or tensor > space.domain or any(count % tensor for count in heads)):
+            continue
+        for pipeline in divisors(space.devices // tensor):
+            if pipeline > max(1, profile.blocks):
+                continue
+            for context in divisors(space.devices // tensor // pipeline):
+                if context > 1 and (not cut or profile.tokens % (2 * context * tensor)):
+                    continue
+                parts = space.devices // tensor // pipeline // context
+                if space.batch % parts:
+                    continue
+                for shard in divisors(parts):
+                    for expert in divisors(shard * context):
+                        if expert == 1 or (experts and experts % expert == 0):
+                            found.append((parts // shard, shard, tensor, pipeline, context, expert))
+    return found
+
+
+def _orders(blocks: int, pipeline: int, space: Space) -> list[tuple[int, int]]:
+    """Schedules by number, and stages of a rank."""
+    if space.layout is not None:
+        schedule = space.layout.schedule
+        stages = len(space.layout.stages) if space.layout.stages else pipeline * (2 if schedule == "interleaved" else 1)
+        return [(SCHEDULES.index(schedule), stages // pipeline)]
+    if pipeline == 1:
+        return [(SCHEDULES.index("1f1b"), 1)]
+    found = [(SCHEDULES.index("1f1b"), 1), (SCHEDULES.index("zero-bubble"), 1)]
+    for chunks in range(2, MOST_CHUNKS + 1):
+        if blocks >= pipeline * chunks:
+            found.append((SCHEDULES.index("interleaved"), chunks))
+    return found
+
+
+def _runs(schedule: int, chunks: int, micros: int, pipeline: int) -> bool:
+    """Interleaving wants whole groups of as many micro-batches as there are ranks."""
+    return chunks == 1 or SCHEDULES[schedule] != "interleaved" or micros % pipeline == 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of each configuration: seconds of a step, and bytes on a device."""
+
+    seconds: np.ndarray
+    memory: np.ndarray
+
+
+def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_bytes: float = 16.0) -> Estimate:
+    """All configurations at once. `base` gives profile, cluster, batch, precision and stack; `state_bytes` are those of
+    training state for each parameter: weight, gradient and what the optimizer keeps."""
+    c = columns
+    parts = c["replicate"] * c["shard"]
+    micros = base.batch // (parts * c["micro"])
+    stages = c["pipeline"]
+    divided = {name: c[name].astype(float) for name in ("tensor", "context", "expert")}
+    samples = c["micro"] / c["context"]
+    unique, back = np.unique(np.stack([samples, *divided.values()]), axis=1, return_inverse=True)
+    back = back.reshape(-1)
+    division = Division(
+        samples=unique[0],
+        tensor=unique[1],
+        context=unique[2],
+        expert=unique[3],
+        fused=base.stack.fused,
+        sequence_parallel=base.stack.sequence_parallel,
+    )
+    stack, ranks = base.stack, unique[1]
+    reach = _Reach(base.cluster, stack.communicating)
+    count = base.profile.blocks or 1
+    at_once = np.ceil(count / (stages * c["chunks"])) * c["chunks"] / count
+    ways = len(WAYS)
+    zeros = np.zeros(unique.shape[1])
+    forward, backward, elements, kept, largest = (np.zeros(len(back)) for _ in range(5))
+    for segment in base.profile.segments:
+        share = at_once if segment.is_block else 1.0
+        slower = stack.computing * (stack.experts if segment.experts else 1.0)
+        one, two = (work(segment, phase, division, price) for phase in PHASES)
+        passes = []
+        for done in (one, two):
+            summed = done.reduces * reach.each("all_reduce", ranks, 1 + zeros, done.reduced) * (1 - stack.tensor_hidden)
+            sent = reach.each("all_to_all", unique[3], ranks, done.dispatched, done.copies)
+            passes.append(zeros + done.seconds.total * slower + summed + done.dispatches * sent)
+        first, second = passes
+        # by way of recomputing: nothing, what is bound by memory, everything
+        again = np.stack([zeros, zeros + one.seconds.memory * slower, first]) * segment.is_block
+        among = ranks if stack.sequence_parallel else 1.0
+        full = _kept(segment.fused if stack.fused else segment.kept, unique[0], ranks, among)
+        boundary = (segment.boundary.fixed + segment.boundary.each * unique[0]) / among
+        some = np.minimum(_kept(segment.selective, unique[0], ranks, among) + boundary, full)
+        held = np.stack([full, some, zeros + boundary] if segment.is_block else [full] * ways)
+        each = share * segment.repeats
+        forward = forward + each * first[back]
+        backward = backward + each * (second[back] + again[c["way"], back])
+        kept = kept + each * held[c["way"], back]
+        largest = np.maximum(largest, full[back])
+        weights = segment.weights
+        elements = elements + each * (weights.divided / c["tensor"] + weights.whole + weights.expert / c["expert"])
+    sharded = c["shard"] > 1
+    sharing = np.where(sharded, c["shard"] * c["context"], 1)
+    gathered = reach.each("all_gather", sharing, c["tensor"], elements * 2.0)
+    scattered = reach.each("all_gather", sharing, c["tensor"], elements * stack.gradient_bytes)
+    behind = np.minimum(gathered, forward) + np.minimum(gathered + scattered, backward)
+    waiting = np.maximum(0.0, gathered - forward) + np.maximum(0.0, gathered + scattered - backward)
+    slowest = forward + backward + waiting + SLOWED * behind + (gathered + scattered) / np.maximum(1, count / stages)
+    bubble = np.where(stages > 1, (stages - 1) / c["chunks"], 0.0)
+    bubble = np.where(c["schedule"] == SCHEDULES.index("zero-bubble"), bubble / 2, bubble)
+    local = elements / c["shard"]
+    apart = c["tensor"] * c["context"] * c["shard"]
+    exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes)
+    hidden = np.minimum(exchange * stack.hidden, backward)
+    update = local / c["context"] * 30.0 / (rates.bandwidth * 0.8)
+    seconds = (micros + bubble) * slowest + exchange - hidden * (1 - SLOWED) + update + stack.step_seconds
+    in_flight = np.where(c["schedule"] == SCHEDULES.index("gpipe"), micros, np.minimum(micros, stages))
+    in_flight = in_flight * np.where(c["chunks"] > 1, 1 + (stages - 1) / (stages * c["chunks"]), 1.0)
+    unsharded = np.where(sharded, 2.0 * elements / np.maximum(1, count / stages) * 2.0, 0.0)
+    memory = local / c["context"] * state_bytes + kept * in_flight + largest + unsharded
+    return Estimate(np.asarray(seconds), np.asarray(memory))
+
+
+class _Reach:
+    """Seconds of collectives for arrays of layouts: links are the same for all that share group and stride."""
+
+    def __init__(self, cluster: Cluster, scale: float) -> None:
+        self._cluster, self._scale = cluster, scale
+
+    def each(self, kind: Kind, ranks: Any, stride: Any, size: Any, copies: float = 1.0) -> np.ndarray:
+        """Of one collective of `size` bytes for each group of `ranks`, `stride` devices apart."""
+        size = np.broadcast_to(size, ranks.shape)
+        found = np.zeros(ranks.shape)
+        codes = ranks.astype(np.int64) * 2**32 + stride.astype(np.int64)
+        for code in np.unique(codes):
+            n, between = divmod(int(code), 2**32)
+            if n > 1:
+                here = codes == code
+                over = links(self._cluster, n, between)
+                found[here] = collective_seconds(kind, size[here], over, self._scale, copies)
+        return found
+
+
+def _kept(kind: Kept, samples: np.ndarray, tensor: np.ndarray, among: Any) -> np.ndarray:
+    whole = kind.whole.fixed + kind.whole.each * samples
+    divided = kind.divided.fixed + kind.divided.each * samples
+    return np.asarray(whole / among + divided / tensor)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One configuration, simulated."""
+
+    setup: Setup
+    parts: Parts
+    memory: float
+    """Bytes on the fullest device."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.parts.total
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search: what fits, the fastest first; how many were valid, and how many of them fit by the
+    estimate; the least memory that any takes."""
+
+    options: tuple[Option, ...]
+    valid: int
+    fitting: int
+    least: Option | None
+    """Where nothing fits: what comes closest."""
+
+
+def setups(base: Setup, columns: Columns, rows: Sequence[int]) -> list[Setup]:
+    """Configurations as setups."""
+    found = []
+    for row in rows:
+        value = {name: int(columns[name][row]) for name in COLUMNS}
+        layout = Layout(
+            **{name: value[name] for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")},
+            schedule=SCHEDULES[value["schedule"]],
+        )
+        found.append(
+            replace(
+                base,
+                layout=layout,
+                micro=value["micro"],
+                recompute=WAYS[value["way"]],
+                zero=3 if value["shard"] * value["context"] > 1 else 0,
+                chunks=value["chunks"],
+            )
+        )
+    return found
+
+
+def search(
+    base: Setup,
+    rates: Rates,
+    price: Price,
+    space: Space,
+    simulate: Callable[[Setup], Parts],
+    memory: Callable[[Setup], float],
+    room: float,
+) -> Found:
+    """The fastest configurations that fit into `room` bytes of a device. `simulate` and `memory` are exact."""
+    columns = candidates(base.profile, space)
+    valid = len(columns["micro"])
+    if not valid:
+        return Found((), 0, 0, None)
+    guess = estimate(base, rates, price, columns)
+    # The estimate of memory is rough: what misses by a third may still fit.
+    near = np.flatnonzero(guess.memory <= 1.33 * room)
+    order = near[np.argsort(guess.seconds[near], kind="stable")]
+    options: list[Option] = []
+    for batch in _batched(order, SIMULATED):
+        for setup in setups(base, columns, [int(row) for row in batch]):
+            needed = memory(setup)
+            if needed <= room:
+                options.append(Option(setup, simulate(setup), needed))
+        if options:
+            break
+    least = None
+    if not options:
+        closest = setups(base, columns, [int(np.argmin(guess.memory))])[0]
+        least = Option(closest, simulate(closest), memory(closest))
+    options.sort(key=_rank)
+    return Found(tuple(options), valid, len(near), least)
+
+
+def _rank(option: Option) -> tuple[float, int, float]:
+    """Faster comes first; what is as fast to half a percent, with the simpler layout."""
+    layout = option.setup.layout
+    divided = sum(size > 1 for size in (layout.replicate, layout.shard, layout.tensor, layout.pipeline, layout.context))
+    return round(math.log(option.seconds) / 0.005), divided, option.memory
+
+
+def _batched(values: np.ndarray, size: int) -> list[Any]:
+    return [values[at : at + size] for at in range(0, len(values), size)]

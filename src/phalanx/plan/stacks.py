@@ -1,0 +1,90 @@
+"""Software stacks and generations of hardware: the constants that are fitted, read from data/stacks.yaml. They belong
+to (hardware, software stack), never to a model or a run; docs/planner.md lists them all, and a test counts them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from phalanx.cluster.description import Accelerator
+from phalanx.plan.rates import Rates, rates
+from phalanx.plan.setup import Stack
+
+OURS = "phalanx"
+OTHER = "other"
+"""Generation of hardware about which nothing is known."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a generation of accelerators keeps up in training."""
+
+    products: float
+    flash: tuple[float, float] | None
+
+
+@cache
+def _read() -> dict[str, Any]:
+    text = (files("phalanx.plan") / "data/stacks.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
+def generation(device: Accelerator) -> Generation:
+    """Of an accelerator; what is typical where its own is not known."""
+    known = _read()["generations"]
+    values = known.get(device.generation) or known[OTHER]
+    return Generation(values["products"], tuple(values["flash"]) if values["flash"] else None)
+
+
+def stack(name: str) -> Stack:
+    """The stack of that name. KeyError: there is none."""
+    values = _read()["stacks"][name]
+    known = {each.name for each in fields(Stack)}
+    return Stack(name=name, **{key: value for key, value in values.items() if key in known})
+
+
+def stack_of(source: str, zero: int, inner: int, generation: str) -> Stack:
+    """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
+    sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.
+    `inner`: tensor x pipeline ranks."""
+    for name, values in _read()["stacks"].items():
+        if "match" in values and re.search(values["match"], source, re.IGNORECASE):
+            return stack(name)
+    if generation == "tpu":
+        return stack("xla")
+    return stack("torch" if zero == 3 or inner == 1 else "megatron")
+
+
+def rates_of(device: Accelerator, precision: str, using: Stack) -> Rates:
+    """What an accelerator does under a stack. KeyError naming the precision when it has no such arithmetic."""
+    plain, of = rates(device, precision), generation(device)
+    kept = of.products * _read()["precisions"].get(precision, 1.0)
+    curve = plain.curve.model_copy(update={"efficiency": plain.curve.efficiency * kept})
+    flash = None
+    if of.flash is not None and using.flash:
+        flash = (min(1.0, of.flash[0] * using.flash), min(1.0, of.flash[1] * using.flash))
+    return replace(plain, curve=curve, flash=flash, bandwidth=plain.bandwidth * using.memory)
+
+
+def constants() -> Mapping[str, float]:
+    """Every number of data/stacks.yaml, by its path."""
+    found: dict[str, float] = {}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                walk(f"{path}.{key}" if path else key, below)
+        elif isinstance(value, list):
+            for index, below in enumerate(value):
+                walk(f"{path}.{index}", below)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[path] = value
+
+    walk("", _read())
+    return found
