@@ -1,11 +1,13 @@
 """The one place for names that torch, ctypes or the kernel do not promise to keep. Nothing else may use them."""
 
+import contextlib
 import ctypes
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -141,6 +143,39 @@ def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]"
         return result
 
     return handling(handle)
+
+
+@contextlib.contextmanager
+def without_compiler() -> "Iterator[None]":
+    """Within it torch's compiler is not imported, which takes a second, by functions that only want to be left alone by
+    it. What they remember of that asks for the compiler again once it is there. Nothing may be compiled within."""
+    import torch
+
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    stand_in: Any = ModuleType(name)
+
+    def disable(function: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
+        found: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            real: Any = sys.modules.get(name)
+            if not found and real is not None and real is not stand_in:
+                found.append(real.disable(function, recursive, **options))
+            return (found[0] if found else function)(*args, **kwargs)
+
+        return call
+
+    stand_in.disable = disable
+    sys.modules[name] = stand_in
+    holder: Any = torch
+    holder._dynamo = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name], holder._dynamo
 
 
 def handling(handle: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":

@@ -248,6 +248,16 @@ def _exposed(costs: Costs, passes: Sequence[tuple[Pass, Segment]], way: str) -> 
     return max(computing, travelling if way == "backward" else computing) - alone
 
 
+def sent_between(costs: Costs) -> float:
+    """Seconds that the activations of a micro-batch travel from a stage to the next."""
+    setup, layout = costs.setup, costs.setup.layout
+    if layout.pipeline == 1:
+        return 0.0
+    block = next(each for each in setup.profile.segments if each.is_block)
+    size = block.boundary.at(setup.micro / layout.context) / layout.tensor
+    return float(collective_seconds("send", size, costs.stages, setup.stack.communicating))
+
+
 def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str = "adamw") -> Parts:
     """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
     costs, layout = Costs(setup, rates, price), setup.layout
@@ -255,11 +265,7 @@ def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str 
     forward = [through(costs, chunk, "forward") for chunk in parts_of_model]
     backward = [through(costs, chunk, "backward") for chunk in parts_of_model]
     stages = [Stage(f.total, b.total) for f, b in zip(forward, backward, strict=True)]
-    send = 0.0
-    if layout.pipeline > 1:
-        block = next(each for each in setup.profile.segments if each.is_block)
-        size = block.boundary.at(setup.micro / layout.context) / layout.tensor
-        send = float(collective_seconds("send", size, costs.stages, setup.stack.communicating))
+    send = sent_between(costs)
     schedule: Schedule = "interleaved" if setup.chunks > 1 else layout.schedule
     made = seconds(schedule, stages, layout.pipeline, setup.micros, send)
     busiest = max(

@@ -1,7 +1,5 @@
 """The model of a recipe: built by import path, with what the data know filled in, from the seed's random numbers."""
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import nn
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
 from phalanx.recipe import huggingface_directory, import_object
+from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
@@ -49,28 +48,9 @@ class Seeds:
         seed_everything(seed_for(self._seed, self._step, self._first + micro_batch, stage), self._device)
 
 
-def arguments(builder: Callable[..., Any], given: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """`given`, plus `vocab`, `sequence` and `classes` from the data where the builder takes them and they are missing.
-
-    Raises RecipeError for arguments that the builder does not take.
-    """
-    parameters = inspect.signature(builder).parameters
-    known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
-    filled = {k: v for k, v in known.items() if k in parameters and k not in given and v is not None}
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    unknown = [key for key in given if key not in parameters and not takes_any]
-    if unknown:
-        raise RecipeError(
-            f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters)}"
-        )
-    missing = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in given | filled
-    ]
-    if missing:
-        raise RecipeError(f"model.args.{missing[0]}: the builder needs it and the data do not tell it")
-    return {**given, **filled}
+def known(facts: Facts) -> dict[str, int | None]:
+    """What the data tell a model's builder."""
+    return {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
 
 
 def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
@@ -80,7 +60,7 @@ def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         return {"build": spec.build, "args": spec.args, "huggingface": huggingface.describe(directory, spec.args)}
     builder = import_object(spec.build, folder, key="model.build")
-    return {"build": spec.build, "args": arguments(builder, spec.args, facts)}
+    return {"build": spec.build, "args": arguments(builder, spec.args, known(facts))}
 
 
 def build_model(
@@ -113,7 +93,7 @@ def build_model(
 def _built(spec: Model, facts: Facts, folder: Path | None, seed: int) -> nn.Module:
     """The model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
-    filled = arguments(builder, spec.args, facts)
+    filled = arguments(builder, spec.args, known(facts))
     seed_everything(seed_for(seed, "init"), torch.device("cpu"))
     try:
         model = builder(**filled)

@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Model
-from phalanx.train.model import arguments, build_model, has_batch_norm, seed_everything, seed_for
+from phalanx.train.model import build_model, has_batch_norm, seed_everything, seed_for
 
 TEXT = Facts("tokens", 256, None, 64, None)
 IMAGES = Facts("images", None, 10, None, (28, 28, 1))
@@ -20,51 +20,51 @@ CPU = torch.device("cpu")
 def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
     def builder(vocab: int, sequence: int, layers: int = 2) -> None: ...
 
-    assert arguments(builder, {"layers": 3}, TEXT) == {"layers": 3, "vocab": 256, "sequence": 64}
+    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab": 256, "sequence": 64}
 
 
 def test_classes_come_from_images() -> None:
     def builder(classes: int) -> None: ...
 
-    assert arguments(builder, {}, IMAGES) == {"classes": 10}
+    assert arguments(builder, {}, known(IMAGES)) == {"classes": 10}
 
 
 def test_what_is_given_wins_over_the_data() -> None:
     def builder(vocab: int, sequence: int) -> None: ...
 
-    assert arguments(builder, {"vocab": 1000}, TEXT) == {"vocab": 1000, "sequence": 64}
+    assert arguments(builder, {"vocab": 1000}, known(TEXT)) == {"vocab": 1000, "sequence": 64}
 
 
 def test_a_default_of_the_builder_gives_way_to_the_data_but_not_to_nothing() -> None:
     def builder(vocab: int = 5, classes: int = 7) -> None: ...
 
-    assert arguments(builder, {}, TEXT) == {"vocab": 256}
+    assert arguments(builder, {}, known(TEXT)) == {"vocab": 256}
 
 
 def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
     def builder(**options: Any) -> None: ...
 
-    assert arguments(builder, {"depth": 3}, TEXT) == {"depth": 3}
+    assert arguments(builder, {"depth": 3}, known(TEXT)) == {"depth": 3}
 
 
 def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
     def builder(vocab: int, layers: int = 2) -> None: ...
 
     with pytest.raises(RecipeError, match=r"model.args.layer: the builder takes no such argument; it takes vocab, lay"):
-        arguments(builder, {"layer": 3}, TEXT)
+        arguments(builder, {"layer": 3}, known(TEXT))
 
 
 def test_an_argument_that_nobody_tells_is_named() -> None:
     def builder(classes: int, *, depth: int) -> None: ...
 
     with pytest.raises(RecipeError, match=r"model.args.classes: the builder needs it and the data do not tell it"):
-        arguments(builder, {"depth": 3}, TEXT)
+        arguments(builder, {"depth": 3}, known(TEXT))
 
 
 def test_starred_parameters_of_a_builder_are_not_missing() -> None:
     def builder(*layers: int, **options: int) -> None: ...
 
-    assert arguments(builder, {}, TEXT) == {}
+    assert arguments(builder, {}, known(TEXT)) == {}
 
 
 def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:

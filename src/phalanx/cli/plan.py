@@ -1,0 +1,197 @@
+"""`phalanx plan`: parse, foretell, print the best few and why the others lose, write the recipe with the choice in it."""
+
+import json as json_
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.plan.search import Option
+    from phalanx.planning import Planned
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they become part of what is written.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="`dgx-h100:128` (nodes), `h100:64` (devices), or a cluster file."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the cluster.", show_default="all")] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Choices that are shown.")] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The recipe with the choice.", show_default="NAME.planned.yaml beside it"),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show where a step's time and memory go.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the step's time line as a Chrome trace.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Foretell a run: memory, time, energy and cost on a cluster, with the best layout of all that the recipe allows.
+
+    Without --cluster it is this machine, as `phalanx probe` measured it. Nothing is trained and no data are read.
+    """
+    from phalanx.errors import UsageError
+    from phalanx.planning import plan_run, text_of
+    from phalanx.recipe import load_recipe
+    from phalanx.run.directory import write_whole
+
+    out = out or recipe.with_name(f"{recipe.stem}.planned.yaml")
+    for name, path in (("--out", out), ("--trace", trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{name} {path}: there is no folder {path.absolute().parent}")
+    loaded = load_recipe(recipe, overrides or [])
+    found = plan_run(loaded, cluster, gpus, Path.cwd())
+    write_whole(out, text_of(loaded, overrides or [], found))
+    if trace is not None:
+        write_whole(trace, _trace(found))
+    if as_json:
+        typer.echo(json_.dumps(plain(found, top, out), indent=2))
+        return
+    typer.echo("\n".join(page(found, top)))
+    if explain:
+        typer.echo("\n".join(explained(found)))
+    typer.echo(f"\nwrote {out}" + (f" and {trace}" if trace is not None else ""))
+
+
+def page(found: "Planned", top: int) -> list[str]:
+    """The plan in words and columns."""
+    from phalanx.observe.units import duration
+    from phalanx.planning import GIB, parts_against
+
+    device, best = found.cluster.node.accelerator, found.best
+    nodes = -(-found.devices // found.cluster.node.count)
+    lines = [
+        f"{found.recipe.name}: {_number(found.parameters)} parameters, {found.recipe.batch.global_} samples of "
+        f"{found.tokens} {'token' if found.tokens == 1 else 'tokens'} a step",
+        f"{found.devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} ({found.cluster.name}); "
+        f"costs from {SAID[found.layer]}",
+        "",
+        f"{'':<3}{'layout':<44} {'micro':>5} {'recompute':<9} {'precision':<9} {'a step':>9} {'memory':>9}  why not",
+    ]
+    for rank, option in enumerate((best, *found.others[: top - 1])):
+        why = "" if rank == 0 else parts_against(best.parts, option.parts)
+        lines.append(
+            f"{rank + 1:<3}{_layout(option):<44} {option.setup.micro:>5} {option.setup.recompute:<9} "
+            f"{option.setup.precision:<9} {duration(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
+        )
+    per_second = found.recipe.batch.global_ * found.tokens / best.seconds
+    money = found.budget
+    lines += [
+        f"   of {found.valid:,} valid ones",
+        "",
+        f"a step     {duration(best.seconds)}, nine times of ten between {duration(found.low)} and {duration(found.high)}",
+        f"speed      {_number(per_second)} {'tokens' if found.tokens > 1 else 'samples'}/s, MFU {100 * found.mfu:.1f} %",
+        f"memory     {best.memory / GIB:.1f} of {device.memory_gib:g} GiB a device",
+        f"run        {found.recipe.steps:,} steps in {duration(money.seconds)}, {money.device_hours:,.1f} device-hours",
+    ]
+    if found.energy is not None:
+        lines.append(f"energy     {found.energy.site_kwh:,.1f} kWh with cooling, {found.energy.node_w:,.0f} W a node")
+    costs = [(name, value) for name, value in (("rent", money.rent), ("energy", money.energy)) if value is not None]
+    if costs:
+        words = ", ".join(f"{name} {value:,.2f} {found.cluster.prices.currency}" for name, value in costs)
+        lines.append(f"cost       {words}")
+    if found.saving is not None:
+        lines.append(
+            f"failures   every {duration(found.saving.between_failures)}; save every {duration(found.saving.interval)} "
+            f"(Daly), then {100 * found.saving.goodput.productive:.1f} % of the time is productive"
+        )
+    if len(found.scaling) > 1:
+        first = found.scaling[0]
+        shown = ", ".join(
+            f"{world:,}: {100 * speed / first[1] * first[0] / world:.0f} %" for world, speed in found.scaling[1:][-5:]
+        )
+        lines.append(f"scaling    efficiency against {first[0]:,}, as many samples each: {shown}")
+    return lines
+
+
+SAID = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
+
+
+def explained(found: "Planned") -> list[str]:
+    """Where time and memory of the best choice go."""
+    from phalanx.plan.timeline import breakdown, drawn
+    from phalanx.planning import GIB
+
+    memory = {name: value for name, value in vars(found.footprint).items() if name != "rank" and value > 0}
+    return [
+        "",
+        "where the time of a step goes",
+        breakdown(found.best.parts),
+        "",
+        "where the memory of the fullest device goes",
+        *(f"  {name:<42} {value / GIB:>7.2f} GiB" for name, value in memory.items()),
+        f"  {'in all':<42} {found.footprint.total / GIB:>7.2f} GiB",
+        "",
+        "the step in time",
+        drawn(found.events()),
+    ]
+
+
+def plain(found: "Planned", top: int, out: Path) -> dict[str, Any]:
+    """The plan as JSON values."""
+    from phalanx.planning import chosen
+
+    def option(one: "Option") -> dict[str, Any]:
+        setup = one.setup
+        return {
+            "layout": setup.layout.model_dump(),
+            "micro": setup.micro,
+            "recompute": setup.recompute,
+            "precision": setup.precision,
+            "chunks": setup.chunks,
+            "step_seconds": one.seconds,
+            "memory_bytes": one.memory,
+            "parts": vars(one.parts),
+        }
+
+    return {
+        "cluster": found.cluster.name,
+        "devices": found.devices,
+        "device": found.cluster.node.accelerator.name,
+        "parameters": found.parameters,
+        "valid": found.valid,
+        "costs_from": found.layer,
+        "choices": [option(each) for each in (found.best, *found.others[: top - 1])],
+        "low_seconds": found.low,
+        "high_seconds": found.high,
+        "mfu": found.mfu,
+        "memory": {name: value for name, value in vars(found.footprint).items()},
+        "budget": asdict(found.budget),
+        "energy": None if found.energy is None else asdict(found.energy),
+        "saving": None if found.saving is None else asdict(found.saving),
+        "scaling": [{"devices": world, "units_per_second": speed} for world, speed in found.scaling],
+        "changes": chosen(found),
+        "recipe": str(out),
+    }
+
+
+def _trace(found: "Planned") -> str:
+    from phalanx.plan.timeline import chrome_trace
+
+    return chrome_trace(found.events())
+
+
+def _layout(option: "Option") -> str:
+    layout = option.setup.layout
+    sizes = [
+        f"{name} {getattr(layout, name)}"
+        for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+        if getattr(layout, name) > 1
+    ]
+    if layout.pipeline > 1 and (option.setup.chunks > 1 or layout.schedule != "1f1b"):
+        sizes.append(f"{layout.schedule}" + (f" {option.setup.chunks}" if option.setup.chunks > 1 else ""))
+    return ", ".join(sizes) or "one device"
+
+
+def _number(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:.3g}"

@@ -1,0 +1,28 @@
+"""The arguments of a recipe's builder: those that are given, and those that the data tell."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.errors import RecipeError
+
+
+def arguments(builder: Callable[..., Any], given: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, plus what is `known` and not None (vocab, sequence, classes) where the builder takes it and it is
+    missing. RecipeError: arguments that the builder does not take, or that it needs and nobody tells."""
+    parameters = inspect.signature(builder).parameters
+    filled = {k: v for k, v in known.items() if k in parameters and k not in given and v is not None}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [key for key in given if key not in parameters and not takes_any]
+    if unknown:
+        raise RecipeError(
+            f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters)}"
+        )
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in given | filled
+    ]
+    if missing:
+        raise RecipeError(f"model.args.{missing[0]}: the builder needs it and the data do not tell it")
+    return {**given, **filled}
