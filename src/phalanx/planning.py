@@ -1,6 +1,6 @@
 """`phalanx plan`: a recipe's model followed, a cluster described, the best layout chosen, and what a run would take.
 
-Nothing is trained and no data are read: text is only asked for its tokenizer. What was learned of a model is remembered,
+Nothing is trained and no data are read: text is only asked for its tokenizer. What was learned of a model is kept,
 so that a second plan needs no torch.
 """
 
@@ -179,7 +179,8 @@ def _followed(loaded: Loaded, facts: Facts) -> Profile:
         return model
 
     if facts.kind == "tokens":
-        assert facts.vocab is not None and facts.sequence is not None
+        assert facts.vocab is not None
+        assert facts.sequence is not None
         forward, tokens = language_loss(facts.vocab, facts.sequence), facts.sequence
     else:
         assert facts.shape is not None

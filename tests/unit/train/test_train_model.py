@@ -9,8 +9,9 @@ from torch import nn
 
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
+from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Model
-from phalanx.train.model import build_model, has_batch_norm, seed_everything, seed_for
+from phalanx.train.model import build_model, has_batch_norm, known, seed_everything, seed_for
 
 TEXT = Facts("tokens", 256, None, 64, None)
 IMAGES = Facts("images", None, 10, None, (28, 28, 1))
