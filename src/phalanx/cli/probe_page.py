@@ -74,11 +74,8 @@ def _operations(measured: Measured) -> list[str]:
     found = []
     if measured.launch_us is not None:
         found.append(row("launch of an operation", duration(measured.launch_us / 1e6)))
-    found += [
-        row("  with autograd, both ways", duration(each.seconds))
-        for each in _of(measured, "autograd_op")
-        if each.seconds
-    ]
+    for kind, label in (("autograd_op", "  with autograd, both ways"), ("eager_op", "  in a model, on average")):
+        found += [row(label, duration(each.seconds)) for each in _of(measured, kind)]
     attention = _of(measured, "attention", "attention_backward")
     for precision in dict.fromkeys(each.precision for each in attention):
         best = {each.kind: max(_rates(attention, each.kind, precision)) for each in attention}

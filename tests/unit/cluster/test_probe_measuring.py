@@ -165,6 +165,12 @@ def test_overheads_are_measured() -> None:
     found = {each.kind: each for each in map(Timed.model_validate, value["operations"])}
     assert 0 < value["launch_us"] < found["autograd_op"].seconds * 1e6
     assert found["fresh_memory"].bytes == 2**26
+    assert found["eager_op"].shape[0] > 100
+
+
+def test_views_are_not_counted_as_computing() -> None:
+    x = torch.randn(4, 4)
+    assert overheads.computing(lambda: x.t().reshape(2, 8).add_(1).mul(2).view(-1)) == 3  # a copy, and the two
 
 
 def test_the_reference_is_measured() -> None:
