@@ -21,7 +21,7 @@ def nursery() -> Iterator[NurseryProcess]:
         yield nursery
 
 
-SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")], "cases": [("rms_norm", (64, 32))]}
+SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 1.0, "memory_bytes": 2**34, "processes": 2}
 
 
@@ -38,7 +38,7 @@ def test_a_second_world_meets_as_well(nursery: NurseryProcess, tmp_path: Path) -
 
 def test_a_member_that_fails_ends_the_others(nursery: NurseryProcess, tmp_path: Path) -> None:
     begun = time.monotonic()
-    with pytest.raises(NotMeasured, match=r"worker 1 ended with exit code 1: .*has no attribute 'nothing'"):
+    with pytest.raises(NotMeasured, match=r"worker [01] ended with exit code 1: .*has no attribute 'nothing'"):
         gather(nursery, tmp_path, "phalanx.cluster.probe.together:nothing", {"seconds": 1.0}, 2)
     assert time.monotonic() - begun < 30
 

@@ -43,12 +43,12 @@ def test_caches_are_counted_once_however_many_cores_share_them(tmp_path: Path) -
     for core in range(4):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index3"
         folder.mkdir(parents=True)
-        (folder / "size").write_text("32768K\n")
+        (folder / "size").write_text("524288K\n")
         (folder / "shared_cpu_list").write_text(f"{core // 2 * 2}-{core // 2 * 2 + 1}\n")
-    assert cache_bytes(tmp_path) == 2**26
-    assert operations.held_by("cpu", True, tmp_path) == 2**27
-    assert operations.held_by("cpu", False, tmp_path) == operations.HELD["cpu", False]
+    assert cache_bytes(tmp_path) == 2**30
+    assert operations.held_by("cpu", True, tmp_path) == 2**31
     assert cache_bytes(tmp_path / "elsewhere") == 0
+    assert operations.held_by("cpu", True, tmp_path / "elsewhere") == operations.HELD["cpu", True]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -21,14 +21,16 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KIB, MIB = 2**10, 2**20
 SIZES = {
-    ("cpu", True): (KIB, 64 * KIB, MIB, 16 * MIB),
+    ("cpu", True): (KIB, 64 * KIB, MIB, 8 * MIB),
     ("cpu", False): tuple(KIB * 4**power for power in range(9)),
     ("cuda", True): (KIB, 256 * KIB, 16 * MIB, 256 * MIB),
     ("cuda", False): tuple(KIB * 4**power for power in range(11)),
 }
 """Bytes of the whole buffer by device and quickness."""
 IN_A_ROW = 8
-"""Calls under one clock. Sums grow with each call: of 64 ranks by 64^8, which fp32 still holds."""
+"""The most calls under one clock. Sums grow with each call: of 64 ranks by 64^8, which fp32 still holds."""
+BYTES_IN_A_ROW = 2 * MIB
+"""A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
 ALGORITHMS = {("gloo", "all_reduce"): "ring"}
 """What a backend is known to take (gloo/allreduce.cc: ring unless told otherwise); NCCL chooses by size."""
 
@@ -78,6 +80,8 @@ def one(case: Case, group: dist.ProcessGroup | None, share: float, device: str, 
         wrong = 0.0 if made.is_right() else 1.0
     wrong = watch.agree(wrong)
 
+    calls = max(1, min(IN_A_ROW, BYTES_IN_A_ROW // case.bytes))
+
     def run() -> tuple[float]:
         if made is not None:
             made.fill()
@@ -85,8 +89,8 @@ def one(case: Case, group: dist.ProcessGroup | None, share: float, device: str, 
         watch.agree(0.0)  # all begin together
         if made is None:
             return (watch.agree(0.0),)
-        taken = watch.took(lambda: [made.call() for _ in range(IN_A_ROW)])
-        return (watch.agree(taken / IN_A_ROW / made.transfers),)
+        taken = watch.took(lambda: [made.call() for _ in range(calls)])
+        return (watch.agree(taken / calls / made.transfers),)
 
     (seconds,) = medians(run, share, watch)
     backend = "nccl" if device == "cuda" else "gloo"

@@ -64,6 +64,7 @@ def device_of(machine: Machine, measured: Measured) -> Accelerator:
         sheet = Accelerator(name=machine.name, tflops=best, memory_gib=_gib(machine))
     rates = dict(sheet.tflops)
     if machine.device == "cpu":
+        sheet = sheet.model_copy(update={"generation": "cpu"})
         rates = {name: max(rate, best.get(name, 0.0)) for name, rate in {**best, **rates}.items()}
     update: dict[str, Any] = {"tflops": rates, "memory_gib": _gib(machine), "achieved_tflops": best}
     if measured.launch_us is not None:

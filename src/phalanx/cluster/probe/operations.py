@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = {
-    ("cpu", True): (256 * KIB, 4 * MIB, 16 * MIB),
+    ("cpu", True): (256 * KIB, 8 * MIB),
     ("cpu", False): tuple(64 * KIB * 4**power for power in range(7)),
-    ("cuda", True): (MIB, 16 * MIB, 256 * MIB),
+    ("cuda", True): (MIB, 256 * MIB),
     ("cuda", False): tuple(256 * KIB * 4**power for power in range(7)),
 }
 """Bytes of the largest tensor by device, and whether it shall be quick: from the cache to far beyond it."""
-HELD = {("cpu", True): 96 * MIB, ("cpu", False): 256 * MIB, ("cuda", True): GIB, ("cuda", False): GIB}
+HELD = {("cpu", True): 160 * MIB, ("cpu", False): 256 * MIB, ("cuda", True): GIB, ("cuda", False): GIB}
 """Bytes that one run of a measurement moves at least, results included, by device and quickness: beyond what a cache
 holds. Where a CPU's is larger, `CACHES` times that."""
 CACHES = 2

@@ -23,7 +23,9 @@ def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, An
     watch = replace(watch or watch_for(device), agree=collectives.agreement())
     if device == "cpu":
         torch.set_num_threads(payload["threads"])
-    wanted = ("collectives", "overlap", "products", "operations", "trained")[: 5 if device == "cpu" else 2]
+    wanted = ["collectives", "overlap"]
+    if device == "cpu":
+        wanted += ["products", "operations", *([] if payload["quick"] else ["trained"])]
     begun, whole = watch.clock(), sum(WEIGHTS[name] for name in wanted)
     found: dict[str, Any] = {"products": [], "operations": []}
     for name in wanted:
