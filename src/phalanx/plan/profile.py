@@ -7,8 +7,8 @@ serves every layout, micro-batch and way of recomputing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Phase = Literal["forward", "backward"]
 Divided = Literal["m", "n", "k", "count", ""]
@@ -86,6 +86,8 @@ class Move:
     expert: bool = False
     shape: tuple[int, ...] = ()
     """Of its largest tensor, for one sample."""
+    width: int = 4
+    """Bytes of an element of that."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,12 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Tokens travel to the ranks that hold their experts, and back: bytes of what one rank sends each way."""
+    """Tokens travel to the ranks that hold their experts, and back: bytes of what one rank sends each way, each token
+    in so many `copies`, one for each of its experts."""
 
     phase: Phase
     size: Size
+    copies: float
 
 
 Operation = Product | Attention | Move | Reduce | Dispatch
@@ -117,6 +121,8 @@ class Weights:
     whole: int = 0
     expert: int = 0
     frozen: int = 0
+    largest: int = 0
+    """Elements of the largest one."""
 
     @property
     def count(self) -> int:
@@ -157,6 +163,11 @@ class Segment:
     """Where the results of products and attention are kept and the rest is computed again."""
     boundary: Size
     """Bytes of what enters it: all that full recomputation keeps."""
+    fullest: tuple[Kept, ...] = ()
+    """Bytes alive at its fullest moments, what forward kept among them, operation by operation; weights and their
+    gradients apart. Several, since which of them is fullest depends on how many tensor ranks divide it."""
+    fullest_fused: tuple[Kept, ...] = ()
+    """The same where what is bound by memory is fused."""
     is_block: bool = True
     experts: int = 0
     """How many it has, of which each token uses a few."""
@@ -189,6 +200,49 @@ class Profile:
     def flops(self, phase: Phase | None = None) -> float:
         """Of the products and attention of one sample, without recomputation; attention causal-halved."""
         return sum(each.repeats * flops_of(op) for each in self.segments for op in each.operations if _is(op, phase))
+
+
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Product, Attention, Move, Reduce, Dispatch)}
+
+
+def to_plain(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON values."""
+    value = asdict(profile)
+    for segment, plain in zip(profile.segments, value["segments"], strict=True):
+        for operation, fields in zip(segment.operations, plain["operations"], strict=True):
+            fields["is"] = type(operation).__name__
+    return value
+
+
+def from_plain(value: dict[str, Any]) -> Profile:
+    """What `to_plain` made."""
+    segments = [
+        Segment(
+            **{
+                **{name: _value(each) for name, each in plain.items()},
+                "operations": tuple(_operation(each) for each in plain["operations"]),
+                "weights": Weights(**plain["weights"]),
+            }
+        )
+        for plain in value["segments"]
+    ]
+    return Profile(tuple(segments), value["tokens"], value["tied"], value["facts"])
+
+
+def _operation(value: dict[str, Any]) -> Operation:
+    found: Operation = KINDS[value["is"]](**{name: _value(each) for name, each in value.items() if name != "is"})
+    return found
+
+
+def _value(value: Any) -> Any:
+    """A field: sizes, what is kept, tuples of either, and plain values."""
+    if isinstance(value, list | tuple):
+        return tuple(_value(each) for each in value)
+    if isinstance(value, dict) and set(value) == {"fixed", "each"}:
+        return Size(**value)
+    if isinstance(value, dict) and set(value) == {"divided", "whole"} and isinstance(value["whole"], dict):
+        return Kept(Size(**value["divided"]), Size(**value["whole"]))
+    return value
 
 
 def flops_of(operation: Operation, samples: float = 1.0) -> float:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from phalanx.compat import handling
+from phalanx.compat import fake_tensors, handling, without_compiler
 from phalanx.plan.experts import merged
+from phalanx.plan.lifetimes import Trail, alive, fullest, fused, spans
 from phalanx.plan.profile import (
     Attention,
     Divided,
@@ -56,23 +57,42 @@ RANDOM = frozenset(
 """What initialisation does to weights: skipped, there is nothing to fill."""
 
 
-def build(make: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def build(make: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
     """The module that `make` returns, on the meta device, in `dtype`, in training mode."""
 
     def handle(operation: Any, args: Any, kwargs: Any) -> Any:
-        if _name(operation) in RANDOM and args[0].is_meta:
+        if _name(operation) in RANDOM and isinstance(args[0], nn.Parameter):
             return args[0]
         return operation(*args, **kwargs)
 
-    with torch.device("meta"), handling(handle):
-        return make().to(dtype).train()
+    with without_compiler(), torch.device(device), handling(handle):
+        model = make()
+        # tensors that only pretend to be on a device cannot be exchanged, so nothing is where nothing would change
+        wrong = any(it.is_floating_point() and it.dtype != dtype for it in model.parameters())
+        return (model.to(dtype) if wrong else model).train()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def profile_mixed(make: Callable[[], nn.Module], forward: Forward, tokens: int) -> Profile:
+    """The profile of a model with weights in fp32 that computes in bf16 on a CPU, as autocast has it: which operations
+    are in which precision only that device's dispatcher knows, so tensors pretend to be on it."""
+
+    def mixed(model: nn.Module, samples: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(model, samples)
+
+    with fake_tensors(symbols=False):
+        return profile(build(make, torch.float32, "cpu"), mixed, tokens)
 
 
 def language_loss(vocab: int, sequence: int) -> Forward:
     """Cross-entropy in fp32 of a model from tokens [b, s] to logits [b, s, v]."""
 
     def forward(model: nn.Module, samples: int) -> Tensor:
-        tokens = torch.zeros(samples, sequence, dtype=torch.int64, device="meta")
+        tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=_device(model))
         logits = model(tokens)
         logits = getattr(logits, "logits", logits)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
@@ -85,16 +105,17 @@ def image_loss(channels: int, height: int, width: int) -> Forward:
 
     def forward(model: nn.Module, samples: int) -> Tensor:
         dtype = next(model.parameters()).dtype
-        images = torch.zeros(samples, channels, height, width, dtype=dtype, device="meta")
+        images = torch.zeros(samples, channels, height, width, dtype=dtype, device=_device(model))
         logits = model(images)
-        return F.cross_entropy(logits.float(), torch.zeros(samples, dtype=torch.int64, device="meta"))
+        return F.cross_entropy(logits.float(), torch.zeros(samples, dtype=torch.int64, device=_device(model)))
 
     return forward
 
 
 def profile(model: nn.Module, forward: Forward, tokens: int) -> Profile:
     """The profile of a model on the meta device; `forward(model, samples)` gives its loss, a sample has `tokens`."""
-    few, more = (_follow(model, forward, samples) for samples in SAMPLES)
+    with without_compiler():
+        few, more = (_follow(model, forward, samples) for samples in SAMPLES)
     if [len(each.operations) for each in few] != [len(each.operations) for each in more]:
         raise ValueError("the number of operations depends on the number of samples, so none can be foretold")
     segments = tuple(_segment(a, b) for a, b in zip(few, more, strict=True))
@@ -142,6 +163,8 @@ class _Part:
     """Index of the operation that made a storage."""
     storages: dict[int, tuple[float, bool]] = field(default_factory=dict)
     """Bytes of what was made or read in forward, and whether it is divided."""
+    sizes: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    """The same of both phases, without weights and their gradients."""
 
     @property
     def backward(self) -> set[int]:
@@ -157,6 +180,12 @@ def _follow(model: nn.Module, forward: Forward, samples: int) -> list[_Part]:
         outside = {name for part in follower.course if not part.is_block for name in part.named}
         wanted = [follower.parameters[name] for name in outside if follower.parameters[name].requires_grad]
         torch.autograd.grad(loss, wanted, allow_unused=True)
+    for part in follower.course:
+        part.sizes = {
+            key: (size, follower.divided.get(key, False))
+            for key, (size, _) in part.sizes.items()
+            if key not in follower.gradients and follower.keepers.get(key, part) is part
+        }
     return _joined([part for part in follower.course if part.operations])
 
 
@@ -184,6 +213,10 @@ class _Follower:
         self.divided: dict[int, bool] = {}
         self.partial: set[int] = set()
         """Storages of which each tensor-parallel rank has a term of a sum that has not been taken yet."""
+        self.gradients: set[int] = set()
+        """Storages that hold gradients of weights."""
+        self.keepers: dict[int, _Part] = {}
+        """Which part keeps a storage for backward: the first that does, if the next keeps it as well."""
         self._alive: list[Any] = []
         for name, parameter in model.named_parameters():  # tied ones once
             self.names[self.key(parameter)] = name
@@ -200,7 +233,11 @@ class _Follower:
 
         def pack(tensor: Tensor) -> Tensor:
             key = self.key(tensor)
-            if key not in self.names and self.phase == "forward":
+            if (
+                key not in self.names
+                and self.phase == "forward"
+                and self.keepers.setdefault(key, self.part) is self.part
+            ):
                 self.part.kept[key] = (tensor.untyped_storage().nbytes(), self.divided.get(key, False))
             return tensor
 
@@ -224,11 +261,11 @@ class _Follower:
             self._move(name, inputs, outputs, bool(made))
         return result
 
-    def attention(self, phase: Phase, query: Tensor, key: Tensor, causal: bool) -> None:
-        """Record a fused attention."""
+    def attention(self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, causal: bool, *others: Tensor) -> None:
+        """Record a fused attention. `others`: what else it reads."""
         batch = math.prod(query.shape[:-3])
         self.whole(query, key)
-        self._read(query, key)
+        self._read(query, key, value, *others)
         divided = self.divided.get(self.key(query), False)
         rest = {
             "phase": phase,
@@ -262,6 +299,16 @@ class _Follower:
         """Remember which operation makes a tensor."""
         for each in outputs:
             self.part.made.setdefault(self.key(each), len(self.part.operations) - 1)
+            self._met(each)
+
+    def _met(self, tensor: Tensor) -> None:
+        """Remember how large a tensor is, if it is no weight."""
+        if (key := self.key(tensor)) not in self.names:
+            self.part.sizes[key] = (tensor.untyped_storage().nbytes(), False)
+
+    def _gradient_of_weight(self, *outputs: Tensor) -> None:
+        """Remember that tensors are gradients of weights."""
+        self.gradients |= {self.key(each) for each in outputs}
 
     def _product(self, name: str, sides: list[Tensor], out: Tensor) -> None:
         left, right = sides
@@ -276,6 +323,8 @@ class _Follower:
         self.part.operations.append(_Op(Product, {"count": count, "m": m, "n": n, "k": k}, rest))
         self._made(out)
         self.divided[self.key(out)] = result_is
+        if self.phase == "backward" and weight and not any(self.key(each) in self.names for each in sides):
+            self._gradient_of_weight(out)
         if self.phase == "forward":
             self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), result_is)
         if weight and divided == "k":
@@ -316,8 +365,10 @@ class _Follower:
         two products of its gradients."""
         if name == "convolution":
             image, kernel, groups, out = args[0], args[1], args[8], outputs[0]
+            self._read(image, kernel)
         else:
             out, image, kernel, groups = args[0], args[1], args[2], args[9]
+            self._read(out, image, kernel)
         rows = out.shape[0] * math.prod(out.shape[2:])
         columns, depth = kernel.shape[0] // groups, math.prod(kernel.shape[1:])
         if weight := self.names.get(self.key(kernel)):
@@ -329,8 +380,9 @@ class _Follower:
         for m, n, k in shapes:
             rest = {"phase": self.phase, "width": image.element_size(), "divided": "", "weight": True}
             self.part.operations.append(_Op(Product, {"count": groups, "m": m, "n": n, "k": k}, rest))
-        self._read(image, kernel)
         self._made(*outputs)
+        if name == "convolution_backward":
+            self._gradient_of_weight(*outputs[1 if args[10][0] else 0 :])
         if self.phase == "forward":
             self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), False)
 
@@ -353,13 +405,21 @@ class _Follower:
         self.part.reads.append((len(self.part.operations), read, written))
         self._read(*inputs)
         rest = {"phase": self.phase, "name": name, "divided": divided, "shape": tuple(largest.shape)}
+        rest["width"] = largest.element_size()
+        if name == "_to_copy" and (weight := self.names.get(self.key(inputs[0]))) is not None:
+            self.names[self.key(outputs[0])] = weight  # a weight in another precision is that weight
         self.part.operations.append(_Op(Move, {"moved": sum(read.values()) + sum(written.values())}, rest))
         self._made(*outputs)
+        floating = [each for each in inputs if each.is_floating_point()]
+        of_weights = floating and all(self.key(each) in self.gradients for each in floating)
+        if name == "embedding_dense_backward" or of_weights:
+            self._gradient_of_weight(*outputs)
 
     def _read(self, *inputs: Tensor) -> None:
         for each in inputs:
             key = self.key(each)
             self.part.touched.setdefault(key, []).append(len(self.part.operations))
+            self._met(each)
             if self.phase == "forward" and key not in self.names:
                 self.part.storages[key] = (each.untyped_storage().nbytes(), self.divided.get(key, False))
             if (name := self.names.get(key)) is not None:
@@ -377,7 +437,7 @@ class _Attend(torch.autograd.Function):
         # Laid out as fused kernels do it, [.., s, h, d]: what follows joins the heads without copying.
         out = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        follower.attention("forward", query, key, causal)
+        follower.attention("forward", query, key, value, causal)
         follower.result_of_attention([out, sums], query)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.follower, ctx.causal = follower, causal
@@ -385,16 +445,16 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, _, _ = ctx.saved_tensors
-        ctx.follower.attention("backward", query, key, ctx.causal)
+        query, key, value, out, sums = ctx.saved_tensors
+        ctx.follower.attention("backward", query, key, value, ctx.causal, out, sums, grad)
         found = [torch.empty_like(each) for each in (query, key, value)]
-        for each in found:
-            ctx.follower.divided[ctx.follower.key(each)] = ctx.follower.divided.get(ctx.follower.key(query), False)
+        ctx.follower.result_of_attention(found, query)
         return (None, *found, None)
 
 
 class _Catching(TorchFunctionMode):
-    """Puts `_Attend` in the place of torch's fused attention."""
+    """Puts `_Attend` in the place of torch's fused attention, and dropout as GPUs do it, which keeps a mask of a byte
+    for each element, in the place of the meta device's, which keeps a factor."""
 
     def __init__(self, follower: _Follower) -> None:
         super().__init__()
@@ -408,6 +468,11 @@ class _Catching(TorchFunctionMode):
             # a mask over all pairs is computed in full by every kernel
             causal = bool(given.get("is_causal", False))
             return _Attend.apply(self._follower, given["query"], given["key"], given["value"], causal)
+        if func is F.dropout:
+            given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+            if given.get("training", True) and given.get("p", 0.5) > 0:
+                return torch.native_dropout(given["input"], given.get("p", 0.5), True)[0]
+            return given["input"]
         return func(*args, **kwargs)
 
 
@@ -456,18 +521,20 @@ def _stepping(name: str, block: nn.Module, follower: _Follower) -> Callable[...,
         if key not in follower.known:
             follower.part = _Part(name, True)
             follower.known[key] = (follower.part, _follow_block(inner, args, kwargs, follower))
-        part, outline = follower.known[key]
+        part, (outline, keeps) = follower.known[key]
         follower.course += [part, _Part(f"after {name}", False)]
         follower.part = follower.course[-1]
         wanted = [each for each in _tensors((args, kwargs)) if each.requires_grad]
-        made = iter(_Step.apply(follower, before, _specs(outline), *wanted))
-        return _filled(outline, made)
+        made = _Step.apply(follower, before, _specs(outline), *wanted)
+        follower.keepers |= {follower.key(each): part for each, is_kept in zip(made, keeps, strict=True) if is_kept}
+        return _filled(outline, iter(made))
 
     return forward
 
 
 def _follow_block(inner: Callable[..., Any], args: Any, kwargs: Any, follower: _Follower) -> Any:
-    """Follow a block forward and backward, and return the outline of its result."""
+    """Follow a block forward and backward, and return the outline of its result, and of which tensors of it backward
+    needs."""
     copies: dict[int, Tensor] = {}
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -480,6 +547,7 @@ def _follow_block(inner: Callable[..., Any], args: Any, kwargs: Any, follower: _
         follower.part.boundary += _bytes(copy)
     result = inner(*arguments, **keywords)
     follower.whole(*_tensors(result))
+    keeps = [follower.key(each) in follower.part.kept for each in _tensors(result)]
     outputs = [each for each in _tensors(result) if each.requires_grad]
     follower.phase = "backward"
     weights = [follower.parameters[name] for name in follower.part.named]
@@ -489,7 +557,7 @@ def _follow_block(inner: Callable[..., Any], args: Any, kwargs: Any, follower: _
         found = torch.autograd.grad(outputs, targets, given, allow_unused=True)
         follower.whole(*(each for each in found[: len(copies)] if each is not None))
     follower.phase = "forward"
-    return _outline(result)
+    return _outline(result), keeps
 
 
 class _Step(torch.autograd.Function):
@@ -499,14 +567,15 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, follower: _Follower, before: _Part, specs: list[_Spec], *inputs: Tensor) -> Any:
         ctx.follower, ctx.before = follower, before
         ctx.inputs = [(each.shape, each.dtype) for each in inputs]
-        made = tuple(torch.empty(it.shape, dtype=it.dtype, device="meta") for it in specs)
+        ctx.device = next(iter(follower.parameters.values())).device  # below frozen weights there are no inputs
+        made = tuple(torch.empty(it.shape, dtype=it.dtype, device=ctx.device) for it in specs)
         ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.follower.part = ctx.before
-        return (None, None, None, *(torch.empty(s, dtype=d, device="meta") for s, d in ctx.inputs))
+        return (None, None, None, *(torch.empty(s, dtype=d, device=ctx.device) for s, d in ctx.inputs))
 
 
 # --- trees of tensors -------------------------------------------------------------------------------------------------
@@ -601,6 +670,8 @@ def _segment(few: _Part, more: _Part) -> Segment:
         fused=_kept(_kept_when_fused(few), _kept_when_fused(more)),
         selective=_kept(few.results, more.results),
         boundary=_size(few.boundary, more.boundary),
+        fullest=_fullest(_trail(few), _trail(more)),
+        fullest_fused=_fullest(_trail_when_fused(few), _trail_when_fused(more)),
         is_block=few.is_block,
         experts=next(iter(shapes))[0] if shapes else 0,
     )
@@ -625,6 +696,27 @@ def _kept(few: dict[int, tuple[float, bool]], more: dict[int, tuple[float, bool]
     return Kept(_size(total(few, True), total(more, True)), _size(total(few, False), total(more, False)))
 
 
+def _trail(part: _Part) -> Trail:
+    """What its operations did with storages."""
+    backward = part.backward
+    end = len(part.operations)
+    return Trail(part.sizes, part.made, part.touched, min(backward, default=end), end)
+
+
+def _trail_when_fused(part: _Part) -> Trail:
+    return fused(_trail(part), _groups(part), _kept_when_fused(part))
+
+
+def _fullest(few: Trail, more: Trail) -> tuple[Kept, ...]:
+    """What is alive at the fullest moments of the larger micro-batch."""
+    small, large = spans(few), spans(more)
+    found = []
+    for index in fullest(large, more.end):
+        (a_divided, a_whole), (b_divided, b_whole) = alive(small, index), alive(large, index)
+        found.append(Kept(_size(a_divided, b_divided), _size(a_whole, b_whole)))
+    return tuple(found)
+
+
 def _weights(part: _Part) -> Weights:
     def count(names: set[str]) -> int:
         return sum(part.named[name] for name in names)
@@ -632,7 +724,9 @@ def _weights(part: _Part) -> Weights:
     everything = set(part.named)
     experts = everything & set(part.experts)
     divided = {name for name in everything - experts if part.divided.get(name)}
-    return Weights(count(divided), count(everything - divided - experts), count(experts), count(part.frozen))
+    rest = everything - divided - experts
+    largest = max(part.named.values(), default=0)
+    return Weights(count(divided), count(rest), count(experts), count(part.frozen), largest)
 
 
 def _untied(segments: tuple[Segment, ...], parts: list[_Part]) -> tuple[Segment, ...]:

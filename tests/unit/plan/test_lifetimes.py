@@ -1,0 +1,71 @@
+"""When tensors of a segment are alive, and what a model keeps for backward."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.plan.lifetimes import Trail, alive, fullest, fused, spans
+from phalanx.plan.tracing import build, image_loss, profile
+
+# Forward: operation 0 makes 10 of what enters, 1 makes 11 of 10, 2 makes 12 of 11. Backward: 3 reads 11, makes 13; 4
+# reads 13 and 10, makes 14, which leaves.
+MADE = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4}
+TOUCHED = {10: [1, 4], 11: [2, 3], 13: [4]}
+
+
+def trail(**sizes: float) -> Trail:
+    """With the sizes of some, the others of one byte."""
+    found = {key: (sizes.get(f"of_{key}", 1.0), key == 11) for key in MADE}
+    return Trail(found, MADE, TOUCHED, turn=3, end=5)
+
+
+def test_a_tensor_is_alive_from_where_it_is_made_to_its_last_reader() -> None:
+    lives = {(life.first, life.last) for life in spans(trail())}
+    assert lives == {(0, 4), (1, 3), (2, 2), (3, 4), (4, 4)}
+
+
+def test_the_fullest_moment_is_when_most_bytes_are_alive() -> None:
+    lives = spans(trail(of_11=5.0))
+    assert fullest(lives, 5)[0] == 2
+    assert alive(lives, 2) == (5.0, 2.0)  # 11, which is divided; 10 and 12
+
+
+def test_what_is_left_whole_has_a_fullest_moment_of_its_own() -> None:
+    lives = spans(trail(of_11=5.0, of_14=3.0))
+    assert fullest(lives, 5) == (2, 4)
+
+
+def test_what_one_operation_of_a_group_hands_to_the_next_is_never_stored() -> None:
+    together = fused(trail(), groups=[[0, 1, 2], [3, 4]], kept=[10])
+    assert set(together.sizes) == {10, 12, 14}
+    # 11 is made again from 10 when backward reads it, which keeps 10 alive until then.
+    assert max(together.touched[10]) == 4
+
+
+class Dropping(nn.Module):
+    """One convolution and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [b, 3, s, s] -> [b, 16]
+        return F.dropout(self.conv(x), 0.5, self.training).mean((2, 3))
+
+
+def test_dropout_keeps_a_byte_for_each_element() -> None:
+    (segment,) = profile(build(Dropping, torch.float32), image_loss(3, 8, 8), 1).segments
+    image, mask, loss = 4 * 3 * 64, 16 * 64, 4 * 16 + 8
+    assert segment.kept.whole.each == image + mask + loss
+
+
+def test_what_two_segments_share_is_kept_once() -> None:
+    def make() -> nn.Module:
+        blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()) for _ in range(3)))
+        return nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    found = profile(build(make, torch.float32), image_loss(3, 8, 8), 1)
+    kept = sum(each.repeats * each.kept.whole.each for each in found.segments)
+    image, activation, loss = 4 * 3 * 64, 4 * 16 * 64, 4 * 16 + 8
+    assert kept == image + 4 * activation + loss  # the result of each ReLU, which the next convolution reads
