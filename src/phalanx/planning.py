@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -23,12 +23,13 @@ from phalanx.plan.budget import Budget, budget
 from phalanx.plan.energy import Energy, run_energy
 from phalanx.plan.footprint import Footprint, footprint
 from phalanx.plan.goodput import Goodput, daly_interval, failure_interval, goodput
+from phalanx.plan.measured import Here, NotMeasured
 from phalanx.plan.profile import Profile, from_plain, to_plain
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import OURS, rates_of, stack
-from phalanx.plan.step import Parts, step
+from phalanx.plan.step import Parts, step, step_here
 from phalanx.plan.timeline import WORDS, Event, timeline
 from phalanx.plan.work import priced_by
 from phalanx.recipe import Recipe, check, import_object
@@ -38,6 +39,8 @@ from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
 from phalanx.run.cache import remembered
 
+Numbers = Literal["half", "single", "mixed"]
+"""In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
 GIB = 2.0**30
 USABLE = 0.95
 """Of a device's memory: what predictions of memory are off by at most is left free."""
@@ -140,26 +143,27 @@ def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
     )
 
 
-def profile_of(loaded: Loaded, facts: Facts) -> Profile:
+def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profile:
     """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
     recipe = loaded.recipe
     key = {
-        "profile": 2,
+        "profile": 3,
+        "numbers": numbers,
         "model": recipe.model.model_dump(mode="json"),
         "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
         "facts": vars(facts),
         "code": _code(recipe.model.build, loaded.folder),
         "versions": [version("phalanx"), version("torch")],
     }
-    return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts))))
+    return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts, numbers))))
 
 
-def _followed(loaded: Loaded, facts: Facts) -> Profile:
+def _followed(loaded: Loaded, facts: Facts, numbers: Numbers) -> Profile:
     """The profile of a recipe's model, by running through it without memory."""
     import torch
     from torch import nn
 
-    from phalanx.plan.tracing import build, image_loss, language_loss, profile
+    from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_mixed
     from phalanx.recipe import told
 
     recipe, folder = loaded.recipe, loaded.folder
@@ -187,7 +191,10 @@ def _followed(loaded: Loaded, facts: Facts) -> Profile:
         height, width, channels = facts.shape
         forward, tokens = image_loss(channels, height, width), 1
     try:
-        return profile(build(make), forward, tokens)
+        if numbers == "mixed":
+            return profile_mixed(make, forward, tokens)
+        dtype = torch.bfloat16 if numbers == "half" else torch.float32
+        return profile(build(make, dtype), forward, tokens)
     except RecipeError:
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way
@@ -353,6 +360,35 @@ def _scaling(setup: Setup, rates: Rates) -> tuple[tuple[int, float], ...]:
         units = here.batch * setup.profile.tokens / step(here, rates).total
         curve.append((smaller.world, units))
     return tuple(curve)
+
+
+def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> Parts | None:
+    """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
+    said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
+    measured, layout = cluster.measured, recipe.layout
+    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(layout, Layout):
+        return None
+    if layout.replicate != layout.world or recipe.compile is not False or recipe.precision not in ("fp32", "bf16"):
+        return None
+    assert isinstance(recipe.batch.micro, int)
+    loaded = Loaded(recipe, None, folder, {})
+    profile = profile_of(loaded, foretold(recipe.data, folder), "mixed" if recipe.precision == "bf16" else "single")
+    ours = replace(stack(OURS), fused=False, computing=1.0, communicating=1.0, launch=0.0, step_seconds=0.0)
+    setup = Setup(
+        profile,
+        cluster,
+        layout,
+        recipe.batch.micro,
+        recipe.batch.global_,
+        recipe.precision,
+        recompute="none" if recipe.memory.recompute == "auto" else recipe.memory.recompute,
+        zero=0,
+        stack=ours,
+    )
+    try:
+        return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))
+    except NotMeasured:
+        return None
 
 
 def chosen(planned: Planned) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.plan.collectives import collective_seconds, links
+from phalanx.plan.measured import Here
 from phalanx.plan.pipeline import Schedule, Stage, seconds
 from phalanx.plan.profile import Segment
 from phalanx.plan.rates import Rates
@@ -256,6 +257,24 @@ def sent_between(costs: Costs) -> float:
     block = next(each for each in setup.profile.segments if each.is_block)
     size = block.boundary.at(setup.micro / layout.context) / layout.tensor
     return float(collective_seconds("send", size, costs.stages, setup.stack.communicating))
+
+
+def step_here(setup: Setup, rates: Rates, here: Here) -> Parts:
+    """Seconds of a step by cause on a machine that was measured, one process after the other's operations: whole
+    replicas only. NotMeasured: something that it needs was not."""
+    costs = Costs(setup, rates, here.price)
+    chunk = chunks(setup)[0]
+    passes = [through(costs, chunk, way) for way in ("forward", "backward")]
+    weights = sum(costs.elements(segment) * count for segment, count in chunk.segments)
+    ranks = setup.layout.replicate
+    sums = {name: setup.micros * sum(getattr(each, name) for each in passes) for name in Pass.__dataclass_fields__}
+    sums["memory"] += (setup.micros - 1) * here.accumulate(weights)
+    return Parts(
+        **sums,
+        gradients=here.exchange(weights * setup.stack.gradient_bytes, ranks) if ranks > 1 else 0.0,
+        optimizer=here.update(weights),
+        rest=setup.stack.step_seconds,
+    )
 
 
 def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str = "adamw") -> Parts:
