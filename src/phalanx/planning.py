@@ -21,10 +21,12 @@ from phalanx.data.foretold import foretold
 from phalanx.errors import RecipeError, UsageError
 from phalanx.plan.budget import Budget, budget
 from phalanx.plan.energy import Energy, run_energy
+from phalanx.plan.fitting import what_would_fit
 from phalanx.plan.footprint import Footprint, footprint
 from phalanx.plan.goodput import Goodput, daly_interval, failure_interval, goodput
 from phalanx.plan.measured import Here, NotMeasured
-from phalanx.plan.profile import Profile, from_plain, to_plain
+from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
+from phalanx.plan.profile import Product, Profile, from_plain, to_plain
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup
@@ -271,13 +273,23 @@ def _precisions(recipe: Recipe, known: Any) -> list[str]:
 
 def memory_of(recipe: Recipe, setup: Setup) -> Footprint:
     """Bytes on the fullest device, with the recipe's optimizer and loss."""
-    return footprint(
-        setup,
-        optimizer=recipe.optim.name,
-        state=recipe.optim.state,
-        offload=recipe.memory.offload == "optimizer",
-        loss="chunked" if recipe.memory.loss == "chunked" else "whole",
-    )
+    return footprint(setup, **trained_how(recipe, setup))
+
+
+def trained_how(recipe: Recipe, setup: Setup) -> dict[str, Any]:
+    """What `footprint` must know beside a setup. Of logits that are too large for `memory.loss: auto`, chunks."""
+    loss = recipe.memory.loss
+    if loss == "auto":
+        head = setup.profile.segments[-1]
+        heads = (op for op in head.of("forward") if isinstance(op, Product))
+        logits = max((4.0 * op.m.at(setup.micro) * op.n.at(setup.micro) for op in heads), default=0.0)
+        loss = "chunked" if recipe.task == LANGUAGE and logits > LARGE_LOGITS else "whole"
+    return {
+        "optimizer": recipe.optim.name,
+        "state": recipe.optim.state,
+        "offload": recipe.memory.offload == "optimizer",
+        "loss": loss,
+    }
 
 
 def _why_nothing(recipe: Recipe, found: Found, cluster: Cluster, devices: int, room: float) -> str:
@@ -287,11 +299,11 @@ def _why_nothing(recipe: Recipe, found: Found, cluster: Cluster, devices: int, r
     over = (least.memory - room) / GIB
     device = cluster.node.accelerator
     lines = (
-        f"nothing fits: of {found.valid:,} layouts for {devices:,} x {device.name} the smallest needs "
-        f"{least.memory / GIB:.1f} GiB on a device, {over:.1f} more than {USABLE:.0%} of its {device.memory_gib:g}"
+        f"nothing fits: of {found.valid:,} layouts for {devices:,} x {device.name} not even the smallest, which is "
+        f"{over:.1f} GiB above {USABLE:.0%} of a device's {device.memory_gib:g}"
     )
-    cures: list[str] = []
-    return f"{lines}; " + ("; ".join(cures) if cures else "use more devices, or a smaller model")
+    fit = what_would_fit(least.setup, **trained_how(recipe, least.setup), capacity=room)
+    return f"{lines}. It {fit.words}"
 
 
 def _outcome(recipe: Recipe, cluster: Cluster, devices: int, profile: Profile, found: Found, rates: Rates) -> Planned:

@@ -50,22 +50,21 @@ def order(schedule: Schedule, rank: int, ranks: int, chunks: int, micros: int) -
 
 
 def _interleaved(rank: int, ranks: int, chunks: int, micros: int) -> list[tuple[Kind, int, int]]:
-    """Micro-batches go in groups of as many as there are ranks, each group through one chunk after the other."""
+    """Micro-batches go in groups of as many as there are ranks, the last of what is left, each group through one chunk
+    after the other."""
+    groups = [range(at, min(at + ranks, micros)) for at in range(0, micros, ranks)]
+    forward: list[tuple[Kind, int, int]] = []
+    backward: list[tuple[Kind, int, int]] = []
+    for group in groups:
+        forward += [("F", chunk, micro) for chunk in range(chunks) for micro in group]
+        backward += [("B", chunk, micro) for chunk in reversed(range(chunks)) for micro in group]
     total = micros * chunks
-
-    def forward(index: int) -> tuple[Kind, int, int]:
-        group, inside = divmod(index, ranks * chunks)
-        return "F", inside // ranks, group * ranks + inside % ranks
-
-    def backward(index: int) -> tuple[Kind, int, int]:
-        group, inside = divmod(index, ranks * chunks)
-        return "B", chunks - 1 - inside // ranks, group * ranks + inside % ranks
-
-    early = total if micros == ranks else min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-    found = [forward(index) for index in range(early)]
+    # Where the last group is smaller, or the only one, each rank does all forwards first: else ranks wait for each other.
+    early = total if micros % ranks or micros == ranks else min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+    found = forward[:early]
     for index in range(early, total):
-        found += [forward(index), backward(index - early)]
-    return found + [backward(index) for index in range(total - early, total)]
+        found += [forward[index], backward[index - early]]
+    return found + backward[total - early :]
 
 
 def _with_weights_late(order: list[tuple[Kind, int, int]], rank: int) -> list[tuple[Kind, int, int]]:

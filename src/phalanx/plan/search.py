@@ -26,7 +26,11 @@ from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
 
 SIMULATED = 50
-"""So many of the best estimates are simulated."""
+"""So many of the best estimates that fit are simulated."""
+LOOKED_AT = 1500
+"""So many of the best estimates are asked whether they fit, exactly."""
+WORSE = 1.25
+"""An estimate so much above the best simulated time cannot win any more: estimates are within a tenth of it mostly."""
 WAYS = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 MOST_CHUNKS = 4
@@ -166,9 +170,11 @@ def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_by
         one, two = (work(segment, phase, division, price) for phase in PHASES)
         passes = []
         for done in (one, two):
+            shown = reach.each("all_gather", unique[2], ranks, done.keys_and_values)
+            waited = np.maximum(0.0, shown - done.seconds.attention * slower)
             summed = done.reduces * reach.each("all_reduce", ranks, 1 + zeros, done.reduced) * (1 - stack.tensor_hidden)
             sent = reach.each("all_to_all", unique[3], ranks, done.dispatched, done.copies)
-            passes.append(zeros + done.seconds.total * slower + summed + done.dispatches * sent)
+            passes.append(done.seconds.total * slower + summed + done.dispatches * sent + waited)
         first, second = passes
         # by way of recomputing: nothing, what is bound by memory, everything
         again = np.stack([zeros, zeros + one.seconds.memory * slower, first]) * segment.is_block
@@ -184,25 +190,25 @@ def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_by
         largest = np.maximum(largest, full[back])
         weights = segment.weights
         elements = elements + each * (weights.divided / c["tensor"] + weights.whole + weights.expert / c["expert"])
-    sharded = c["shard"] > 1
-    sharing = np.where(sharded, c["shard"] * c["context"], 1)
+    sharded = c["shard"] * c["context"] > 1
+    sharing = c["shard"] * c["context"]
     gathered = reach.each("all_gather", sharing, c["tensor"], elements * 2.0)
     scattered = reach.each("all_gather", sharing, c["tensor"], elements * stack.gradient_bytes)
     behind = np.minimum(gathered, forward) + np.minimum(gathered + scattered, backward)
     waiting = np.maximum(0.0, gathered - forward) + np.maximum(0.0, gathered + scattered - backward)
     slowest = forward + backward + waiting + SLOWED * behind + (gathered + scattered) / np.maximum(1, count / stages)
     bubble = np.where(stages > 1, (stages - 1) / c["chunks"], 0.0)
-    bubble = np.where(c["schedule"] == SCHEDULES.index("zero-bubble"), bubble / 2, bubble)
-    local = elements / c["shard"]
+    bubble = np.where(c["schedule"] == SCHEDULES.index("zero-bubble"), bubble / 3, bubble)
+    local = elements / sharing
     apart = c["tensor"] * c["context"] * c["shard"]
     exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes)
     hidden = np.minimum(exchange * stack.hidden, backward)
-    update = local / c["context"] * 30.0 / (rates.bandwidth * 0.8)
+    update = local * 30.0 / (rates.bandwidth * 0.8)
     seconds = (micros + bubble) * slowest + exchange - hidden * (1 - SLOWED) + update + stack.step_seconds
     in_flight = np.where(c["schedule"] == SCHEDULES.index("gpipe"), micros, np.minimum(micros, stages))
     in_flight = in_flight * np.where(c["chunks"] > 1, 1 + (stages - 1) / (stages * c["chunks"]), 1.0)
     unsharded = np.where(sharded, 2.0 * elements / np.maximum(1, count / stages) * 2.0, 0.0)
-    memory = local / c["context"] * state_bytes + kept * in_flight + largest + unsharded
+    memory = local * state_bytes + kept * in_flight + largest + unsharded
     return Estimate(np.asarray(seconds), np.asarray(memory))
 
 
@@ -300,13 +306,15 @@ def search(
     near = np.flatnonzero(guess.memory <= 1.33 * room)
     order = near[np.argsort(guess.seconds[near], kind="stable")]
     options: list[Option] = []
-    for batch in _batched(order, SIMULATED):
-        for setup in setups(base, columns, [int(row) for row in batch]):
-            needed = memory(setup)
-            if needed <= room:
-                options.append(Option(setup, simulate(setup), needed))
-        if options:
+    best = math.inf
+    for row in order[:LOOKED_AT]:
+        if len(options) >= SIMULATED or guess.seconds[row] > WORSE * best:
             break
+        (setup,) = setups(base, columns, [int(row)])
+        needed = memory(setup)
+        if needed <= room:
+            options.append(Option(setup, simulate(setup), needed))
+            best = min(best, options[-1].seconds)
     least = None
     if not options:
         closest = setups(base, columns, [int(np.argmin(guess.memory))])[0]
@@ -320,7 +328,3 @@ def _rank(option: Option) -> tuple[float, int, float]:
     layout = option.setup.layout
     divided = sum(size > 1 for size in (layout.replicate, layout.shard, layout.tensor, layout.pipeline, layout.context))
     return round(math.log(option.seconds) / 0.005), divided, option.memory
-
-
-def _batched(values: np.ndarray, size: int) -> list[Any]:
-    return [values[at : at + size] for at in range(0, len(values), size)]

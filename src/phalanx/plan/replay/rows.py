@@ -128,8 +128,8 @@ def shape_of(row: Row, said: Mapping[str, str]) -> Shape:
     kv_heads = int(_number(said.get("kv_heads", "")) or heads)
     moe = dict(part.split(":") for part in said.get("moe", "").split("/") if ":" in part)
     head_dim = width // heads
-    if head_dim % 16:  # kernels know 64, 80, 96, 128, 192, 256: the next
-        head_dim = next((size for size in (64, 128, 256) if size >= head_dim), head_dim + head_dim % 2)
+    if head_dim % 8:  # models that do not divide evenly have heads of 64 at least, and kernels work in eights
+        head_dim = max(64, -(-head_dim // 8) * 8)
     ffn = _maybe(row, "ffn_hidden")
     if ffn is None:
         if not moe:
