@@ -195,6 +195,8 @@ def make_ready(
     check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call)
     check(recipe, folder, world, loaded.at)
+    if given.layout == "auto":
+        check_layout(recipe, folder, call)
     return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 

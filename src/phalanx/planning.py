@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from phalanx.cluster import Cluster, load_cluster, this_machine
+from phalanx.cluster import Cluster, Machine, load_cluster, this_machine
 from phalanx.cluster.probe import default_cluster_file
 from phalanx.data import Facts
 from phalanx.data.foretold import foretold
@@ -384,7 +384,7 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
         return None
     assert isinstance(recipe.batch.micro, int)
     loaded = Loaded(recipe, None, folder, {})
-    profile = profile_of(loaded, foretold(recipe.data, folder), "mixed" if recipe.precision == "bf16" else "single")
+    profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
     ours = replace(stack(OURS), fused=False, computing=1.0, communicating=1.0, launch=0.0, step_seconds=0.0)
     setup = Setup(
         profile,
@@ -401,6 +401,50 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
         return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))
     except NotMeasured:
         return None
+
+
+def probed(machine: Machine) -> Cluster | None:
+    """This machine as `phalanx probe` measured it under today's driver and libraries; None where it did not."""
+    path = default_cluster_file(machine)
+    try:
+        return load_cluster(str(path)) if path.is_file() else None
+    except RecipeError:  # torn, or of another version: `phalanx probe` makes it again, and training does without
+        return None
+
+
+def follow(payload: dict[str, Any]) -> None:
+    """Follow the model of a recipe, so that its profile is remembered. For a process of its own: it imports torch."""
+    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    facts = foretold(recipe.data, folder)
+    for numbers in ("single", "mixed") if recipe.precision == "auto" else (numbers_of(recipe.precision),):
+        profile_of(Loaded(recipe, None, folder, {}), facts, numbers)
+
+
+def numbers_of(precision: str) -> Numbers:
+    """In what a model is followed for a CPU."""
+    return "mixed" if precision == "bf16" else "single"
+
+
+def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> tuple[Layout, str] | None:
+    """The layout for so many workers of this machine, and why. On a CPU whole replicas, as long as these fit: what
+    dividing a model costs there is not foretold. None where the model cannot be followed, or nothing is foretold to
+    fit."""
+    loaded = Loaded(recipe, None, folder, {})
+    device = cluster.node.accelerator
+    try:
+        if device.generation == "cpu":
+            profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
+            micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1
+            base = Setup(profile, cluster, Layout(replicate=world), micro, recipe.batch.global_, "fp32", zero=0)
+            needed = memory_of(recipe, replace(base, recompute="full")).total
+            share = device.memory_gib * GIB / world
+            return (base.layout, "a replica fits into each worker's memory") if needed <= share else None
+        planned = plan_run(loaded, str(default_cluster_file(this_machine())), world)
+    except RecipeError:
+        return None
+    layout, seconds = planned.best.setup.layout, planned.best.seconds
+    others = f"; the next best takes {planned.others[0].seconds:.3g} s" if planned.others else ""
+    return layout, f"the fastest of {planned.valid} that are valid: {seconds:.3g} s a step foretold{others}"
 
 
 def chosen(planned: Planned) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import Machine, peak
+from phalanx.cluster import Cluster, Machine, peak
 from phalanx.data import open_data
 from phalanx.errors import RecipeError
 from phalanx.jobs.agent import TrialError
@@ -29,7 +29,10 @@ from phalanx.plan import (
     plan_of,
     resolve,
 )
+from phalanx.plan.memory import Forecast
+from phalanx.planning import automatic_layout, foretold_here, probed
 from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Layout
 from phalanx.run.cache import remembered
 
 PROFILE, RACE = "phalanx.train.trial:profile", "phalanx.train.trial:race"
@@ -68,6 +71,10 @@ def first_resolution(
     given: Recipe, folder: Path, machine: Machine, world: int, call: Call
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
     """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
+    here = known(machine, given, folder, call)
+    layout = [] if here is None else planned_layout(given, folder, here, world)
+    if layout:
+        given = given.model_copy(update={"layout": layout[0].value})
     threads = choose_threads(given, machine.cores, world)
     payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
     # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
@@ -79,9 +86,10 @@ def first_resolution(
     if divides_state(given) and not fits_whole(given, needs, alone):
         chosen = choose_memory(given, needs, room)
     else:
-        chosen, seconds = tried_memory(given, needs, room, payload, call)
+        chosen, seconds = tried_memory(given, needs, room, payload, call, forecast_of(given, folder, here, world))
     choices = [threads, *chosen, choose_precision(given, seconds, machine.device)]
     recipe = resolve(given, choices, world)
+    choices = [*layout_choices(layout), *choices]
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
     sheet = peak(machine)
     cluster = {
@@ -96,7 +104,64 @@ def first_resolution(
         "data_sheet_tflops": None if sheet is None else sheet.tflops,
         "data_sheet_source": None if sheet is None else sheet.source,
     }
-    return recipe, plan_of(profile, choices, seconds, recipe), cluster
+    plan = plan_of(profile, choices, seconds, recipe)
+    return recipe, {**plan, **foretold_parts(recipe, folder, here, world)}, cluster
+
+
+def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster | None:
+    """This machine as `phalanx probe` measured it, with the recipe's model followed, so that steps can be foretold.
+    None where nobody measured or the model cannot be followed."""
+    here = probed(machine)
+    if here is None:
+        return None
+    try:
+        call("phalanx.planning:follow", {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder)})
+    except RecipeError:  # trials tell what is wrong with it, if anything is
+        return None
+    return here
+
+
+def planned_layout(given: Recipe, folder: Path, here: Cluster, world: int) -> list[Choice]:
+    """The layout that `auto` becomes for several workers, from what the probe measured."""
+    if given.layout != "auto" or world == 1 or given.exchange.exact == "replicas":
+        return []
+    found = automatic_layout(given, folder, here, world)
+    return [] if found is None else [Choice("layout", found[0], found[1])]
+
+
+def layout_choices(found: list[Choice]) -> list[Choice]:
+    """As plan.json tells them."""
+    return [Choice(each.key, each.value.model_dump(exclude_defaults=True), each.why) for each in found]
+
+
+def forecast_of(given: Recipe, folder: Path, here: Cluster | None, world: int) -> Forecast | None:
+    """Seconds of a step by way of recomputing and micro-batch, where the probe's file can tell them."""
+    if here is None:
+        return None
+    layout = given.layout if isinstance(given.layout, Layout) else Layout(replicate=world)
+    precision = likely_precision(given, "cpu")
+
+    def forecast(way: str, micro: int) -> float | None:
+        values = {"layout": layout, "precision": precision, "compile": False}
+        batch, memory = (
+            given.batch.model_copy(update={"micro": micro}),
+            given.memory.model_copy(update={"recompute": way}),
+        )
+        recipe = given.model_copy(update={**values, "batch": batch, "memory": memory})
+        parts = foretold_here(recipe, folder, here, world)
+        return None if parts is None else parts.total
+
+    return forecast
+
+
+def foretold_parts(recipe: Recipe, folder: Path, here: Cluster | None, world: int) -> dict[str, Any]:
+    """What the probe's file says of a step, for plan.json."""
+    parts = None if here is None else foretold_here(recipe, folder, here, world)
+    if parts is None:
+        return {}
+    computing = parts.total - parts.gradients - parts.optimizer - parts.rest
+    by_part = {"computing": computing, "exchange": parts.gradients, "optimizer": parts.optimizer}
+    return {"foretold_step_seconds": parts.total, "foretold_parts": by_part, "foretold_by": "phalanx probe"}
 
 
 def measured_needs(
@@ -129,7 +194,7 @@ def measured_needs(
 
 
 def tried_memory(
-    given: Recipe, needs: Needs, room: Room, payload: dict[str, Any], call: Call
+    given: Recipe, needs: Needs, room: Room, payload: dict[str, Any], call: Call, forecast: Forecast | None = None
 ) -> tuple[list[Choice], dict[str, float]]:
     """What is predicted to fit, tried: recomputation, loss and micro-batch that survived a trial, and the seconds that
     it took. Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds
@@ -137,7 +202,7 @@ def tried_memory(
     precisions = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
     failed: list[tuple[str, str, int]] = []
     while True:
-        choices = choose_memory(given, needs, room, failed)
+        choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
         seconds = call(RACE, {**trial, "offload": given.memory.offload})

@@ -1,4 +1,4 @@
-"""`phalanx plan`: parse, foretell, print the best few and why the others lose, write the recipe with the choice in it."""
+"""`phalanx plan`: parse, foretell, print the best few and why the others lose, write the recipe with the choice."""
 
 import json as json_
 from dataclasses import asdict
@@ -82,12 +82,12 @@ def page(found: "Planned", top: int) -> list[str]:
             f"{option.setup.precision:<9} {duration(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
         )
     per_second = found.recipe.batch.global_ * found.tokens / best.seconds
-    money = found.budget
+    money, units = found.budget, "tokens" if found.tokens > 1 else "samples"
     lines += [
         f"   of {found.valid:,} valid ones",
         "",
-        f"a step     {duration(best.seconds)}, nine times of ten between {duration(found.low)} and {duration(found.high)}",
-        f"speed      {_number(per_second)} {'tokens' if found.tokens > 1 else 'samples'}/s, MFU {100 * found.mfu:.1f} %",
+        f"a step     {duration(best.seconds)}, nine times of ten {duration(found.low)} to {duration(found.high)}",
+        f"speed      {_number(per_second)} {units}/s, MFU {100 * found.mfu:.1f} %",
         f"memory     {best.memory / GIB:.1f} of {device.memory_gib:g} GiB a device",
         f"run        {found.recipe.steps:,} steps in {duration(money.seconds)}, {money.device_hours:,.1f} device-hours",
     ]
@@ -162,7 +162,7 @@ def plain(found: "Planned", top: int, out: Path) -> dict[str, Any]:
         "low_seconds": found.low,
         "high_seconds": found.high,
         "mfu": found.mfu,
-        "memory": {name: value for name, value in vars(found.footprint).items()},
+        "memory": dict(vars(found.footprint)),
         "budget": asdict(found.budget),
         "energy": None if found.energy is None else asdict(found.energy),
         "saving": None if found.saving is None else asdict(found.saving),

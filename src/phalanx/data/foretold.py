@@ -1,4 +1,4 @@
-"""What a model must know of data that need not be here yet: a run is planned before its data are copied to a cluster."""
+"""What a model must know of data that need not be here yet: a run is planned before its data reach a cluster."""
 
 from pathlib import Path
 

@@ -126,7 +126,13 @@ def speed_facts(summary: Summary) -> list[tuple[str, str]]:
     if speed.step_predicted and speed.step_median:
         off = speed.step_median / speed.step_predicted - 1
         step += f"; predicted {units.duration(speed.step_predicted)}, {_off(off)}"
+    if speed.step_foretold and speed.step_median:
+        off = speed.step_median / speed.step_foretold - 1
+        step += f"; foretold from the probe {units.duration(speed.step_foretold)}, {_off(off)}"
     facts = [("speed", pace), ("step", step)]
+    if (speed.step_predicted or speed.step_foretold) and (most := speed.differs_most) is not None:
+        parts = f"{units.duration(most.foretold)} foretold, {units.duration(most.measured)} measured"
+        facts.append(("differs most", f"{most.part}: {parts}; {most.why}"))
     computed = f" ({units.flops(speed.flops)} of {{}})"
     measured, sheet = units.percent(speed.mfu_measured), units.percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe import metrics
+from phalanx.observe.foretold import Difference, largest_difference
 from phalanx.observe.history import History, Steps, file_of, number, read_history
 from phalanx.observe.what import What, read_recipe, what_ran
 from phalanx.run import Event, Run
@@ -51,6 +52,10 @@ class Speed:
     step_slow: float | None = None
     """95% of the steps took at most this long."""
     step_predicted: float | None = None
+    step_foretold: float | None = None
+    """From what `phalanx probe` measured; `step_predicted` is from trials of this very model."""
+    differs_most: Difference | None = None
+    """The part of a step that differs most from what was foretold."""
     flops: float | None = None
     """FLOP/s of the model's forward and backward."""
     flops_rule: str | None = None
@@ -243,14 +248,15 @@ def _speed(
     seconds = steps.seconds[np.isfinite(steps.seconds)]
     matmul = metrics.measured_rate(cluster, what.precision, what.world)
     sheet = metrics.data_sheet_rate(cluster, what.precision, what.world, history.nodes)
-    predicted = (plan or {}).get("predicted_step_seconds")
     return Speed(
         unit=what.unit,
         median=median,
         mean=pace.mean if pace else None,
         step_median=float(np.median(seconds)) if len(seconds) else None,
         step_slow=float(np.quantile(seconds, 0.95)) if len(seconds) else None,
-        step_predicted=float(predicted) if isinstance(predicted, int | float) else None,
+        step_predicted=_positive((plan or {}).get("predicted_step_seconds")),
+        step_foretold=_positive((plan or {}).get("foretold_step_seconds")),
+        differs_most=largest_difference(steps, plan),
         flops=metrics.model_flops(plan, median),
         flops_rule=(plan or {}).get("flops_rule"),
         matmul_rate=matmul,
@@ -320,3 +326,7 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and value > 0 else None

@@ -7,7 +7,7 @@ It is an estimate, good enough to begin with: a trial of the choice follows, and
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
@@ -186,19 +186,46 @@ def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]
     return found
 
 
-def choose_memory(recipe: Recipe, needs: Needs, room: Room, failed: Collection[Tried] = ()) -> list[Choice]:
+Forecast = Callable[[str, int], float | None]
+"""Seconds of a step with a way of recomputing and a micro-batch; None where that cannot be said."""
+WORTH = 0.98
+"""A smaller micro-batch must be foretold to take less than this share of the largest one's time."""
+
+
+def choose_memory(
+    recipe: Recipe, needs: Needs, room: Room, failed: Collection[Tried] = (), forecast: Forecast | None = None
+) -> list[Choice]:
     """Recomputation, loss and micro-batch. RecipeError when nothing fits; it names a micro-batch that would where one
-    was given. A micro-batch that was given may fill all of the memory."""
+    was given. A micro-batch that was given may fill all of the memory. Of micro-batches that fit the largest is taken,
+    or the one that `forecast` says to be fastest."""
     loss, found = _loss(recipe, needs, room)
     left = [one for one in found if (one.recompute, one.loss, one.micro) not in failed]
     if not left:
         raise RecipeError(_too_large(recipe, needs, room, loss, failed))
-    best = left[0]
+    best, why = left[0], ""
+    if forecast is not None and recipe.batch.micro == "auto":
+        best, why = _fastest(left, forecast)
     return [
         Choice("memory.recompute", best.recompute, _why_recompute(recipe, needs, best, failed)),
         Choice("memory.loss", best.loss, _why_loss(recipe, needs, best)),
-        Choice("batch.micro", best.micro, _why_micro(recipe, room, best, failed)),
+        Choice("batch.micro", best.micro, why or _why_micro(recipe, room, best, failed)),
     ]
+
+
+def _fastest(left: Sequence[Option], forecast: Forecast) -> tuple[Option, str]:
+    """The option that is foretold to be fastest among those that recompute as little as the first, and why it is taken;
+    no reason where that is the first itself."""
+    first = left[0]
+    usual = forecast(first.recompute, first.micro)
+    if usual is None:
+        return first, ""
+    alike = [one for one in left if one.recompute == first.recompute]
+    seconds = {one.micro: forecast(one.recompute, one.micro) or math.inf for one in alike}
+    best = min(alike, key=lambda one: seconds[one.micro])
+    if seconds[best.micro] >= WORTH * usual:
+        return first, ""
+    told = f"{seconds[best.micro]:.3g} s a step foretold from the probe, {usual:.3g} s with {first.micro}"
+    return best, told
 
 
 def _loss(recipe: Recipe, needs: Needs, room: Room) -> tuple[str, list[Option]]:

@@ -59,7 +59,7 @@ def _interleaved(rank: int, ranks: int, chunks: int, micros: int) -> list[tuple[
         forward += [("F", chunk, micro) for chunk in range(chunks) for micro in group]
         backward += [("B", chunk, micro) for chunk in reversed(range(chunks)) for micro in group]
     total = micros * chunks
-    # Where the last group is smaller, or the only one, each rank does all forwards first: else ranks wait for each other.
+    # Where the last group is smaller, or the only one, all forwards come first: ranks would wait for each other.
     early = total if micros % ranks or micros == ranks else min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
     found = forward[:early]
     for index in range(early, total):
@@ -127,11 +127,17 @@ def _ready(
 
 
 def seconds(schedule: Schedule, stages: Sequence[Stage], ranks: int, micros: int, send: float) -> float:
-    """Of a step's forwards and backwards. Once the pipeline is full each further micro-batch takes as long as its
-    slowest rank, so only as many are simulated as fill it."""
+    """Of a step's forwards and backwards. Once the pipeline is full further micro-batches take as long as those before,
+    which is more than its slowest rank takes where ranks wait for what is sent; so only as many are simulated as fill
+    it."""
     if ranks == 1:
         return micros * sum(each.forward + each.backward for each in stages)
-    few = micros if micros <= 4 * ranks else 3 * ranks + micros % ranks
-    slowest = max(sum(s.forward + s.backward for s in stages[rank::ranks]) for rank in range(ranks))
-    end = max(span.end for span in simulate(schedule, stages, ranks, few, send))
-    return end + (micros - few) * slowest
+
+    def end(count: int) -> float:
+        return max(span.end for span in simulate(schedule, stages, ranks, count, send))
+
+    few = 3 * ranks + micros % ranks
+    if micros <= few + ranks:
+        return end(micros)
+    full = end(few + ranks)
+    return full + (micros - few - ranks) / ranks * (full - end(few))

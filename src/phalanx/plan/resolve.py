@@ -161,7 +161,9 @@ def plan_of(
     micro = recipe.batch.micro
     assert isinstance(micro, int)
     own = recipe.batch.global_ // (micro * parts_of(recipe, 1))
-    predicted = own * seconds[recipe.precision] + seconds["update"] if recipe.precision in seconds else None
+    parts = None
+    if recipe.precision in seconds:
+        parts = {"computing": own * seconds[recipe.precision], "exchange": 0.0, "optimizer": seconds["update"]}
     peaks = profile.get("peaks") or {}
     by_way: Mapping[str, int | None] = peaks.get(recipe.memory.loss) or next(iter(peaks.values()), {})
     return {
@@ -169,6 +171,7 @@ def plan_of(
         "peak_bytes_per_sample": by_way,
         "saved_bytes_per_sample": by_way.get(recipe.memory.recompute) or 0,
         "chosen": [asdict(choice) for choice in choices],
-        "predicted_step_seconds": predicted,
+        "predicted_step_seconds": None if parts is None else sum(parts.values()),
+        "predicted_parts": parts,
         "predicted_rule": PREDICTION,
     }

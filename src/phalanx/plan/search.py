@@ -27,7 +27,7 @@ from phalanx.recipe.schema import Layout
 
 SIMULATED = 50
 """So many of the best estimates that fit are simulated."""
-LOOKED_AT = 1500
+LOOKED_AT = 600
 """So many of the best estimates are asked whether they fit, exactly."""
 WORSE = 1.25
 """An estimate so much above the best simulated time cannot win any more: estimates are within a tenth of it mostly."""

@@ -179,7 +179,8 @@ def _follow(model: nn.Module, forward: Forward, samples: int) -> list[_Part]:
         follower.phase = "backward"
         outside = {name for part in follower.course if not part.is_block for name in part.named}
         wanted = [follower.parameters[name] for name in outside if follower.parameters[name].requires_grad]
-        torch.autograd.grad(loss, wanted, allow_unused=True)
+        if wanted := wanted + follower.anchors:
+            torch.autograd.grad(loss, wanted, allow_unused=True)
     for part in follower.course:
         part.sizes = {
             key: (size, follower.divided.get(key, False))
@@ -217,6 +218,8 @@ class _Follower:
         """Storages that hold gradients of weights."""
         self.keepers: dict[int, _Part] = {}
         """Which part keeps a storage for backward: the first that does, if the next keeps it as well."""
+        self.anchors: list[Tensor] = []
+        """What stands for the trained weights of blocks that nothing trained comes before."""
         self._alive: list[Any] = []
         for name, parameter in model.named_parameters():  # tied ones once
             self.names[self.key(parameter)] = name
@@ -516,7 +519,8 @@ def _stepping(name: str, block: nn.Module, follower: _Follower) -> Callable[...,
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        key = (_shape(block), repr(_outline((args, kwargs))))
+        inputs = _tensors((args, kwargs))
+        key = (_shape(block), repr(_outline((args, kwargs))), tuple(each.requires_grad for each in inputs))
         before = follower.part
         if key not in follower.known:
             follower.part = _Part(name, True)
@@ -524,7 +528,10 @@ def _stepping(name: str, block: nn.Module, follower: _Follower) -> Callable[...,
         part, (outline, keeps) = follower.known[key]
         follower.course += [part, _Part(f"after {name}", False)]
         follower.part = follower.course[-1]
-        wanted = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+        wanted = [each for each in inputs if each.requires_grad]
+        if not wanted and any(each.requires_grad for each in block.parameters()):
+            follower.anchors.append(torch.empty((), device=_device(block), requires_grad=True))
+            wanted = follower.anchors[-1:]
         made = _Step.apply(follower, before, _specs(outline), *wanted)
         follower.keepers |= {follower.key(each): part for each, is_kept in zip(made, keeps, strict=True) if is_kept}
         return _filled(outline, iter(made))
