@@ -146,7 +146,7 @@ def _parts(cluster: Cluster) -> list[str]:
 
 
 def _odd(measured: Measured) -> list[str]:
-    drift = f"drift     {measured.drift:.1%}: what a reference product changed by from beginning to end"
+    drift = f"drift     {measured.drift:.1%}: the slowest of some reference products against the fastest"
     if not measured.odd:
         return [drift, "nothing looks wrong"]
     return [drift, "", "looks wrong:", *(f"  - {text}" for text in measured.odd)]

@@ -196,7 +196,7 @@ class Measured(Part):
     threads: PositiveInt | None = None
     """CPU threads of the process that measured."""
     drift: Annotated[float, Field(ge=0)] = 0.0
-    """By how much a reference product changed between the first and the last measurement, as a share."""
+    """By what share the slowest of the reference products, timed now and then, was slower than the fastest."""
     products: list[Product] = Field(default_factory=list)
     operations: list[Timed] = Field(default_factory=list)
     launch_us: PositiveFloat | None = None

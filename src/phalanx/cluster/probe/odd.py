@@ -7,6 +7,8 @@ from phalanx.cluster.description import Accelerator, Collective, Product, ScaleU
 FAR_BELOW = 0.3
 """Share of the data sheet under which something is wrong, not only untuned."""
 DRIFT = 0.05
+BUSY = 0.3
+"""Cores; below that is what any system does beside."""
 SLOW_DISK = 0.05
 """GB/s: a disk that takes 20 s for a gigabyte."""
 LOW_CLOCK = 0.7
@@ -64,12 +66,21 @@ def memory_rate(operations: Sequence[Timed]) -> float | None:
     return None if largest is None else largest.bytes / largest.seconds / 1e9
 
 
+def odd_load(busy: float | None) -> list[str]:
+    """Of so many cores that others used before anything was measured."""
+    if busy is None or busy < BUSY:
+        return []
+    return [
+        f"before measuring, something else kept {busy:.1f} cores busy: all figures suffer; measure when it is quiet"
+    ]
+
+
 def _drift(drift: float) -> list[str]:
     if drift <= DRIFT:
         return []
     return [
-        f"a reference product took {drift:.0%} more or less time at the end than at the beginning: something else ran "
-        "here, or the device is too hot; measure again when it is quiet"
+        f"a reference product took up to {drift:.0%} longer at times: something else ran here, or the device is too "
+        "hot; measure again when it is quiet"
     ]
 
 

@@ -1,5 +1,5 @@
-"""The reference product: one matrix product that is timed before and after everything else, and whenever somebody asks
-whether this machine still is what it was when it was measured.
+"""The reference product: one matrix product that is timed before and after each family of measurements, and whenever
+somebody asks whether this machine still is what it was when it was measured.
 
 A machine that others use, that is too hot or saves power shows it here. Which product it is never changes.
 """

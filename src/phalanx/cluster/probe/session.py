@@ -17,10 +17,12 @@ from phalanx.cluster.gpu_links import scale_up
 from phalanx.cluster.probe import storage
 from phalanx.cluster.probe.describe import Parts, data_sheet, describe, device_of, look
 from phalanx.cluster.probe.key import key_of
-from phalanx.cluster.probe.odd import everything_odd
-from phalanx.cluster.probe.reference import SECONDS as REFERENCE
+from phalanx.cluster.probe.odd import everything_odd, odd_load
+from phalanx.cluster.probe.quiet import busy_cores
 from phalanx.cluster.probe.reference import time_reference
 
+REFERENCE = 0.15
+"""Seconds for the reference product after each family."""
 SECONDS = {True: 13.0, False: 145.0}
 """For all measuring, by quickness; starting processes comes on top, so that `--quick` stays below 20 s and a full probe
 below 3 minutes."""
@@ -62,6 +64,7 @@ class Means:
     scratch: Path
     progress: Callable[[str, float], None] = lambda family, share: None
     clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
     now: Callable[[], str] = lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -77,7 +80,15 @@ class Findings:
     storage: Storage | None = None
     cache: str | None = None
     checkpoint_gbps: float | None = None
+    references: list[float] = field(default_factory=list)
+    """Seconds of the reference product, before the first family and after each."""
+    clock_share: float | None = None
     failed: list[str] = field(default_factory=list)
+
+    @property
+    def drift(self) -> float:
+        """By what share the slowest of the references took longer than the fastest."""
+        return max(self.references) / min(self.references) - 1
 
 
 def default_processes(machine: Machine) -> int:
@@ -99,20 +110,15 @@ def probe(
     processes = default_processes(machine) if processes is None else processes
     storage.check_room(means.scratch, quick)
     parts, found = look(machine, means.scratch, root), Findings()
-    means.progress("reference", 0.0)
     begun, budget = means.clock(), SECONDS[quick] if seconds is None else seconds
-    first = time_reference(machine, means.call)
-    found.operations.append(Timed.model_validate(first["timed"]))
-    _families(machine, means, quick, processes, found, begun, budget - 2 * REFERENCE)
-    means.progress("reference", 1.0)
-    last = time_reference(machine, means.call)
-    drift = abs(last["timed"]["seconds"] / first["timed"]["seconds"] - 1)
-    clocks = [each["clock_share"] for each in (first, last) if each["clock_share"] is not None]
+    busy = busy_cores(root, means.sleep)
+    _reference(machine, means, found)
+    _families(machine, means, quick, processes, found, begun, budget)
     measured = Measured(
         when=means.now(),
         key=key_of(machine, root),
         threads=machine.cores if machine.device == "cpu" else None,
-        drift=round(drift, 4),
+        drift=round(found.drift, 4),
         products=found.products,
         operations=found.operations,
         launch_us=found.launch_us,
@@ -121,7 +127,7 @@ def probe(
         storage=found.storage,
         checkpoint_gbps=found.checkpoint_gbps,
     )
-    odd = found.failed + _odd(machine, parts, measured, max(clocks, default=None))
+    odd = found.failed + odd_load(busy) + _odd(machine, parts, measured, found.clock_share)
     cluster = describe(machine, parts, measured.model_copy(update={"odd": odd}))
     return cluster.model_copy(update={"notes": {**cluster.notes, **_how(found, quick, processes)}})
 
@@ -161,7 +167,8 @@ def _families(
     for name, step in steps.items():
         over = means.clock() - begun
         means.progress(name, over / seconds)
-        share = min(max(0.0, seconds - over) * WEIGHTS[name] / whole, MOST.get(name, seconds))
+        left = seconds - over - REFERENCE * (len(steps) - list(steps).index(name))
+        share = min(max(0.0, left) * WEIGHTS[name] / whole, MOST.get(name, seconds))
         whole -= WEIGHTS[name]
         try:
             step(share)
@@ -170,6 +177,18 @@ def _families(
         except OSError as error:
             where = os.fsdecode(error.filename) if error.filename else str(means.scratch.parent)
             found.failed.append(f"{name}: not measured: {where}: {error.strerror or error}")
+        _reference(machine, means, found)
+
+
+def _reference(machine: Machine, means: Means, found: Findings) -> None:
+    """Time the reference product; the fastest that there was is the one to compare with later."""
+    value = time_reference(machine, means.call, REFERENCE)
+    timed = Timed.model_validate(value["timed"])
+    found.references.append(timed.seconds)
+    if timed.seconds <= min(found.references):
+        found.operations = [timed, *(each for each in found.operations if each.kind != timed.kind)]
+    if value["clock_share"] is not None:
+        found.clock_share = max(value["clock_share"], found.clock_share or 0.0)
 
 
 def _asked(machine: Machine, quick: bool, share: float) -> dict[str, Any]:

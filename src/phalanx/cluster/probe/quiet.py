@@ -1,0 +1,30 @@
+"""Whether anything else runs here: how many cores are busy while this process waits. A load that never changes does not
+show in the reference product, which then is as slow at the end as at the beginning."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+SECONDS = 0.4
+"""Of waiting; /proc counts in hundredths."""
+
+
+def busy_cores(root: Path, sleep: Callable[[float], None]) -> float | None:
+    """How many cores others use, those that a hypervisor gave away included; None where nothing tells."""
+    before = _counted(root)
+    sleep(SECONDS)
+    after = _counted(root)
+    if before is None or after is None:
+        return None
+    (busy, total, cores), (busy_then, total_then, _) = after, before
+    return cores * (busy - busy_then) / (total - total_then) if total > total_then else None
+
+
+def _counted(root: Path) -> tuple[int, int, int] | None:
+    """Ticks of all cores that were busy, all ticks, and the number of cores."""
+    try:
+        lines = (root / "proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    ticks = [int(text) for text in lines[0].split()[1:9]]  # guests, which follow, are in the user's time already
+    idle = sum(ticks[3:5])  # waiting for a disk is being idle
+    return sum(ticks) - idle, sum(ticks), sum(line.startswith("cpu") for line in lines) - 1
