@@ -44,9 +44,9 @@ class Links:
     """Of one all-gather, however little is sent."""
 
 
-def links(cluster: Cluster, ranks: int, stride: int = 1) -> Links:
+def links(cluster: Cluster, ranks: int, stride: int = 1, late: float = 1.0) -> Links:
     """Of a group of so many ranks, each `stride` devices from the next: what stands further inside a layout has smaller
-    strides. A scale-up domain may be more than a node."""
+    strides. A scale-up domain may be more than a node. `late` multiplies latencies."""
     node = cluster.node
     up, out = node.scale_up, node.scale_out
     domain = max(up.domain if up is not None else 1, node.count)
@@ -59,13 +59,13 @@ def links(cluster: Cluster, ranks: int, stride: int = 1) -> Links:
         if islands > (cluster.topology.nodes_a_leaf or 1) or cluster.topology.nodes_a_leaf is None:
             a_device /= cluster.topology.oversubscription
     if islands == 1:
-        hops = START + HOP * (ranks - 1)
+        hops = late * (START + HOP * (ranks - 1))
         return Links(ranks, 1, inner, inner, a_device, hops)
     # Several rings use all network cards of the ranks that stand together in a node.
     bandwidth = min(inner, together * a_device) if together > 1 else a_device
     # Within a node NVIDIA's and AMD's libraries use rings, between many nodes trees: latency grows with the logarithm.
     across = HOP_OUT * (islands - 1 if islands <= 4 else 2 * math.log2(islands))
-    return Links(ranks, islands, bandwidth, inner, a_device, START + HOP * (together - 1) + across)
+    return Links(ranks, islands, bandwidth, inner, a_device, late * (START + HOP * (together - 1) + across))
 
 
 def collective_seconds(kind: Kind, size: Any, over: Links, scale: float = 1.0, copies: float = 1.0) -> Any:

@@ -33,6 +33,8 @@ class Stack:
     """Share of the communication of gradients and sharded weights that can hide behind computing at best."""
     tensor_hidden: float = 0.0
     """The same of the sums over tensor ranks."""
+    latency: float = 1.0
+    """Time of a collective that moves nothing, as a multiple of what links say."""
     launch: float = 8e-6
     """Seconds that the host needs for each kernel."""
     step_seconds: float = 0.005

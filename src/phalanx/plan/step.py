@@ -2,6 +2,7 @@
 them. Two streams a rank, one that computes and one that communicates, simulated segment by segment; then the pipeline.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,13 +119,13 @@ class Costs:
         self.setup, self.rates = setup, rates
         self._price = price or priced_by(rates)
         layout, cluster = setup.layout, setup.cluster
-        inner = layout.tensor * layout.context
-        self.tensor = links(cluster, layout.tensor)
-        self.context = links(cluster, layout.context, layout.tensor)
-        self.expert = links(cluster, layout.expert, layout.tensor)
-        self.shard = links(cluster, layout.shard * (layout.context if setup.zero == 3 else 1), layout.tensor)
-        self.replicas = links(cluster, setup.parts * layout.context, layout.tensor)
-        self.stages = links(cluster, layout.pipeline, inner * setup.parts)
+        inner, late = layout.tensor * layout.context, setup.stack.latency
+        self.tensor = links(cluster, layout.tensor, 1, late)
+        self.context = links(cluster, layout.context, layout.tensor, late)
+        self.expert = links(cluster, layout.expert, layout.tensor, late)
+        self.shard = links(cluster, layout.shard * (layout.context if setup.zero == 3 else 1), layout.tensor, late)
+        self.replicas = links(cluster, setup.parts * layout.context, layout.tensor, late)
+        self.stages = links(cluster, layout.pipeline, inner * setup.parts, late)
         self.division = Division(
             samples=setup.micro / layout.context,
             tensor=layout.tensor,
@@ -217,9 +218,10 @@ def through(costs: Costs, chunk: Chunk, way: str) -> Pass:
     exposed = _exposed(costs, passes, way) if costs.setup.zero == 3 and costs.shard.ranks > 1 else 0.0
     sums = {name: sum(getattr(each, name) for each, _ in passes) for name in Pass.__dataclass_fields__}
     sums["sharding"] = exposed
-    # The host runs ahead of the device, so only what a whole pass takes counts.
-    launching = sums.pop("launching")
-    return Pass(**sums, launching=max(0.0, launching - sum(sums.values())))
+    # The host runs ahead of the device, so only what a whole pass takes counts; where both are about as busy each waits
+    # for the other now and then.
+    launching, device = sums.pop("launching"), sum(sums.values())
+    return Pass(**sums, launching=math.hypot(launching, device) - device)
 
 
 def _exposed(costs: Costs, passes: Sequence[tuple[Pass, Segment]], way: str) -> float:
