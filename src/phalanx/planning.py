@@ -243,7 +243,7 @@ def _searched(recipe: Recipe, profile: Profile, cluster: Cluster, devices: int) 
     best: tuple[Found, Rates] | None = None
     for precision in _precisions(recipe, device.tflops):
         rates = rates_of(device, precision, ours)
-        base = Setup(profile, cluster, Layout(), 1, recipe.batch.global_, precision, stack=ours)
+        base = Setup(profile, cluster, space.layout or Layout(), 1, recipe.batch.global_, precision, stack=ours)
         found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room)
         if best is None or (found.options and (not best[0].options or _first(found) < WORTH * _first(best[0]))):
             best = found, rates

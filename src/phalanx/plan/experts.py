@@ -27,7 +27,7 @@ def merged(operations: Sequence[Operation], experts: int, sides: Collection[int]
             found[indices[0]] = _one([operations[index] for index in indices])
             for index in indices[1:]:
                 del found[index]
-    return _travelling([found[index] for index in sorted(found)])
+    return _travelling([found[index] for index in sorted(found)], experts)
 
 
 def _shape(product: Product, sides: Collection[int]) -> Any:
@@ -70,7 +70,7 @@ def _mean(sizes: Sequence[Size]) -> Size:
     return Size(total.fixed / len(sizes), total.each / len(sizes))
 
 
-def _travelling(operations: list[Operation]) -> list[Operation]:
+def _travelling(operations: list[Operation], experts: int) -> list[Operation]:
     """With a journey before the first and after the last operation of experts, in each phase."""
     for phase in PHASES:
         of_experts = [
@@ -85,7 +85,7 @@ def _travelling(operations: list[Operation]) -> list[Operation]:
         # Rows of all experts together, as wide as the model; where they enter forward, they leave backward.
         forward = next(each for each in operations if isinstance(each, Product) and each.expert)
         tokens = next(each for each in operations if isinstance(each, Product) and not each.expert).m
-        rows = Size(forward.count.fixed * forward.m.fixed, forward.count.fixed * forward.m.each)
+        rows = Size(experts * forward.m.fixed, experts * forward.m.each)
         scale = forward.k.fixed * forward.width
         journey = Dispatch(phase, Size(rows.fixed * scale, rows.each * scale), rows.at(1.0) / tokens.at(1.0))
         operations.insert(of_experts[-1] + 1, journey)

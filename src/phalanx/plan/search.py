@@ -273,6 +273,8 @@ def setups(base: Setup, columns: Columns, rows: Sequence[int]) -> list[Setup]:
         layout = Layout(
             **{name: value[name] for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")},
             schedule=SCHEDULES[value["schedule"]],
+            stages=base.layout.stages,
+            overlap=base.layout.overlap,
         )
         found.append(
             replace(

@@ -257,7 +257,7 @@ class _Follower:
         if not made and not name.endswith("_"):  # a view
             return result
         if name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"):
-            self._product(name, inputs[-2:], outputs[0])
+            self._product(name, inputs, outputs[0])
         elif name in ("convolution", "convolution_backward"):
             self._convolution(name, args, outputs)
         else:
@@ -313,20 +313,21 @@ class _Follower:
         """Remember that tensors are gradients of weights."""
         self.gradients |= {self.key(each) for each in outputs}
 
-    def _product(self, name: str, sides: list[Tensor], out: Tensor) -> None:
-        left, right = sides
+    def _product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+        *added, left, right = inputs
         self.whole(left, right)
         count = left.shape[0] if left.dim() == 3 else 1
         if name == "_grouped_mm":
             count = right.shape[0] if right.dim() == 3 else left.shape[0]
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         divided, result_is, weight = self._divide(left, right, count, k, n)
-        self._read(left, right)
+        self._read(*inputs)
+        self._biased(added, divided)
         rest = {"phase": self.phase, "width": left.element_size(), "divided": divided, "weight": weight}
         self.part.operations.append(_Op(Product, {"count": count, "m": m, "n": n, "k": k}, rest))
         self._made(out)
         self.divided[self.key(out)] = result_is
-        if self.phase == "backward" and weight and not any(self.key(each) in self.names for each in sides):
+        if self.phase == "backward" and weight and not any(self.key(each) in self.names for each in (left, right)):
             self._gradient_of_weight(out)
         if self.phase == "forward":
             self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), result_is)
@@ -360,6 +361,12 @@ class _Follower:
             return "k", False, True
         return ("n", True, True) if how == "k" else ("", False, True)
 
+    def _biased(self, added: list[Tensor], divided: Divided) -> None:
+        """Divide biases as the columns that they are added to."""
+        for each in added:
+            if (bias := self.names.get(self.key(each))) is not None:
+                self.part.divided.setdefault(bias, "n" if divided == "n" else "")
+
     def _is_expert(self, name: str) -> bool:
         return self.parameters[name].dim() == 3
 
@@ -368,7 +375,9 @@ class _Follower:
         two products of its gradients."""
         if name == "convolution":
             image, kernel, groups, out = args[0], args[1], args[8], outputs[0]
-            self._read(image, kernel)
+            added = [args[2]] if args[2] is not None else []
+            self._read(image, kernel, *added)
+            self._biased(added, "")
         else:
             out, image, kernel, groups = args[0], args[1], args[2], args[9]
             self._read(out, image, kernel)

@@ -1,0 +1,96 @@
+"""The constants of software stacks: how many there are, that each is known, and which stack a run gets."""
+
+from dataclasses import fields
+
+import pytest
+
+from phalanx.cluster import load_cluster
+from phalanx.plan.rates import rates
+from phalanx.plan.setup import Stack
+from phalanx.plan.stacks import OTHER, OURS, _read, constants, generation, rates_of, stack, stack_of
+
+H100 = load_cluster("h100:8").node.accelerator
+
+
+def test_there_are_few_constants() -> None:
+    assert 0 < len(constants()) < 70
+    assert set(_read()) == {"generations", "precisions", "stacks"}
+
+
+def test_every_key_of_a_stack_is_one_that_predictions_read() -> None:
+    known = {each.name for each in fields(Stack)} | {"match"}
+    for values in _read()["stacks"].values():
+        assert set(values) <= known
+
+
+def test_every_key_of_a_generation_is_known() -> None:
+    for values in _read()["generations"].values():
+        assert set(values) == {"products", "flash"}
+
+
+def test_constants_are_told_by_their_path() -> None:
+    assert constants()["stacks.torch.computing"] == stack("torch").computing
+    assert constants()["generations.hopper.flash.0"] == generation(H100).flash[0]  # type: ignore[index]
+    assert "stacks.megatron-2021.sequence_parallel" not in constants()  # a fact, no number
+
+
+@pytest.mark.parametrize("name", list(_read()["stacks"]))
+def test_every_stack_is_found_by_its_name_and_has_plausible_values(name: str) -> None:
+    found = stack(name)
+    assert found.name == name
+    assert 0.5 < found.computing < 2
+    assert 0 <= found.tensor_hidden < 1
+    assert 0 < found.launch < 1e-4
+
+
+def test_a_stack_that_does_not_exist_is_named() -> None:
+    with pytest.raises(KeyError, match="caffe"):
+        stack("caffe")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("Megatron-LM Sept-2020 weak scaling", "megatron-2021"),
+        ("NVIDIA NeMo performance summary", "megatron"),
+        ("MaxText README (TPU)", "xla"),
+        ("torchtitan benchmarks", "torch"),
+        ("DeepSpeed ZeRO-3 on Azure", "megatron-2021"),
+    ],
+)
+def test_a_source_is_recognised_by_its_name(source: str, name: str) -> None:
+    assert stack_of(source, 0, 8, "hopper").name == name
+
+
+@pytest.mark.parametrize(
+    ("zero", "inner", "kind", "name"),
+    [(3, 8, "hopper", "torch"), (1, 1, "hopper", "torch"), (1, 8, "hopper", "megatron"), (3, 1, "tpu", "xla")],
+)
+def test_a_source_nobody_knows_is_recognised_by_its_layout(zero: int, inner: int, kind: str, name: str) -> None:
+    assert stack_of("my notebook", zero, inner, kind).name == name
+
+
+def test_a_generation_nobody_measured_is_typical() -> None:
+    odd = H100.model_copy(update={"generation": "quantum"})
+    assert generation(odd) == generation(H100.model_copy(update={"generation": OTHER}))
+    assert generation(odd) != generation(H100)
+
+
+def test_training_keeps_up_less_than_single_products_reach() -> None:
+    plain, used = rates(H100, "bf16"), rates_of(H100, "bf16", stack(OURS))
+    assert used.curve.efficiency == pytest.approx(plain.curve.efficiency * generation(H100).products)
+    assert used.peak == plain.peak
+
+
+def test_a_stack_without_fused_attention_stores_scores() -> None:
+    assert rates_of(H100, "bf16", stack("megatron-2021")).flash is None
+
+
+def test_attention_is_never_faster_than_the_peak() -> None:
+    flash = rates_of(H100, "bf16", Stack(flash=100.0)).flash
+    assert flash == (1.0, 1.0)
+
+
+def test_a_precision_that_is_missing_is_named() -> None:
+    with pytest.raises(KeyError, match="fp4"):
+        rates_of(H100, "fp4", stack(OURS))

@@ -1,0 +1,383 @@
+"""Seconds of a step: parts that add up, and what more bandwidth, more ranks and other layouts must do to them."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from phalanx.cluster import Cluster, load_cluster
+from phalanx.models import moe, transformer
+from phalanx.plan.collectives import Kind, collective_seconds, links
+from phalanx.plan.profile import Attention, Product, Profile, Size
+from phalanx.plan.rates import Rates, attention_seconds, move_seconds, product_seconds, rates
+from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.step import Parts, chunks, even, step
+from phalanx.plan.tracing import build, language_loss, profile
+from phalanx.plan.work import Division, priced_by, work
+from phalanx.recipe.schema import Layout
+
+SEQUENCE = 2048
+
+
+@cache
+def decoder() -> Profile:
+    """Of 1.7 B parameters, in 16 blocks."""
+    sizes = {"layers": 16, "width": 2048, "heads": 16, "tie": False, "qk_norm": False}
+    return profile(
+        build(lambda: transformer(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
+        language_loss(32000, SEQUENCE),
+        SEQUENCE,
+    )
+
+
+@cache
+def mixture() -> Profile:
+    """Eight experts a block."""
+    sizes = {"layers": 8, "width": 1024, "heads": 8, "experts": 8, "top_k": 2}
+    return profile(
+        build(lambda: moe(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
+        language_loss(32000, SEQUENCE),
+        SEQUENCE,
+    )
+
+
+@cache
+def named(name: str) -> Cluster:
+    return load_cluster(name)
+
+
+H100 = rates(load_cluster("h100:8").node.accelerator, "bf16")
+
+
+def setup(layout: Layout | None = None, cluster: str = "h100:64", of: Profile | None = None, **given: object) -> Setup:
+    values = {"micro": 1, "batch": 64, "stack": Stack(), **given}
+    return Setup(of or decoder(), named(cluster), layout or Layout(), **values)  # type: ignore[arg-type]
+
+
+def parts(layout: Layout | None = None, using: Rates = H100, **given: object) -> Parts:
+    return step(setup(layout, **given), using)  # type: ignore[arg-type]
+
+
+LAYOUTS = {
+    "one device": Layout(),
+    "replicas": Layout(replicate=64),
+    "shards": Layout(shard=64),
+    "tensor": Layout(tensor=8, replicate=8),
+    "pipeline": Layout(pipeline=4, replicate=16),
+    "context": Layout(context=4, shard=16),
+    "all": Layout(replicate=2, shard=4, tensor=2, pipeline=2, context=2),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def zero(layout: Layout) -> int:
+    return 3 if layout.shard * layout.context > 1 else 0
+
+
+@layouts
+def test_the_parts_of_a_step_sum_to_it_and_none_is_negative(layout: Layout) -> None:
+    found = parts(layout, zero=zero(layout))
+    assert found.total == pytest.approx(sum(vars(found).values()))
+    assert min(vars(found).values()) >= -1e-9
+    assert found.products > 0
+
+
+@layouts
+def test_a_pipelines_parts_are_those_of_its_stages_and_the_bubble(layout: Layout) -> None:
+    assert (parts(layout, zero=zero(layout)).bubble > 1e-6) == (layout.pipeline > 1)
+
+
+@layouts
+def test_more_memory_bandwidth_is_never_slower(layout: Layout) -> None:
+    times = [
+        parts(layout, using=replace(H100, bandwidth=factor * H100.bandwidth), zero=zero(layout)).total
+        for factor in (0.5, 1.0, 2.0, 4.0)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def faster(cluster: Cluster, up: float, out: float) -> Cluster:
+    """The cluster with networks that much faster."""
+    node = cluster.node
+    assert node.scale_up is not None
+    assert node.scale_out is not None
+    better = {
+        "scale_up": node.scale_up.model_copy(update={"gbps": node.scale_up.gbps * up}),
+        "scale_out": node.scale_out.model_copy(update={"gbps": node.scale_out.gbps * out}),
+    }
+    return cluster.model_copy(update={"node": node.model_copy(update=better)})
+
+
+@layouts
+@pytest.mark.parametrize(("up", "out"), [(2.0, 1.0), (1.0, 2.0)])
+def test_faster_links_are_never_slower(layout: Layout, up: float, out: float) -> None:
+    given = setup(layout, zero=zero(layout))
+    better = step(replace(given, cluster=faster(given.cluster, up, out)), H100)
+    assert better.total <= step(given, H100).total + 1e-9
+
+
+def test_a_slow_network_shows_gradients_and_a_fast_one_hides_them() -> None:
+    slow, fast = (
+        step(replace(setup(Layout(replicate=64)), cluster=faster(named("h100:64"), 1, out)), H100).gradients
+        for out in (0.05, 10.0)
+    )
+    assert slow > 10 * fast
+
+
+def test_whole_recomputation_costs_more_than_some_and_some_more_than_none() -> None:
+    none, some, full = (parts(recompute=way) for way in ("none", "selective", "full"))
+    assert none.recomputing == 0
+    assert 0 < some.recomputing < full.recomputing
+    assert none.total < some.total < full.total
+
+
+def test_whole_recomputation_is_about_one_more_forward_of_the_blocks() -> None:
+    plain, full = parts(), parts(recompute="full")
+    assert full.recomputing == pytest.approx((plain.products + plain.attention + plain.memory) / 3, rel=0.2)
+
+
+def test_sharded_weights_wait_for_a_slow_network() -> None:
+    layout = Layout(shard=64)
+    slow = step(replace(setup(layout, zero=3), cluster=faster(named("h100:64"), 1, 0.1)), H100)
+    fast = step(replace(setup(layout, zero=3), cluster=faster(named("h100:64"), 1, 10.0)), H100)
+    assert slow.sharding > 0.5 * slow.products
+    assert fast.sharding < 0.4 * fast.products
+
+
+def test_only_weights_that_are_divided_are_waited_for() -> None:
+    assert parts(Layout(shard=64), zero=1).sharding == 0
+    assert parts(Layout(shard=1), zero=3).sharding == 0
+
+
+def test_tensor_ranks_sum_and_others_do_not() -> None:
+    assert parts(Layout(tensor=8)).tensor > 0
+    assert parts(Layout(replicate=8)).tensor == 0
+
+
+def test_tensor_ranks_divide_products_and_not_quite_evenly() -> None:
+    one, eight = parts(), parts(Layout(tensor=8))
+    assert one.products / 8 < eight.products < one.products / 3
+
+
+def test_sums_that_hide_behind_products_cost_less() -> None:
+    shown, hidden = (parts(Layout(tensor=8), stack=Stack(tensor_hidden=share)).tensor for share in (0.0, 0.5))
+    assert hidden == pytest.approx(0.5 * shown)
+
+
+def test_context_ranks_show_each_other_keys_and_values_where_attention_does_not_hide_them() -> None:
+    given = setup(Layout(context=16), cluster="h100:64", zero=3)
+    assert step(replace(given, cluster=faster(given.cluster, 1, 0.01)), H100).context > 0
+    assert parts(Layout()).context == 0
+
+
+def test_experts_elsewhere_cost_the_journey() -> None:
+    here = parts(Layout(shard=8), of=mixture(), zero=3)
+    away = parts(Layout(shard=8, expert=8), of=mixture(), zero=3)
+    assert here.expert == 0
+    assert away.expert > 0
+
+
+def test_zero_divides_the_optimizers_work() -> None:
+    assert parts(Layout(replicate=8), zero=1).optimizer == pytest.approx(
+        parts(Layout(replicate=8), zero=0).optimizer / 8
+    )
+
+
+def test_a_slow_host_holds_up_small_operations() -> None:
+    assert parts(stack=Stack(launch=1e-3)).launching > 0
+    assert parts(stack=Stack(launch=0.0)).launching == 0
+
+
+def test_twice_the_samples_take_twice_the_time() -> None:
+    assert parts(batch=128).products == pytest.approx(2 * parts(batch=64).products)
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 32, 126])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 16])
+def test_blocks_are_spread_evenly_and_the_ends_have_no_more(blocks: int, stages: int) -> None:
+    found = even(blocks, stages)
+    assert sum(found) == blocks
+    assert len(found) == stages
+    assert max(found) - min(found) <= 1
+    assert max(found[0], found[-1]) <= max(found[1:-1], default=blocks)
+
+
+def test_every_block_is_in_one_stage_and_what_stands_around_at_the_ends() -> None:
+    found = chunks(setup(Layout(pipeline=4)))
+    assert [sum(count for each, count in one.segments if each.is_block) for one in found] == [4, 4, 4, 4]
+    assert [sum(not each.is_block for each, _ in one.segments) for one in found] == [1, 0, 0, 1]
+
+
+def test_stages_that_are_given_are_kept() -> None:
+    found = chunks(setup(Layout(pipeline=2, stages=[3, 13])))
+    assert [sum(count for each, count in one.segments if each.is_block) for one in found] == [3, 13]
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_within_a_node_uses_its_fast_network() -> None:
+    found = links(named("h100:64"), 8)
+    assert (found.ranks, found.nodes) == (8, 1)
+    assert found.bandwidth == found.inner == pytest.approx(0.80 * 450e9)
+
+
+def test_a_group_across_nodes_uses_all_network_cards_of_its_nodes() -> None:
+    found = links(named("h100:64"), 64)
+    assert found.nodes == 8
+    assert found.outer == pytest.approx(0.85 * 50e9)
+    assert found.bandwidth == pytest.approx(min(found.inner, 8 * found.outer))
+    assert found.latency > links(named("h100:64"), 8).latency
+
+
+def test_a_stride_leaves_fewer_ranks_of_a_group_in_a_node() -> None:
+    whole, half, one = (links(named("h100:64"), 8, stride) for stride in (1, 2, 8))
+    assert [each.nodes for each in (whole, half, one)] == [1, 2, 8]
+    assert whole.bandwidth > half.bandwidth > one.bandwidth == one.outer
+
+
+def test_a_stride_beyond_the_node_leaves_one_of_each() -> None:
+    assert links(named("h100:64"), 4, 16).nodes == 4
+
+
+def test_a_scale_up_domain_may_be_more_than_a_node() -> None:
+    assert named("gb200:72").node.count == 4
+    found = links(named("gb200:144"), 72)
+    assert found.nodes == 1
+    assert links(named("gb200:144"), 144).nodes == 2
+
+
+def test_oversubscription_divides_what_leaves_a_leaf() -> None:
+    cluster = named("h100:64")
+    full = cluster.topology.model_copy(update={"oversubscription": 4.0, "nodes_a_leaf": 2})
+    crowded = cluster.model_copy(update={"topology": full})
+    assert links(crowded, 64).outer == pytest.approx(links(cluster, 64).outer / 4)
+    assert links(crowded, 16).outer == links(cluster, 16).outer  # below one leaf
+
+
+def test_one_rank_communicates_nothing() -> None:
+    assert collective_seconds("all_reduce", 1e9, links(named("h100:64"), 1)) == 0
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])
+def test_large_buffers_take_the_rings_share_of_the_bus(kind: Kind, steps: int) -> None:
+    for ranks in (2, 4, 8):
+        over = links(named("h100:64"), ranks)
+        size = 1e12
+        assert collective_seconds(kind, size, over) == pytest.approx(
+            steps * size * (ranks - 1) / ranks / over.bandwidth, rel=0.01
+        )
+
+
+def test_small_buffers_take_the_latency() -> None:
+    over = links(named("h100:64"), 8)
+    assert collective_seconds("all_gather", 1, over) == pytest.approx(over.latency, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all", "send"])
+def test_more_bytes_take_longer_and_arrays_as_long_as_numbers(kind: Kind) -> None:
+    over = links(named("h100:64"), 16)
+    sizes = np.array([1e3, 1e6, 1e9])
+    times = collective_seconds(kind, sizes, over)
+    assert list(times) == sorted(times)
+    assert [float(collective_seconds(kind, size, over)) for size in sizes] == pytest.approx(list(times))
+
+
+def test_copies_for_experts_of_one_node_travel_once_between_nodes() -> None:
+    over = links(named("h100:64"), 64)
+    one, eight = (float(collective_seconds("all_to_all", 1e9, over, 1.0, copies)) for copies in (1, 8))
+    assert eight < one
+
+
+# --- one device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dimension", ["count", "m", "n", "k"])
+def test_larger_products_take_longer(dimension: str) -> None:
+    dims = {"count": 1, "m": 512, "n": 512, "k": 512}
+    times = [product_seconds(H100, **{**dims, dimension: dims[dimension] * factor}, width=2) for factor in (1, 2, 8)]
+    assert times == sorted(set(times))
+
+
+def test_a_large_product_reaches_the_curves_share_of_the_peak_and_no_more() -> None:
+    reached = 2 * 16384.0**3 / product_seconds(H100, 1, 16384, 16384, 16384, 2)
+    assert 0.9 * H100.curve.efficiency * H100.peak < reached < H100.curve.efficiency * H100.peak
+
+
+def test_grouped_products_are_one_launch() -> None:
+    one, many = (product_seconds(H100, 64, 128, 128, 128, 2, grouped=grouped) for grouped in (True, False))
+    assert many - one == pytest.approx(63 * H100.curve.overhead_us * 1e-6)
+
+
+def test_eight_bits_are_faster_for_weights_and_not_for_activations() -> None:
+    eight = rates(named("h100:8").node.accelerator, "fp8")
+    size = (1, 16384, 16384, 16384, 2)
+    assert product_seconds(eight, *size) < 0.7 * product_seconds(H100, *size)
+    assert product_seconds(eight, *size, weight=False) > product_seconds(eight, *size)
+
+
+def op(phase: str, queries: int = 4096, causal: bool = True) -> Attention:
+    return Attention(phase, Size(0, 1), 16, 4, queries, queries, 128, causal, 2)  # type: ignore[arg-type]
+
+
+def test_attention_takes_longer_backward_and_where_scores_are_stored() -> None:
+    forward, backward = (attention_seconds(H100, op(phase), 1, 16) for phase in ("forward", "backward"))
+    assert backward > 2.5 * forward
+    assert attention_seconds(replace(H100, flash=None), op("forward"), 1, 16) > forward
+
+
+def test_attention_grows_with_the_square_of_the_sequence() -> None:
+    short, long = (attention_seconds(H100, op("forward", queries), 1, 16) for queries in (8192, 32768))
+    assert long == pytest.approx(16 * short, rel=0.1)
+
+
+def test_moving_takes_bytes_over_bandwidth_and_a_launch() -> None:
+    assert move_seconds(H100, 0.0, 3) == pytest.approx(3 * H100.kernel)
+    assert move_seconds(H100, 2e9, 1) - move_seconds(H100, 1e9, 1) == pytest.approx(1e9 / (0.82 * H100.bandwidth))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp4", "int4"])
+def test_a_precision_that_the_device_does_not_have_is_named(precision: str) -> None:
+    with pytest.raises(KeyError, match=precision):
+        rates(named("a100:8").node.accelerator, precision)
+
+
+def test_a_device_without_bf16_computes_in_fp16_instead() -> None:
+    device = named("a100:8").node.accelerator.model_copy(update={"tflops": {"fp16": 125.0}, "curves": {}})
+    assert rates(device, "bf16").peak == 125e12
+
+
+# --- a segment's work ---------------------------------------------------------------------------------------------
+
+
+def test_work_of_many_layouts_at_once_is_that_of_each() -> None:
+    segment = decoder().segments[1]
+    tensor, samples = np.array([1.0, 2.0, 8.0]), np.array([1.0, 0.5, 4.0])
+    at_once = work(segment, "forward", Division(samples, tensor), priced_by(H100)).seconds.total
+    singly = [
+        work(segment, "forward", Division(float(s), float(t)), priced_by(H100)).seconds.total
+        for s, t in zip(samples, tensor, strict=True)
+    ]
+    assert list(at_once) == pytest.approx(singly)
+
+
+def test_fused_operations_are_fewer_launches_and_less_time() -> None:
+    segment = decoder().segments[1]
+    eager, fused = (work(segment, "forward", Division(1, fused=each), priced_by(H100)) for each in (False, True))
+    assert fused.launches < eager.launches
+    assert fused.seconds.memory < eager.seconds.memory
+    assert fused.seconds.products == eager.seconds.products
+
+
+def test_rows_of_experts_meet_where_their_expert_is() -> None:
+    price = priced_by(H100)
+    expert = next(one for one in mixture().segments[1].operations if isinstance(one, Product) and one.expert)
+    here, away = (price(expert, Division(1, expert=ranks)).products for ranks in (1, 8))
+    flops = 2 * expert.count.fixed * expert.m.at(1) * expert.n.fixed * expert.k.fixed
+    assert away <= here  # as many rows in fewer, taller products
+    assert away > flops / H100.peak

@@ -1,0 +1,457 @@
+"""Models followed without memory: what a profile of them says, from 405 B parameters to a plain Sequential."""
+
+import json
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.models import moe, resnet, transformer
+from phalanx.plan.experts import merged
+from phalanx.plan.profile import (
+    Attention,
+    Dispatch,
+    Kept,
+    Move,
+    Product,
+    Profile,
+    Reduce,
+    Segment,
+    Size,
+    from_plain,
+    to_plain,
+)
+from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_mixed, repeated
+
+VOCAB, SEQUENCE, WIDTH, FFN, LAYERS = 1000, 64, 128, 256, 4
+EXPERTS, TOP_K, EXPERT_FFN, WIDE = 8, 2, 192, 256
+
+
+def of(model: nn.Module, vocab: int = VOCAB, sequence: int = SEQUENCE) -> Profile:
+    """The profile of a language model."""
+    return profile(model, language_loss(vocab, sequence), sequence)
+
+
+def decoder(**given: object) -> nn.Module:
+    """A small decoder of four blocks."""
+    sizes = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "ffn": FFN, "qk_norm": False, **given}
+    return build(lambda: transformer(VOCAB, SEQUENCE, **sizes))  # type: ignore[arg-type]
+
+
+@cache
+def small() -> Profile:
+    return of(decoder())
+
+
+@cache
+def untied() -> Profile:
+    return of(decoder(tie=False))
+
+
+@cache
+def large() -> Profile:
+    """Llama 3.1's largest."""
+    sizes = {"layers": 126, "width": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "tie": False, "qk_norm": False}
+    return of(build(lambda: transformer(128256, 8192, **sizes)), 128256, 8192)  # type: ignore[arg-type]
+
+
+@cache
+def mixture() -> Profile:
+    """Three blocks with experts after one without."""
+    sizes = {"layers": 4, "width": WIDE, "heads": 4, "experts": EXPERTS, "top_k": TOP_K, "ffn": EXPERT_FFN}
+    return of(build(lambda: moe(VOCAB, SEQUENCE, dense_layers=1, **sizes)))  # type: ignore[arg-type]
+
+
+def block(found: Profile) -> Segment:
+    """Its first repeated block."""
+    return next(each for each in found.segments if each.is_block)
+
+
+def products(found: Segment, phase: str = "forward") -> list[Product]:
+    return [op for op in found.operations if isinstance(op, Product) and op.phase == phase]
+
+
+def attention(found: Segment, phase: str) -> Attention:
+    (one,) = [op for op in found.operations if isinstance(op, Attention) and op.phase == phase]
+    return one
+
+
+def same(one: Size, other: Size) -> bool:
+    return one.at(3.0) == pytest.approx(other.at(3.0)) and one.fixed == pytest.approx(other.fixed)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_405_billion_parameters_has_as_many_as_its_paper_says() -> None:
+    assert large().parameters == pytest.approx(405.85e9, rel=1e-4)
+
+
+def test_its_operations_are_6_for_each_parameter_and_token_and_those_of_causal_attention() -> None:
+    attention_flops = 126 * 3.5 * 0.5 * 4 * 128 * 128 * 8192
+    assert large().flops() / 8192 == pytest.approx(6 * 405.85e9 + attention_flops, rel=0.02)
+
+
+def test_backward_computes_twice_what_forward_does_and_attention_once_more_in_part() -> None:
+    forward, backward = (small().flops(phase) for phase in ("forward", "backward"))  # type: ignore[arg-type]
+    of_attention = LAYERS * attention(block(small()), "forward").flops_a_sample
+    assert backward == pytest.approx(2 * forward + 0.5 * of_attention)
+
+
+def test_parameters_are_those_of_the_module() -> None:
+    assert untied().parameters == sum(each.numel() for each in decoder(tie=False).parameters())
+
+
+def test_tied_weights_count_once_and_are_told() -> None:
+    assert small().parameters == untied().parameters - VOCAB * WIDTH
+    assert small().tied == VOCAB * WIDTH
+    assert untied().tied == 0
+
+
+def test_frozen_weights_are_counted_and_have_no_gradients() -> None:
+    model = decoder(tie=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("query" not in name)
+    found = block(of(model))
+    assert found.weights.frozen == WIDTH * WIDTH
+    assert found.weights.count == block(untied()).weights.count
+    assert len(products(found, "backward")) == len(products(block(untied()), "backward")) - 1
+
+
+def test_a_model_of_which_only_blocks_are_trained_in_part_is_followed() -> None:
+    model = decoder(tie=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("query" in name)
+    found = of(model)
+    first, others = (each for each in found.segments if each.is_block)
+    assert (first.repeats, others.repeats) == (1, LAYERS - 1)
+    assert found.parameters == untied().parameters
+    assert len(products(first, "backward")) < len(products(others, "backward"))  # nothing wants what enters the first
+    assert others.boundary.each == SEQUENCE * WIDTH * 2
+
+
+def test_a_model_that_is_frozen_as_a_whole_has_no_backward() -> None:
+    found = of(decoder().requires_grad_(False))
+    assert found.flops("backward") == 0
+    assert found.flops("forward") == small().flops("forward")
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_alike_are_one_segment_between_what_stands_around_them() -> None:
+    assert [(each.is_block, each.repeats) for each in large().segments] == [(False, 1), (True, 126), (False, 1)]
+    assert large().blocks == 126
+
+
+def test_a_repeated_block_is_followed_once_for_each_size() -> None:
+    followed = 0
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal followed
+            followed += 1
+            return torch.relu(self.map(x))
+
+    made = build(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 8), *(Counting() for _ in range(20)), nn.Linear(8, 3))
+    )
+    assert profile(made, image_loss(2, 2, 2), 1).blocks == 20
+    assert followed == 2
+
+
+def test_more_layers_add_repeats_and_no_operations() -> None:
+    deeper = of(decoder(layers=9))
+    assert block(deeper).repeats == 9
+    assert block(deeper).operations == block(small()).operations
+
+
+def test_a_block_like_no_other_stands_with_what_comes_before_the_blocks() -> None:
+    assert [(each.is_block, each.repeats, each.experts) for each in mixture().segments] == [
+        (False, 1, 0),
+        (True, 3, EXPERTS),
+        (False, 1, 0),
+    ]
+
+
+def test_a_lone_linear_list_of_unlike_layers_has_no_blocks() -> None:
+    assert repeated(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))) == []
+
+
+def test_a_plain_sequential_of_the_users_own_is_followed() -> None:
+    made = build(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)))
+    found = profile(made, image_loss(3, 8, 8), 1)
+    assert found.parameters == 192 * 64 + 64 + 64 * 10 + 10
+    assert found.flops("forward") == 2 * (192 * 64 + 64 * 10)
+    assert found.tokens == 1
+
+
+def test_what_follows_a_model_leaves_it_as_it_was() -> None:
+    model = decoder()
+    of(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_whose_operations_depend_on_the_samples_is_refused() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(1)
+            for _ in range(len(x)):
+                x = torch.relu(self.map(x))
+            return x
+
+    with pytest.raises(ValueError, match="number of operations depends on the number of samples"):
+        profile(build(Loop), image_loss(3, 2, 2), 1)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_activations_grow_with_the_samples_and_weights_do_not() -> None:
+    first = products(block(small()))[0]
+    assert (first.m, first.n.each, first.k.each) == (Size(0, SEQUENCE), 0, 0)
+    weight_gradient = next(op for op in products(block(small()), "backward") if op.k.each)
+    assert weight_gradient.k == Size(0, SEQUENCE)
+    assert weight_gradient.m.each == weight_gradient.n.each == 0
+
+
+def test_a_size_is_a_line() -> None:
+    assert Size(10, 4).at(2.5) == 20
+    assert Size(1, 2) + Size(3, 4) == Size(4, 6)
+
+
+def test_sizes_that_follow_from_two_micro_batches_hold_for_one_of_eight() -> None:
+    model = decoder()
+    with FlopCounterMode(display=False) as counted:
+        model(torch.zeros(8, SEQUENCE, dtype=torch.int64, device="meta"))
+    ours = 8 * sum(
+        segment.repeats * op_flops
+        for segment in small().segments
+        for op in products(segment)
+        if (op_flops := 2.0 * op.count.at(1) * op.m.at(1) * op.n.at(1) * op.k.at(1))
+    )
+    whole = 8 * LAYERS * 2 * attention(block(small()), "forward").flops_a_sample  # torch does not halve for causality
+    assert counted.get_total_flops() == pytest.approx(ours + whole, rel=0.01)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def test_attention_is_caught_in_both_phases() -> None:
+    for phase in ("forward", "backward"):
+        found = attention(block(large()), phase)
+        assert (found.heads, found.kv_heads, found.head_dim) == (128, 8, 128)
+        assert (found.queries, found.keys, found.causal, found.divided) == (8192, 8192, True, True)
+        assert found.samples == Size(0, 1)
+
+
+def test_no_operation_stores_scores_of_all_pairs() -> None:
+    scores = 128 * 8192 * 8192
+    sizes = [op.moved.at(1) for op in block(large()).operations if isinstance(op, Move)]
+    assert max(sizes) < 0.5 * scores
+    assert not any(math.prod(op.shape[-2:]) == 8192 * 8192 for op in block(large()).operations if isinstance(op, Move))
+
+
+def test_attention_keeps_queries_keys_values_results_and_a_sum_for_each_query() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps = nn.Linear(48, 3 * 48, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.maps(x).view(*x.shape[:-1], 3, 4, 12).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q.clone(), k.clone(), v.clone()).flatten(1)
+
+    found = profile(build(Attend), lambda model, n: model(torch.zeros(n, 32, 48, device="meta").bfloat16()).sum(), 32)
+    kept = found.segments[0].kept
+    inputs, tensors, sums = 32 * 48 * 2, 4 * 32 * 48 * 2, 4 * 32 * 4
+    assert kept.divided.each == tensors + sums
+    assert kept.whole.each == inputs
+    assert kept.divided.fixed == 0
+
+
+def test_attention_that_is_not_causal_computes_twice_as_much() -> None:
+    causal = attention(block(small()), "forward")
+    full = Attention(**{**vars(causal), "causal": False})
+    assert full.flops_a_sample == 2 * causal.flops_a_sample
+
+
+def test_dropout_keeps_a_byte_for_each_element() -> None:
+    made = build(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 10)))
+    plain = build(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.0), nn.Linear(64, 10)))
+    kept = [profile(each, image_loss(1, 8, 8), 1).segments[0].kept.at(1, 1, False) for each in (made, plain)]
+    assert kept[0] - kept[1] == 64
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def test_products_are_divided_by_columns_until_one_is_divided_by_rows() -> None:
+    assert [op.divided for op in products(block(small()))] == ["n", "n", "n", "k", "n", "n", "k"]
+
+
+def test_a_product_divided_by_rows_is_followed_by_a_sum_over_ranks() -> None:
+    operations = [op for op in block(small()).of("forward") if isinstance(op, Product | Reduce)]
+    after = [operations[at + 1] for at, op in enumerate(operations) if isinstance(op, Product) and op.divided == "k"]
+    assert [type(each) for each in after] == [Reduce, Reduce]
+    assert sum(isinstance(op, Reduce) for op in operations) == 2
+
+
+def test_backward_sums_once_for_each_sum_of_forward() -> None:
+    sums = [op for op in block(small()).of("backward") if isinstance(op, Reduce)]
+    assert len(sums) == 2
+    assert all(op.size == Size(0, SEQUENCE * WIDTH * 2) for op in sums)
+
+
+def test_norms_are_copied_and_matrices_divided() -> None:
+    weights = block(small()).weights
+    assert weights.whole == 2 * WIDTH
+    assert weights.divided == WIDTH * (2 * WIDTH + 2 * WIDTH // 2 + 3 * FFN)
+    assert weights.largest == WIDTH * FFN
+
+
+def test_a_router_is_not_divided() -> None:
+    found = block(mixture())
+    router = next(op for op in products(found) if op.n.fixed == EXPERTS and not op.expert)
+    assert router.divided == ""
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fused_llama_block_keeps_16_times_what_enters_it() -> None:
+    # q, k, v, result and sums of attention, 2 x 3.25 of the feed-forward, what enters either half, and their norms
+    kept = block(large()).fused.at(1, 1, False)
+    assert kept / (8192 * 16384 * 2) == pytest.approx(15.9, abs=0.1)
+
+
+def test_what_enters_a_block_is_all_that_full_recomputation_keeps() -> None:
+    assert block(large()).boundary == Size(0, 8192 * 16384 * 2)
+
+
+def test_fusing_and_recomputing_keep_less() -> None:
+    found = block(large())
+    eager, fused, selective = (getattr(found, name).at(1, 1, False) for name in ("kept", "fused", "selective"))
+    assert found.boundary.at(1) < selective < fused < eager
+
+
+def test_tensor_ranks_divide_what_is_kept_and_sequence_parallelism_the_rest() -> None:
+    kept = Kept(divided=Size(0, 80), whole=Size(0, 40))
+    assert kept.at(2, 4, False) == 2 * (20 + 40)
+    assert kept.at(2, 4, True) == 2 * (20 + 10)
+
+
+@pytest.mark.parametrize("make", [small, mixture, large])
+def test_fused_operations_never_move_more_than_single_ones(make: object) -> None:
+    moves = [op for segment in make().segments for op in segment.operations if isinstance(op, Move)]  # type: ignore[operator]
+    assert all(op.fused.at(samples) <= op.moved.at(samples) for op in moves for samples in (0.25, 1, 64))
+    assert sum(op.fused.at(1) for op in moves) < 0.7 * sum(op.moved.at(1) for op in moves)
+
+
+def test_a_group_of_fused_operations_has_one_that_leads() -> None:
+    moves = [op for op in block(small()).operations if isinstance(op, Move)]
+    assert moves[0].leads
+    assert 0 < sum(op.leads for op in moves) < len(moves) / 3
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_products_of_all_experts_are_one_for_each_shape_with_the_rows_of_all() -> None:
+    inner, outer = [op for op in products(block(mixture())) if op.expert]
+    assert (inner.count, inner.n, inner.k) == (Size(2 * EXPERTS), Size(EXPERT_FFN), Size(WIDE))  # gate and up
+    assert (outer.count, outer.n, outer.k) == (Size(EXPERTS), Size(WIDE), Size(EXPERT_FFN))
+    for op in (inner, outer):
+        assert op.grouped
+        assert EXPERTS * op.m.at(1) == pytest.approx(TOP_K * SEQUENCE, rel=0.05)
+
+
+def test_backward_multiplies_matrices_of_experts_twice_as_often_as_forward() -> None:
+    count = [
+        sum(op.count.fixed for op in products(block(mixture()), phase) if op.expert)
+        for phase in ("forward", "backward")
+    ]
+    assert count == [3 * EXPERTS, 6 * EXPERTS]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_tokens_travel_to_their_experts_and_back_in_either_phase(phase: str) -> None:
+    operations = list(block(mixture()).of(phase))  # type: ignore[arg-type]
+    at = [index for index, op in enumerate(operations) if isinstance(op, Dispatch)]
+    experts = [index for index, op in enumerate(operations) if isinstance(op, Product) and op.expert]
+    assert len(at) == 2
+    assert at[0] < min(experts)
+    assert max(experts) < at[1]
+    journey = operations[at[0]]
+    assert isinstance(journey, Dispatch)
+    assert journey.copies == pytest.approx(TOP_K, rel=0.05)
+    assert journey.size.at(1) == pytest.approx(TOP_K * SEQUENCE * WIDE * 2, rel=0.05)
+
+
+def test_weights_of_experts_are_told_apart() -> None:
+    assert block(mixture()).weights.expert == EXPERTS * 3 * WIDE * EXPERT_FFN
+    assert mixture().segments[0].weights.expert == 0
+
+
+def test_operations_without_experts_are_left_as_they_are() -> None:
+    operations = list(block(small()).operations)
+    assert merged(operations, 100, {WIDTH}) == operations
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def test_convolutions_are_products_with_the_operations_that_torch_counts() -> None:
+    found = profile(build(lambda: resnet(10, 3)), image_loss(3, 32, 32), 1)
+    torch.manual_seed(0)
+    model = resnet(10, 3)
+    with FlopCounterMode(display=False) as counted:
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert found.flops() == pytest.approx(counted.get_total_flops() / 2, rel=0.01)
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_multiplies_in_16_bits_and_normalises_in_32() -> None:
+    found = profile_mixed(
+        lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4), language_loss(VOCAB, SEQUENCE), SEQUENCE
+    )
+    assert {op.width for segment in found.segments for op in products(segment)} == {2}
+    assert {op.width for op in block(found).operations if isinstance(op, Move) and op.name == "pow"} == {4}
+    assert attention(block(found), "forward").width == 2
+
+
+def test_a_weight_that_is_cast_is_still_that_weight() -> None:
+    mixed = profile_mixed(
+        lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4), language_loss(VOCAB, SEQUENCE), SEQUENCE
+    )
+    half = of(build(lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4)))
+    assert mixed.parameters == half.parameters
+    assert mixed.flops() == half.flops()
+
+
+def test_a_model_is_built_in_the_precision_that_is_asked_for() -> None:
+    made = build(lambda: nn.Linear(4, 4), torch.float32)
+    assert {(each.dtype, each.device.type) for each in made.parameters()} == {(torch.float32, "meta")}
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [small, mixture, large])
+def test_a_profile_is_the_same_after_a_journey_through_json(make: object) -> None:
+    found = make()  # type: ignore[operator]
+    assert from_plain(json.loads(json.dumps(to_plain(found)))) == found
