@@ -178,8 +178,11 @@ def _follow(model: nn.Module, forward: Forward, samples: int) -> list[_Part]:
         loss = forward(model, samples)
         follower.phase = "backward"
         outside = {name for part in follower.course if not part.is_block for name in part.named}
-        wanted = [follower.parameters[name] for name in outside if follower.parameters[name].requires_grad]
-        if wanted := wanted + follower.anchors:
+        wanted: list[Tensor] = [
+            follower.parameters[name] for name in outside if follower.parameters[name].requires_grad
+        ]
+        wanted += follower.anchors
+        if wanted:
             torch.autograd.grad(loss, wanted, allow_unused=True)
     for part in follower.course:
         part.sizes = {

@@ -8,7 +8,7 @@ from phalanx.cluster import load_cluster
 from phalanx.cluster.description import Collective, Measured, Timed
 from phalanx.cluster.description import Product as MeasuredProduct
 from phalanx.models import transformer
-from phalanx.plan.measured import ADAMW, NORM, SCALE, Here, NotMeasured
+from phalanx.plan.measured import ADAMW, NORM, Here, NotMeasured
 from phalanx.plan.profile import Attention, Move, Product, Reduce, Size
 from phalanx.plan.rates import rates
 from phalanx.plan.setup import Setup, Stack

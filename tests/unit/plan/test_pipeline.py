@@ -1,6 +1,7 @@
 """Pipeline schedules: closed forms where stages are alike, and what must hold of every schedule."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_rank_does_one_thing_at_a_time(schedule: Schedule, chunks: int) -> Non
     spans = simulate(schedule, uneven(4 * chunks), 4, 8, 0.1)
     for rank in range(4):
         mine = sorted((span.start, span.end) for span in spans if span.rank == rank)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in zip(mine, mine[1:], strict=False))
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine))
 
 
 def test_1f1b_holds_at_most_as_many_micro_batches_as_stages_are_left_and_gpipe_all() -> None:

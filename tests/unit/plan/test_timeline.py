@@ -3,6 +3,7 @@
 import json
 import re
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_a_rank_computes_one_thing_at_a_time(given: Setup) -> None:
     events = [event for event in timeline(given, RATES) if event.stream == COMPUTING]
     for rank in range(given.layout.pipeline):
         mine = sorted((event.start, event.end) for event in events if event.rank == rank)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in zip(mine, mine[1:], strict=False))
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine))
 
 
 def test_each_rank_of_a_pipeline_computes_each_micro_batch() -> None:

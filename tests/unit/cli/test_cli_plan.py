@@ -1,0 +1,165 @@
+"""`phalanx plan` on the example: what it prints and writes, and what it refuses with which code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx import cli
+from phalanx.recipe import load_recipe
+from phalanx.recipe.schema import Layout
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-python.yaml"
+HERE = ["--cluster", "h100", "--gpus", "1024"]
+"""The example has 16 samples a step: too few for so many devices."""
+BATCH = "batch.global=1024"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder and a cache of our own, with the example in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "recipe.yaml").write_text(EXAMPLE.read_text())
+    return tmp_path
+
+
+def plan(*arguments: str) -> int:
+    return cli.main(["plan", "recipe.yaml", *arguments])
+
+
+def test_the_best_layouts_are_printed_with_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(BATCH, *HERE, "--top", "3") == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].startswith("gpt-python: 3.28 M parameters, 1024 samples of 256 tokens")
+    assert lines[1].startswith("1,024 x NVIDIA H100")
+    assert [line[:2] for line in lines[4:7]] == ["1 ", "2 ", "3 "]
+    assert "replicate 1024" in lines[4]
+    assert all(" GiB" in line for line in lines[4:7])
+    for word in ("a step  ", "speed", "memory", "run", "scaling"):
+        assert any(line.startswith(word) for line in lines)
+
+
+def test_the_planned_recipe_is_written_beside_it_with_the_layout(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(BATCH, *HERE) == 0
+    assert capsys.readouterr().out.endswith("\nwrote recipe.planned.yaml\n")
+    recipe = load_recipe(folder / "recipe.planned.yaml", []).recipe
+    assert isinstance(recipe.layout, Layout)
+    assert recipe.layout.world == 1024
+    assert recipe.batch.global_ == 1024
+    assert isinstance(recipe.batch.micro, int)
+
+
+def test_the_planned_recipe_goes_where_it_shall(folder: Path) -> None:
+    assert plan(BATCH, *HERE, "--out", "mine.yaml") == 0
+    assert (folder / "mine.yaml").is_file()
+    assert not (folder / "recipe.planned.yaml").exists()
+
+
+def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(BATCH, *HERE, "--json", "--top", "4") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices"], len(found["choices"])) == (1024, 4)
+    for choice in found["choices"]:
+        assert sum(choice["parts"].values()) == pytest.approx(choice["step_seconds"])
+    assert found["low_seconds"] < found["choices"][0]["step_seconds"] < found["high_seconds"]
+    assert found["changes"]["layout"] == {"replicate": 1024}
+    assert found["recipe"] == "recipe.planned.yaml"
+
+
+def test_explaining_shows_time_memory_and_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(BATCH, *HERE, "--explain") == 0
+    out = capsys.readouterr().out
+    for text in (
+        "where the time of a step goes",
+        "matrix products",
+        "100.0 %",
+        "memory of the fullest device",
+        "in all",
+    ):
+        assert text in out
+    assert "rank 0   computing" in out
+
+
+def test_a_trace_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(BATCH, *HERE, "--trace", "step.json") == 0
+    assert any(each["ph"] == "X" for each in json.loads((folder / "step.json").read_text())["traceEvents"])
+    assert "recipe.planned.yaml and step.json" in capsys.readouterr().out
+
+
+def test_a_cluster_file_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "room.yaml").write_text(ROOM)
+    assert plan("--cluster", "room.yaml") == 0
+    assert "16 x Own on 2 nodes (room)" in capsys.readouterr().out
+
+
+ROOM = """\
+name: room
+nodes: 2
+node:
+  count: 8
+  accelerator: {name: Own, tflops: {bf16: 100}, memory_gib: 24, memory_gbps: 900}
+  scale_up: {link: PCIe, gbps: 25, domain: 8}
+  scale_out: {link: Ethernet, gbps: 12.5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--cluster", "h10"], 78, "h10"),
+        (["--cluster", "h100", "--gpus", "0"], 64, "--gpus 0: expected a number of devices, at least 1"),
+        (["--cluster", "h100:8", "--gpus", "64"], 64, "has 8 devices"),
+        (["--cluster", "nowhere.yaml"], 78, "nowhere.yaml"),
+        ([*HERE, "--out", "nowhere/x.yaml"], 64, "--out nowhere/x.yaml: there is no folder"),
+        ([*HERE, "--trace", "nowhere/x.json"], 64, "--trace nowhere/x.json: there is no folder"),
+        ([*HERE, "--top", "0"], 64, "--top"),
+        (["batch.global=7", *HERE], 78, "a multiple of 1024 samples can"),
+        (["stepz=3", *HERE], 78, "steps"),
+        ([], 64, "this machine has not been measured: run `phalanx probe` first"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], code: int, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert text in error
+    assert not (folder / "recipe.planned.yaml").exists()
+
+
+def test_a_cluster_that_is_nearly_right_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--cluster", "dgx-h10") == 78
+    assert "dgx-h100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [("memory_gib: 24", "memory_gib"), ("gbps: 12.5", "scale_out.gbps"), ("count: 8", "count")],
+)
+def test_a_cluster_file_with_figures_that_cannot_be_names_the_key(
+    wrong: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "room.yaml").write_text(ROOM.replace(wrong, wrong.split(":")[0] + ": -1"))
+    assert plan("--cluster", "room.yaml") == 78
+    error = capsys.readouterr().err
+    assert "room.yaml" in error
+    assert key in error
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["model.args.layers=200", "model.args.width=16384", "model.args.heads=128", "batch.global=8"]
+    assert plan(*huge, "--cluster", "h100:8") == 78
+    error = capsys.readouterr().err
+    assert "nothing fits" in error
+    assert "GiB" in error
+
+
+def test_a_recipe_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "none.yaml", *HERE]) in (64, 78)
+    assert "none.yaml" in capsys.readouterr().err

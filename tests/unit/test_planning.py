@@ -1,0 +1,155 @@
+"""A recipe planned on a cluster, from Python: what is chosen, what is left as it was, and what cannot be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError, UsageError
+from phalanx.plan.step import Parts
+from phalanx.planning import GIB, USABLE, Planned, chosen, parts_against, plan_run, sized, text_of
+from phalanx.recipe import load_recipe
+from phalanx.recipe.load import Loaded
+
+TEXT = """\
+name: small
+model: {build: "phalanx.models:transformer", args: {layers: 4, width: 256, heads: 4}}
+data: {source: {text: "*.txt"}, tokenizer: bytes, sequence: 256}
+batch: {global: 1024}
+steps: 100
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text, and a cache of our own."""
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    return tmp_path
+
+
+def loaded(folder: Path, *overrides: str) -> Loaded:
+    return load_recipe(folder / "recipe.yaml", list(overrides))
+
+
+def planned(folder: Path, *overrides: str, cluster: str = "h100:64", gpus: int | None = None) -> Planned:
+    return plan_run(loaded(folder, *overrides), cluster, gpus)
+
+
+def test_the_best_uses_all_devices_fits_and_is_no_slower_than_the_others(folder: Path) -> None:
+    found = planned(folder)
+    assert found.devices == found.best.setup.layout.world == 64
+    assert found.best.memory <= USABLE * 80 * GIB
+    assert found.best.seconds <= 1.005 * min(option.seconds for option in found.others)
+    assert found.low < found.best.seconds < found.high
+    assert 0 < found.mfu < 1
+
+
+def test_the_time_line_is_that_of_the_best(folder: Path) -> None:
+    found = planned(folder)
+    assert max(event.end for event in found.events()) == pytest.approx(found.best.seconds, rel=0.01)
+
+
+def test_everything_that_the_recipe_leaves_open_is_chosen(folder: Path) -> None:
+    assert set(chosen(planned(folder))) == {"layout", "batch.micro", "memory.recompute", "precision"}
+
+
+def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
+    given = ("layout.replicate=32", "layout.tensor=2", "batch.micro=2", "memory.recompute=full", "precision=bf16")
+    found = planned(folder, *given)
+    setup = found.best.setup
+    assert (setup.layout.replicate, setup.layout.tensor, setup.layout.shard) == (32, 2, 1)
+    assert (setup.micro, setup.recompute, setup.precision) == (2, "full", "bf16")
+    assert chosen(found) == {}
+
+
+def test_stages_that_the_recipe_gives_are_kept(folder: Path) -> None:
+    found = planned(folder, "layout.replicate=32", "layout.pipeline=2", "layout.stages=[1,3]")
+    assert found.best.setup.layout.stages == [1, 3]
+
+
+def test_whole_replicas_are_kept_where_exactness_asks_for_them(folder: Path) -> None:
+    assert planned(folder, "exchange.exact=replicas").best.setup.layout.replicate == 64
+
+
+def test_the_planned_text_is_a_recipe_with_the_choice(folder: Path) -> None:
+    given = loaded(folder, "steps=7")
+    found = plan_run(given, "h100:64")
+    (folder / "planned.yaml").write_text(text_of(given, ["steps=7"], found))
+    again = load_recipe(folder / "planned.yaml", []).recipe
+    assert again.layout != "auto"
+    assert again.layout.world == 64  # type: ignore[union-attr]
+    assert (again.steps, again.batch.micro) == (7, found.best.setup.micro)
+
+
+def test_a_second_plan_remembers_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned(folder)
+
+    def follow(*_: Any) -> Any:
+        raise AssertionError("followed twice")
+
+    monkeypatch.setattr("phalanx.planning._followed", follow)
+    assert planned(folder).best == first.best
+
+
+def test_a_named_cluster_has_as_many_nodes_as_devices_need() -> None:
+    assert sized("dgx-h100", 100).devices == 104
+    assert sized("h100:64", None).devices == 64
+    assert sized("h100:64", 16).devices == 64  # of which 16 are used
+
+
+@pytest.mark.parametrize("gpus", [0, -3])
+def test_fewer_than_one_device_is_refused(gpus: int) -> None:
+    with pytest.raises(UsageError, match=f"--gpus {gpus}: expected a number of devices"):
+        sized("h100", gpus)
+
+
+def test_more_devices_than_a_counted_cluster_has_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--gpus 128: .* has 64 devices"):
+        sized("h100:64", 128)
+
+
+def test_a_batch_that_cannot_be_divided_says_what_can(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"batch\.global: 7 samples .* a multiple of 64"):
+        planned(folder, "batch.global=7", "exchange.exact=replicas")
+
+
+def test_a_layout_of_another_size_is_refused(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="layout"):
+        planned(folder, "layout.replicate=8")
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much(folder: Path) -> None:
+    huge = ("model.args.layers=200", "model.args.width=16384", "model.args.heads=128", "batch.global=8")
+    with pytest.raises(RecipeError, match=r"nothing fits: of [\d,]+ layouts for 8 x .* [\d.]+ GiB"):
+        planned(folder, *huge, cluster="h100:8")
+
+
+def test_a_precision_that_the_device_lacks_is_refused(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="precision: fp8 is not among"):
+        planned(folder, "precision=fp8", cluster="a100:64")
+
+
+def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
+    (folder / "odd.py").write_text(
+        "from torch import nn\n\n\nclass Odd(nn.Module):\n"
+        "    def __init__(self, vocab):\n        super().__init__()\n        self.map = nn.Embedding(vocab, vocab)\n\n"
+        "    def forward(self, x):\n        return self.map(x) * self.map.weight.sum().item()\n"
+    )
+    with pytest.raises(RecipeError, match="odd:Odd cannot be followed without memory"):
+        planned(folder, "model={build: 'odd:Odd'}")
+
+
+def test_more_replicas_are_less_efficient_and_never_slower(folder: Path) -> None:
+    curve = planned(folder, "layout.replicate=64").scaling
+    assert [world for world, _ in curve] == [1, 2, 4, 8, 16, 32, 64]
+    speeds = [speed for _, speed in curve]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] <= 64 * speeds[0]
+
+
+def test_what_another_choice_spends_more_on_is_told() -> None:
+    best = Parts(products=1.0)
+    assert parts_against(best, Parts(products=1.1, bubble=0.25)) == "pipeline bubble: +25 %"
+    assert parts_against(best, best) == "as fast"
