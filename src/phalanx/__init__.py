@@ -1,7 +1,7 @@
 """Phalanx trains deep-learning models on one machine or many: fast, predicted, never lost, explained.
 
-From Python: `phalanx.Recipe`, `phalanx.train(recipe)`, `phalanx.join(recipe)`, `phalanx.Run(path)`. Each is imported
-when it is first used.
+From Python: `phalanx.Recipe`, `phalanx.plan(recipe, cluster)`, `phalanx.train(recipe)`, `phalanx.join(recipe)`,
+`phalanx.Run(path)`. Each is imported when it is first used.
 """
 
 import sys
@@ -12,14 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.api import train
     from phalanx.joining import join
+    from phalanx.planning import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
-__all__ = ["Recipe", "Run", "__version__", "join", "train"]
+__all__ = ["Recipe", "Run", "__version__", "join", "plan", "train"]
 
 __version__: str
 
-_HOME = {"Recipe": "phalanx.recipe", "Run": "phalanx.run", "train": "phalanx.api", "join": "phalanx.joining"}
+_HOME = {
+    "Recipe": "phalanx.recipe",
+    "Run": "phalanx.run",
+    "join": "phalanx.joining",
+    "plan": "phalanx.planning",
+    "train": "phalanx.api",
+}
+_ROOMS = ("plan", "train")
+"""Rooms that are also functions that people call."""
 
 
 def __getattr__(name: str) -> Any:
@@ -37,17 +46,18 @@ def __dir__() -> list[str]:
 
 
 class _Room(ModuleType):
-    """The room `phalanx.train`, which is also the function that people call."""
+    """A room such as `phalanx.train`, which is also the function that people call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return import_module("phalanx.api").train(*args, **kwargs)
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_HOME[name]), name)(*args, **kwargs)
 
 
 class _Phalanx(ModuleType):
     """Python sets `phalanx.train` to the room as soon as anything in it is imported; the name must stay callable."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, ModuleType):
+        if name in _ROOMS and isinstance(value, ModuleType):
             value.__class__ = _Room
         super().__setattr__(name, value)
 

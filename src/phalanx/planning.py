@@ -4,6 +4,7 @@ Nothing is trained and no data are read: text is only asked for its tokenizer. W
 so that a second plan needs no torch.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ from phalanx.plan.stacks import OURS, rates_of, stack
 from phalanx.plan.step import Parts, step, step_here
 from phalanx.plan.timeline import WORDS, Event, timeline
 from phalanx.plan.work import priced_by
-from phalanx.recipe import Recipe, check, import_object
+from phalanx.recipe import Recipe, check, expanded, import_object, load_recipe
 from phalanx.recipe.arguments import arguments
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
@@ -97,6 +98,21 @@ class Saving:
     stall: float
     interval: float
     goodput: Goodput
+
+
+def plan(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    cluster: str | None = None,
+    gpus: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Planned:
+    """Foretell a recipe (a file's path or a value) as `phalanx plan` does, writing nothing. Raises PhalanxError for
+    whatever the user can mend."""
+    if isinstance(recipe, Recipe):
+        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), {})
+    else:
+        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    return plan_run(loaded, cluster, gpus, Path.cwd())
 
 
 def plan_run(loaded: Loaded, cluster: str | None, gpus: int | None = None, folder: Path | None = None) -> Planned:

@@ -63,6 +63,7 @@ def plan(
 def page(found: "Planned", top: int) -> list[str]:
     """The plan in words and columns."""
     from phalanx.observe.units import duration
+    from phalanx.plan.timeline import time_text
     from phalanx.planning import GIB, parts_against
 
     device, best = found.cluster.node.accelerator, found.best
@@ -75,18 +76,18 @@ def page(found: "Planned", top: int) -> list[str]:
         "",
         f"{'':<3}{'layout':<44} {'micro':>5} {'recompute':<9} {'precision':<9} {'a step':>9} {'memory':>9}  why not",
     ]
-    for rank, option in enumerate((best, *found.others[: top - 1])):
-        why = "" if rank == 0 else parts_against(best.parts, option.parts)
+    for rank, option in enumerate((best, *unlike(found, top - 1))):
+        setup, why = option.setup, "" if rank == 0 else parts_against(best.parts, option.parts)
         lines.append(
-            f"{rank + 1:<3}{_layout(option):<44} {option.setup.micro:>5} {option.setup.recompute:<9} "
-            f"{option.setup.precision:<9} {duration(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
+            f"{rank + 1:<3}{_layout(option):<44} {setup.micro:>5} {setup.recompute:<9} {setup.precision:<9} "
+            f"{time_text(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
         )
     per_second = found.recipe.batch.global_ * found.tokens / best.seconds
     money, units = found.budget, "tokens" if found.tokens > 1 else "samples"
     lines += [
         f"   of {found.valid:,} valid ones",
         "",
-        f"a step     {duration(best.seconds)}, nine times of ten {duration(found.low)} to {duration(found.high)}",
+        f"a step     {time_text(best.seconds)}, nine times of ten {time_text(found.low)} to {time_text(found.high)}",
         f"speed      {_number(per_second)} {units}/s, MFU {100 * found.mfu:.1f} %",
         f"memory     {best.memory / GIB:.1f} of {device.memory_gib:g} GiB a device",
         f"run        {found.recipe.steps:,} steps in {duration(money.seconds)}, {money.device_hours:,.1f} device-hours",
@@ -109,6 +110,22 @@ def page(found: "Planned", top: int) -> list[str]:
         )
         lines.append(f"scaling    efficiency against {first[0]:,}, as many samples each: {shown}")
     return lines
+
+
+def unlike(found: "Planned", count: int) -> list["Option"]:
+    """The best others that are something else, and not only the same with shards and replicas divided otherwise."""
+    seen, shown = {_kind(found.best)}, []
+    for option in found.others:
+        if _kind(option) not in seen:
+            seen.add(_kind(option))
+            shown.append(option)
+    return shown[:count]
+
+
+def _kind(option: "Option") -> tuple[Any, ...]:
+    setup, layout = option.setup, option.setup.layout
+    inner = (layout.tensor, layout.pipeline, layout.context > 1, layout.expert > 1, layout.schedule, setup.chunks)
+    return (*inner, setup.recompute, setup.precision, layout.shard > 1)
 
 
 SAID = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
@@ -158,7 +175,7 @@ def plain(found: "Planned", top: int, out: Path) -> dict[str, Any]:
         "parameters": found.parameters,
         "valid": found.valid,
         "costs_from": found.layer,
-        "choices": [option(each) for each in (found.best, *found.others[: top - 1])],
+        "choices": [option(each) for each in (found.best, *unlike(found, top - 1))],
         "low_seconds": found.low,
         "high_seconds": found.high,
         "mfu": found.mfu,

@@ -114,8 +114,8 @@ def breakdown(parts: Parts, width: int = 40) -> str:
         seconds = getattr(parts, name)
         if seconds > 0.0005 * parts.total:
             bar = "#" * round(width * seconds / parts.total)
-            lines.append(f"  {words:<42} {_time(seconds):>9} {100 * seconds / parts.total:5.1f} %  {bar}")
-    lines.append(f"  {'a step':<42} {_time(parts.total):>9} 100.0 %")
+            lines.append(f"  {words:<42} {time_text(seconds):>9} {100 * seconds / parts.total:5.1f} %  {bar}")
+    lines.append(f"  {'a step':<42} {time_text(parts.total):>9} 100.0 %")
     return "\n".join(lines)
 
 
@@ -131,7 +131,7 @@ def drawn(events: Sequence[Event], width: int = 96) -> str:
     lines = []
     for (rank, stream), row in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] == COMMUNICATING)):
         lines.append(f"  rank {rank:<3} {stream:<13} {''.join(row)}")
-    lines.append(f"  {'':<22} 0{_time(end):>{width - 1}}")
+    lines.append(f"  {'':<22} 0{time_text(end):>{width - 1}}")
     return "\n".join(lines)
 
 
@@ -168,5 +168,6 @@ def _letter(event: Event) -> str:
     return "o"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds with as many digits as a forecast deserves."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"

@@ -60,7 +60,10 @@ def predict_rows(rows: Sequence[Row], tell: Callable[[int], None] = lambda done:
             continue
         run, setup = found
         key = _key(row)
-        answers.append(_answer(run, scaled(setup, fits.get(key, {})), largest.get(key)))
+        try:
+            answers.append(_answer(run, scaled(setup, fits.get(key, {})), largest.get(key)))
+        except ValueError as why:  # a schedule that cannot run as the row has it
+            answers.append({**dict.fromkeys(COLUMNS), "why_not": str(why)})
     return answers
 
 
