@@ -82,7 +82,11 @@ def test_a_divided_model_trains_as_on_one_process(lab: Lab, kind: str, name: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("gpt2", {"tensor": 2}), ("qwen3", {"tensor": 2, "shard": 2})], ids=["gpt2", "qwen3"]
+    ("kind", "layout"),
+    [
+        pytest.param("gpt2", {"tensor": 2}, id="gpt2"),
+        pytest.param("qwen3", {"tensor": 2, "shard": 2}, id="qwen3", marks=pytest.mark.slow),
+    ],
 )
 def test_transformers_computes_the_same_with_an_export_of_a_divided_model(
     lab: Lab, kind: str, layout: Values, tmp_path: Path
