@@ -11,7 +11,7 @@ LAYOUTS: list[Any] = [
     ({"tensor": 2}, 2),
     ({"context": 2}, 2),
     ({"pipeline": 2}, 2),
-    ({"replicate": 2, "shard": 2}, 4),
+    pytest.param({"replicate": 2, "shard": 2}, 4, marks=pytest.mark.slow),
     pytest.param({"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
 ]
 SMALL = {"model": {"args": {"layers": 2, "width": 32, "heads": 2}}}
