@@ -8,16 +8,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
-
-import xxhash
+from typing import Any
 
 from phalanx.cluster import Cluster, Machine, load_cluster, this_machine
 from phalanx.cluster.probe import default_cluster_file
-from phalanx.data import Facts
 from phalanx.data.foretold import foretold
 from phalanx.errors import RecipeError, UsageError
 from phalanx.plan.budget import Budget, budget
@@ -27,7 +22,7 @@ from phalanx.plan.footprint import Footprint, footprint
 from phalanx.plan.goodput import Goodput, daly_interval, failure_interval, goodput
 from phalanx.plan.measured import Here, NotMeasured
 from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
-from phalanx.plan.profile import Product, Profile, from_plain, to_plain
+from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup
@@ -35,15 +30,12 @@ from phalanx.plan.stacks import OURS, rates_of, stack
 from phalanx.plan.step import Parts, step, step_here
 from phalanx.plan.timeline import WORDS, Event, timeline
 from phalanx.plan.work import priced_by
-from phalanx.recipe import Recipe, check, expanded, import_object, load_recipe
-from phalanx.recipe.arguments import arguments
+from phalanx.profiling import numbers_of, profile_of
+from phalanx.recipe import Recipe, check, expanded, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
-from phalanx.run.cache import remembered
 
-Numbers = Literal["half", "single", "mixed"]
-"""In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
 GIB = 2.0**30
 USABLE = 0.95
 """Of a device's memory: what predictions of memory are off by at most is left free."""
@@ -161,82 +153,6 @@ def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
     )
 
 
-def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profile:
-    """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
-    recipe = loaded.recipe
-    key = {
-        "profile": 3,
-        "numbers": numbers,
-        "model": recipe.model.model_dump(mode="json"),
-        "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
-        "facts": vars(facts),
-        "code": _code(recipe.model.build, loaded.folder),
-        "versions": [version("phalanx"), version("torch")],
-    }
-    return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts, numbers))))
-
-
-def _followed(loaded: Loaded, facts: Facts, numbers: Numbers) -> Profile:
-    """The profile of a recipe's model, by running through it without memory."""
-    import torch
-    from torch import nn
-
-    from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_mixed
-    from phalanx.recipe import told
-
-    recipe, folder = loaded.recipe, loaded.folder
-
-    def make() -> nn.Module:
-        if recipe.model.build.startswith("hf:") or recipe.adapter is not None:
-            from phalanx.train.model import build_model
-
-            cpu = torch.device("cpu")
-            return build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
-        # The trainer's way would import the trainer, which takes half a second.
-        builder = import_object(recipe.model.build, folder, key="model.build")
-        known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
-        model = builder(**arguments(builder, recipe.model.args, known))
-        if not isinstance(model, nn.Module):
-            raise RecipeError(f"model.build: {recipe.model.build} returned {type(model).__name__}, not an nn.Module")
-        return model
-
-    if facts.kind == "tokens":
-        assert facts.vocab is not None
-        assert facts.sequence is not None
-        forward, tokens = language_loss(facts.vocab, facts.sequence), facts.sequence
-    else:
-        assert facts.shape is not None
-        height, width, channels = facts.shape
-        forward, tokens = image_loss(channels, height, width), 1
-    try:
-        if numbers == "mixed":
-            return profile_mixed(make, forward, tokens)
-        dtype = torch.bfloat16 if numbers == "half" else torch.float32
-        return profile(build(make, dtype), forward, tokens)
-    except RecipeError:
-        raise
-    except Exception as error:  # a model of the user's own may fail at being followed in any way
-        raise RecipeError(
-            f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}"
-        ) from error
-
-
-def _code(build: str, folder: Path) -> str:
-    """A hash of the source that builds a model: of the module's file and of those beside it."""
-    module = build.partition(":")[0]
-    if build.startswith("hf:"):
-        config = folder / build.removeprefix("hf:") / "config.json"
-        return xxhash.xxh3_64_hexdigest(config.read_bytes()) if config.is_file() else ""
-    beside = folder / (module.replace(".", "/") + ".py")
-    if beside.is_file():
-        files = sorted(folder.glob("*.py"))
-    else:
-        spec = find_spec(module.partition(".")[0])
-        package = Path(spec.origin).parent if spec is not None and spec.origin else folder
-        files = sorted((package / Path(*module.split(".")[1:])).glob("*.py")) or sorted(package.glob("*.py"))
-    return xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in files))
-
-
 def _searched(recipe: Recipe, profile: Profile, cluster: Cluster, devices: int) -> tuple[Found, Rates, float]:
     """The best of every precision that may be used."""
     device = cluster.node.accelerator
@@ -259,7 +175,16 @@ def _searched(recipe: Recipe, profile: Profile, cluster: Cluster, devices: int) 
     best: tuple[Found, Rates] | None = None
     for precision in _precisions(recipe, device.tflops):
         rates = rates_of(device, precision, ours)
-        base = Setup(profile, cluster, space.layout or Layout(), 1, recipe.batch.global_, precision, stack=ours)
+        base = Setup(
+            profile,
+            cluster,
+            space.layout or Layout(),
+            1,
+            recipe.batch.global_,
+            precision,
+            stack=ours,
+            optimizer=recipe.optim.name,
+        )
         found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room)
         if best is None or (found.options and (not best[0].options or _first(found) < WORTH * _first(best[0]))):
             best = found, rates
@@ -426,19 +351,6 @@ def probed(machine: Machine) -> Cluster | None:
         return load_cluster(str(path)) if path.is_file() else None
     except RecipeError:  # torn, or of another version: `phalanx probe` makes it again, and training does without
         return None
-
-
-def follow(payload: dict[str, Any]) -> None:
-    """Follow the model of a recipe, so that its profile is remembered. For a process of its own: it imports torch."""
-    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
-    facts = foretold(recipe.data, folder)
-    for numbers in ("single", "mixed") if recipe.precision == "auto" else (numbers_of(recipe.precision),):
-        profile_of(Loaded(recipe, None, folder, {}), facts, numbers)
-
-
-def numbers_of(precision: str) -> Numbers:
-    """In what a model is followed for a CPU."""
-    return "mixed" if precision == "bf16" else "single"
 
 
 def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> tuple[Layout, str] | None:

@@ -114,8 +114,9 @@ def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster 
     here = probed(machine)
     if here is None:
         return None
+    payload = {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder)}
     try:
-        call("phalanx.planning:follow", {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder)})
+        call("phalanx.profiling:follow", payload)
     except RecipeError:  # trials tell what is wrong with it, if anything is
         return None
     return here

@@ -89,7 +89,7 @@ def test_a_second_plan_remembers_the_model(folder: Path, monkeypatch: pytest.Mon
     def follow(*_: Any) -> Any:
         raise AssertionError("followed twice")
 
-    monkeypatch.setattr("phalanx.planning._followed", follow)
+    monkeypatch.setattr("phalanx.profiling._followed", follow)
     assert planned(folder).best == first.best
 
 

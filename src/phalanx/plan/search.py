@@ -325,8 +325,10 @@ def search(
     return Found(tuple(options), valid, len(near), least)
 
 
-def _rank(option: Option) -> tuple[float, int, float]:
-    """Faster comes first; what is as fast to half a percent, with the simpler layout."""
+def _rank(option: Option) -> tuple[float, int, bool, int, float]:
+    """Faster comes first; what is as fast to half a percent, with the simpler layout,
+    whole replicas and less recomputation."""
     layout = option.setup.layout
     divided = sum(size > 1 for size in (layout.replicate, layout.shard, layout.tensor, layout.pipeline, layout.context))
-    return round(math.log(option.seconds) / 0.005), divided, option.memory
+    way = WAYS.index(option.setup.recompute) if option.setup.recompute in WAYS else 0
+    return round(math.log(option.seconds) / 0.005), divided, layout.shard > 1, way, option.memory

@@ -62,6 +62,7 @@ class Setup:
     chunks: int = 1
     """Stages that one pipeline rank has (interleaving)."""
     stack: Stack = field(default_factory=Stack)
+    optimizer: str = "adamw"
 
     @property
     def parts(self) -> int:

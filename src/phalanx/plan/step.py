@@ -18,9 +18,10 @@ from phalanx.plan.work import Division, Price, Work, priced_by, work
 SLOWED = 0.15
 """By how much computing slows down while something is communicated: 19 % on average on A100, H100, MI250 and MI210
 (arXiv 2507.03114), 13 % in Galvatron's measurements."""
-OPTIMIZER_BYTES = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0}
+OPTIMIZER_BYTES = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0, "lars": 24.0, "muon": 20.0}
 """Bytes that an update moves for each parameter: AdamW reads gradient, master weight and two moments, writes three of
-them and the weight in 16 bits."""
+them and the weight in 16 bits; lamb and lars read weights and updates once more for their norms. Muon's products are
+not in it."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def step_here(setup: Setup, rates: Rates, here: Here) -> Parts:
     )
 
 
-def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str = "adamw") -> Parts:
+def step(setup: Setup, rates: Rates, price: Price | None = None) -> Parts:
     """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
     costs, layout = Costs(setup, rates, price), setup.layout
     parts_of_model = chunks(setup)
@@ -308,7 +309,7 @@ def step(setup: Setup, rates: Rates, price: Price | None = None, optimizer: str 
         **sums,
         bubble=made - sum(sums.values()),
         gradients=_gradients(costs, max(weights), first, last),
-        optimizer=_update(setup, rates, max(weights), optimizer),
+        optimizer=_update(setup, rates, max(weights)),
         rest=setup.stack.step_seconds,
     )
 
@@ -343,7 +344,7 @@ def _left(travelling: float, computing: float, hidden: float) -> float:
     return travelling - behind + SLOWED * behind
 
 
-def _update(setup: Setup, rates: Rates, weights: float, optimizer: str) -> float:
+def _update(setup: Setup, rates: Rates, weights: float) -> float:
     """Seconds of the optimizer on one rank's part of the weights."""
     divided = setup.parts * setup.layout.context if setup.zero else 1
-    return weights / divided * OPTIMIZER_BYTES[optimizer] / (rates.bandwidth * 0.8)
+    return weights / divided * OPTIMIZER_BYTES[setup.optimizer] / (rates.bandwidth * 0.8)

@@ -1,0 +1,109 @@
+"""The profile of a recipe's model: followed once, and remembered, so that who asks again needs no torch."""
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from phalanx.data import Facts
+from phalanx.data.foretold import foretold
+from phalanx.errors import RecipeError
+from phalanx.plan.profile import Profile, from_plain, to_plain
+from phalanx.recipe import Recipe, import_object
+from phalanx.recipe.arguments import arguments
+from phalanx.recipe.load import Loaded
+from phalanx.run.cache import remembered
+
+Numbers = Literal["half", "single", "mixed"]
+"""In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
+
+
+def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profile:
+    """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
+    recipe = loaded.recipe
+    key = {
+        "profile": 3,
+        "numbers": numbers,
+        "model": recipe.model.model_dump(mode="json"),
+        "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
+        "facts": vars(facts),
+        "code": _code(recipe.model.build, loaded.folder),
+        "versions": [version("phalanx"), version("torch")],
+    }
+    return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts, numbers))))
+
+
+def _followed(loaded: Loaded, facts: Facts, numbers: Numbers) -> Profile:
+    """The profile of a recipe's model, by running through it without memory."""
+    import torch
+    from torch import nn
+
+    from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_mixed
+    from phalanx.recipe import told
+
+    recipe, folder = loaded.recipe, loaded.folder
+
+    def make() -> nn.Module:
+        if recipe.model.build.startswith("hf:") or recipe.adapter is not None:
+            from phalanx.train.model import build_model
+
+            cpu = torch.device("cpu")
+            return build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
+        # The trainer's way would import the trainer, which takes half a second.
+        builder = import_object(recipe.model.build, folder, key="model.build")
+        known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
+        model = builder(**arguments(builder, recipe.model.args, known))
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"model.build: {recipe.model.build} returned {type(model).__name__}, not an nn.Module")
+        return model
+
+    if facts.kind == "tokens":
+        assert facts.vocab is not None
+        assert facts.sequence is not None
+        forward, tokens = language_loss(facts.vocab, facts.sequence), facts.sequence
+    else:
+        assert facts.shape is not None
+        height, width, channels = facts.shape
+        forward, tokens = image_loss(channels, height, width), 1
+    try:
+        if numbers == "mixed":
+            return profile_mixed(make, forward, tokens)
+        dtype = torch.bfloat16 if numbers == "half" else torch.float32
+        return profile(build(make, dtype), forward, tokens)
+    except RecipeError:
+        raise
+    except Exception as error:  # a model of the user's own may fail at being followed in any way
+        raise RecipeError(
+            f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}"
+        ) from error
+
+
+def _code(build: str, folder: Path) -> str:
+    """A hash of the source that builds a model: of the module's file and of those beside it."""
+    module = build.partition(":")[0]
+    if build.startswith("hf:"):
+        config = folder / build.removeprefix("hf:") / "config.json"
+        return xxhash.xxh3_64_hexdigest(config.read_bytes()) if config.is_file() else ""
+    beside = folder / (module.replace(".", "/") + ".py")
+    if beside.is_file():
+        files = sorted(folder.glob("*.py"))
+    else:
+        spec = find_spec(module.partition(".")[0])
+        package = Path(spec.origin).parent if spec is not None and spec.origin else folder
+        files = sorted((package / Path(*module.split(".")[1:])).glob("*.py")) or sorted(package.glob("*.py"))
+    return xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in files))
+
+
+def follow(payload: dict[str, Any]) -> None:
+    """Follow the model of a recipe, so that its profile is remembered. For a process of its own: it imports torch."""
+    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    facts = foretold(recipe.data, folder)
+    for numbers in ("single", "mixed") if recipe.precision == "auto" else (numbers_of(recipe.precision),):
+        profile_of(Loaded(recipe, None, folder, {}), facts, numbers)
+
+
+def numbers_of(precision: str) -> Numbers:
+    """In what a model is followed for a CPU."""
+    return "mixed" if precision == "bf16" else "single"
