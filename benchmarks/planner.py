@@ -23,9 +23,9 @@ import numpy as np
 from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
 from phalanx.plan.replay import cnn
-from phalanx.plan.replay.calibrate import SPREADS, Measurement, calibrated
+from phalanx.plan.replay.calibrate import Measurement, calibrated, scaled
 from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.language import scaled, seconds
+from phalanx.plan.replay.language import seconds
 from phalanx.plan.replay.rows import Run, Shape, understand
 from phalanx.plan.replay.setups import profile_of, setup_of
 from phalanx.plan.setup import Setup
@@ -96,17 +96,11 @@ def two_rows(runs: Sequence[Any]) -> list[Point]:
                 continue
             order = numbers.permutation(len(members))
             chosen = [members[index] for index in order[:2]]
-            factors = factors_of([Measurement(setup, run.measured) for _, run, setup in chosen])
+            factors = calibrated([Measurement(setup, run.measured) for _, run, setup in chosen], seconds)
             for index in order[2:]:
                 _, run, setup = members[index]
                 points.append((source, gpu, kind_of(run, setup), run.measured, seconds(scaled(setup, factors))))
     return points
-
-
-def factors_of(measured: Sequence[Measurement]) -> dict[str, float]:
-    """What two or more runs multiply the constants of their stack by."""
-    before, after = measured[0].setup.stack, calibrated(measured, seconds)
-    return {name: getattr(after, name) / getattr(before, name) for name in SPREADS}
 
 
 def vtrain(path: Path) -> dict[str, Any]:
@@ -119,7 +113,7 @@ def vtrain(path: Path) -> dict[str, Any]:
     guess = np.zeros(len(rows))
     for number in range(FOLDS):
         learn = [Measurement(setups[i], truth[i]) for i in np.flatnonzero(fold != number)[::6]]
-        factors = factors_of(learn)
+        factors = calibrated(learn, seconds)
         for index in np.flatnonzero(fold == number):
             guess[index] = seconds(scaled(setups[index], factors))
     plain = np.array([seconds(setup) for setup in setups])

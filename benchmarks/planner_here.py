@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.cluster import Cluster, this_machine
 from phalanx.cluster.probe import time_reference
 from phalanx.errors import UsageError
-from phalanx.planning import foretold_here, probed
+from phalanx.foretelling import foretold_here, probed
 from phalanx.recipe import load_recipe
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt-python.yaml"

@@ -4,6 +4,7 @@ Nothing is trained and no data are read: text is only asked for its tokenizer. W
 so that a second plan needs no torch.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,26 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import Cluster, Machine, load_cluster, this_machine
+from phalanx.cluster import Cluster, load_cluster, this_machine
 from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
+from phalanx.data.reader import Facts
 from phalanx.errors import RecipeError, UsageError
 from phalanx.plan.budget import Budget, budget
-from phalanx.plan.energy import Energy, run_energy
+from phalanx.plan.energy import Energy, Slowdown, capped_slowdown, device_power, run_energy
 from phalanx.plan.fitting import what_would_fit
 from phalanx.plan.footprint import Footprint, footprint
-from phalanx.plan.goodput import Goodput, daly_interval, failure_interval, goodput
-from phalanx.plan.measured import Here, NotMeasured
 from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
 from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import OURS, rates_of, stack
-from phalanx.plan.step import Parts, step, step_here
+from phalanx.plan.stalls import Saving, saving_of, stalled
+from phalanx.plan.step import Parts, step
 from phalanx.plan.timeline import WORDS, Event, timeline
 from phalanx.plan.work import priced_by
-from phalanx.profiling import numbers_of, profile_of
+from phalanx.profiling import profile_of
 from phalanx.recipe import Recipe, check, expanded, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
@@ -42,12 +43,6 @@ USABLE = 0.95
 NINETY = 1.645
 WORTH = 0.99
 """Another precision than the usual one must save at least so much."""
-SAVED_BYTES = 12.0
-"""Of a checkpoint for each parameter: weight and two moments in fp32."""
-STALL = 0.01
-"""Share of a blocking save that an asynchronous one holds training up (docs/results/checkpoint.md: 0.2 to 0.5 %)."""
-RESTART = 120.0
-"""Seconds from a failure to the next step, where the cluster's file does not tell: finding out, starting, loading."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +67,16 @@ class Planned:
     mfu: float
     budget: Budget
     energy: Energy | None
-    saving: "Saving | None"
+    saving: Saving | None
+    cap: Slowdown | None
+    """What the cluster's power cap makes of computing; it is in all times."""
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on so many with the same layout for each replica."""
     rates: Rates
 
     def events(self) -> list[Event]:
         """The time line of the best choice."""
-        return timeline(self.best.setup, self.rates)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How often to save, and what becomes of wall time then."""
-
-    between_failures: float
-    stall: float
-    interval: float
-    goodput: Goodput
+        return timeline(self.best.setup, self.rates, parts=self.best.parts)
 
 
 def plan(
@@ -125,7 +112,10 @@ def plan_run(loaded: Loaded, cluster: str | None, gpus: int | None = None, folde
     found, rates, room = _searched(recipe, profile, where, devices)
     if not found.options:
         raise RecipeError(_why_nothing(recipe, found, where, devices, room))
-    return _outcome(recipe, where, devices, profile, found, rates)
+    cap = _capped(where, found.options[0])
+    if cap is not None and cap.expected > 1:
+        found, rates, room = _searched(recipe, profile, where, devices, cap.expected)
+    return _outcome(recipe, where, devices, profile, found, rates, cap, _sample_bytes(facts))
 
 
 def _here() -> Cluster:
@@ -153,10 +143,34 @@ def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
     )
 
 
-def _searched(recipe: Recipe, profile: Profile, cluster: Cluster, devices: int) -> tuple[Found, Rates, float]:
-    """The best of every precision that may be used."""
-    device = cluster.node.accelerator
-    ours = replace(stack(OURS), fused=recipe.compile is not False)
+def _capped(cluster: Cluster, option: Option) -> Slowdown | None:
+    """What the cluster's power cap makes of computing, for the load that an option is without it."""
+    device, cap = cluster.node.accelerator, cluster.prices.power_cap_w
+    drawn = device_power(device, _load(option.parts))
+    if cap is None or drawn is None:
+        return None
+    try:
+        return capped_slowdown(device, cap, drawn)
+    except ValueError as why:
+        raise RecipeError(f"{cluster.name}: prices.power_cap_w: {cap:g} W: {why}") from None
+
+
+def _load(parts: Parts) -> float:
+    """Of the devices, as `device_power` takes it: products draw the most."""
+    return min(1.0, 0.3 + 0.7 * parts.products / parts.total)
+
+
+def _sample_bytes(facts: Facts) -> float:
+    """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
+    return 4.0 * facts.sequence if facts.sequence else float(math.prod(facts.shape or ()))
+
+
+def _searched(
+    recipe: Recipe, profile: Profile, cluster: Cluster, devices: int, slower: float = 1.0
+) -> tuple[Found, Rates, float]:
+    """The best of every precision that may be used, where computing takes `slower` times as long as usual."""
+    device, usual = cluster.node.accelerator, stack(OURS)
+    ours = replace(usual, computing=usual.computing * slower, fused=recipe.compile is not False)
     room = device.memory_gib * GIB * USABLE
     space = Space(
         devices=devices,
@@ -185,6 +199,8 @@ def _searched(recipe: Recipe, profile: Profile, cluster: Cluster, devices: int) 
             stack=ours,
             optimizer=recipe.optim.name,
         )
+        if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
+            continue  # nothing else differs but that it takes more memory
         found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room)
         if best is None or (found.options and (not best[0].options or _first(found) < WORTH * _first(best[0]))):
             best = found, rates
@@ -247,16 +263,31 @@ def _why_nothing(recipe: Recipe, found: Found, cluster: Cluster, devices: int, r
     return f"{lines}. It {fit.words}"
 
 
-def _outcome(recipe: Recipe, cluster: Cluster, devices: int, profile: Profile, found: Found, rates: Rates) -> Planned:
-    best = found.options[0]
+def _outcome(
+    recipe: Recipe,
+    cluster: Cluster,
+    devices: int,
+    profile: Profile,
+    found: Found,
+    rates: Rates,
+    cap: Slowdown | None,
+    sample_bytes: float,
+) -> Planned:
     nodes = -(-devices // cluster.node.count)
+    saving = saving_of(cluster, nodes, profile.parameters, found.options[0].seconds)
+    read = sample_bytes * recipe.batch.global_
+    options = tuple(
+        replace(each, parts=stalled(each.parts, cluster.storage, nodes, read, saving)) for each in found.options
+    )
+    best = options[0]
     spread = SPREAD[rates.layer]
+    low, high = (cap.low / cap.expected, cap.high / cap.expected) if cap is not None else (1.0, 1.0)
     samples = float(recipe.batch.global_ * recipe.steps)
     peak = rates.peak * devices
     flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_
-    saving = _saving(cluster, nodes, profile.parameters, best.seconds)
-    productive = saving.goodput.productive if saving is not None else 1.0
-    load = min(1.0, 0.3 + 0.7 * best.parts.products / best.seconds)
+    # what checkpoints cost is in the step already
+    productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
+    load = _load(best.parts)
     money = budget(samples, recipe.batch.global_, best.seconds, devices, cluster.prices, productive)
     energy = run_energy(cluster, money.seconds, nodes, load)
     if energy is not None:
@@ -266,10 +297,10 @@ def _outcome(recipe: Recipe, cluster: Cluster, devices: int, profile: Profile, f
         cluster=cluster,
         devices=devices,
         best=best,
-        others=found.options[1:],
+        others=options[1:],
         footprint=memory_of(recipe, best.setup),
-        low=best.seconds * 2.718281828 ** (-NINETY * spread),
-        high=best.seconds * 2.718281828 ** (NINETY * spread),
+        low=best.seconds * math.exp(-NINETY * spread) * low,
+        high=best.seconds * math.exp(NINETY * spread) * high,
         layer=rates.layer,
         valid=found.valid,
         parameters=profile.parameters,
@@ -278,22 +309,10 @@ def _outcome(recipe: Recipe, cluster: Cluster, devices: int, profile: Profile, f
         budget=money,
         energy=energy,
         saving=saving,
+        cap=cap,
         scaling=_scaling(best.setup, rates),
         rates=rates,
     )
-
-
-def _saving(cluster: Cluster, nodes: int, parameters: int, step_seconds: float) -> Saving | None:
-    """The best interval between checkpoints; None where nobody knows how often nodes fail or how fast storage is."""
-    failures = failure_interval(cluster.reliability, nodes)
-    storage = cluster.storage
-    rates = [rate for rate in (storage.write_gbps, (storage.node_write_gbps or 0.0) * nodes) if rate]
-    if failures is None or not rates:
-        return None
-    stall = max(STALL * parameters * SAVED_BYTES / (min(rates) * 1e9), 0.01)
-    interval = max(daly_interval(stall, failures), step_seconds)
-    restart = cluster.reliability.restart_seconds or RESTART
-    return Saving(failures, stall, interval, goodput(stall, restart, failures, interval))
 
 
 def _scaling(setup: Setup, rates: Rates) -> tuple[tuple[int, float], ...]:
@@ -313,66 +332,6 @@ def _scaling(setup: Setup, rates: Rates) -> tuple[tuple[int, float], ...]:
         units = here.batch * setup.profile.tokens / step(here, rates).total
         curve.append((smaller.world, units))
     return tuple(curve)
-
-
-def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> Parts | None:
-    """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
-    said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
-    measured, layout = cluster.measured, recipe.layout
-    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(layout, Layout):
-        return None
-    if layout.replicate != layout.world or recipe.compile is not False or recipe.precision not in ("fp32", "bf16"):
-        return None
-    assert isinstance(recipe.batch.micro, int)
-    loaded = Loaded(recipe, None, folder, {})
-    profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
-    ours = replace(stack(OURS), fused=False, computing=1.0, communicating=1.0, launch=0.0, step_seconds=0.0)
-    setup = Setup(
-        profile,
-        cluster,
-        layout,
-        recipe.batch.micro,
-        recipe.batch.global_,
-        recipe.precision,
-        recompute="none" if recipe.memory.recompute == "auto" else recipe.memory.recompute,
-        zero=0,
-        stack=ours,
-    )
-    try:
-        return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))
-    except NotMeasured:
-        return None
-
-
-def probed(machine: Machine) -> Cluster | None:
-    """This machine as `phalanx probe` measured it under today's driver and libraries; None where it did not."""
-    path = default_cluster_file(machine)
-    try:
-        return load_cluster(str(path)) if path.is_file() else None
-    except RecipeError:  # torn, or of another version: `phalanx probe` makes it again, and training does without
-        return None
-
-
-def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> tuple[Layout, str] | None:
-    """The layout for so many workers of this machine, and why. On a CPU whole replicas, as long as these fit: what
-    dividing a model costs there is not foretold. None where the model cannot be followed, or nothing is foretold to
-    fit."""
-    loaded = Loaded(recipe, None, folder, {})
-    device = cluster.node.accelerator
-    try:
-        if device.generation == "cpu":
-            profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
-            micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1
-            base = Setup(profile, cluster, Layout(replicate=world), micro, recipe.batch.global_, "fp32", zero=0)
-            needed = memory_of(recipe, replace(base, recompute="full")).total
-            share = device.memory_gib * GIB / world
-            return (base.layout, "a replica fits into each worker's memory") if needed <= share else None
-        planned = plan_run(loaded, str(default_cluster_file(this_machine())), world)
-    except RecipeError:
-        return None
-    layout, seconds = planned.best.setup.layout, planned.best.seconds
-    others = f"; the next best takes {planned.others[0].seconds:.3g} s" if planned.others else ""
-    return layout, f"the fastest of {planned.valid} that are valid: {seconds:.3g} s a step foretold{others}"
 
 
 def chosen(planned: Planned) -> dict[str, Any]:

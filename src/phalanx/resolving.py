@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.cluster import Cluster, Machine, peak
 from phalanx.data import open_data
 from phalanx.errors import RecipeError
+from phalanx.foretelling import automatic_layout, foretold_here, probed
 from phalanx.jobs.agent import TrialError
 from phalanx.plan import (
     COMMON_WORLDS,
@@ -30,7 +31,6 @@ from phalanx.plan import (
     resolve,
 )
 from phalanx.plan.memory import Forecast
-from phalanx.planning import automatic_layout, foretold_here, probed
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout
 from phalanx.run.cache import remembered

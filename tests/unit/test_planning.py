@@ -153,3 +153,51 @@ def test_what_another_choice_spends_more_on_is_told() -> None:
     best = Parts(products=1.0)
     assert parts_against(best, Parts(products=1.1, bubble=0.25)) == "pipeline bubble: +25 %"
     assert parts_against(best, best) == "as fast"
+
+
+ROOM = """\
+name: room
+nodes: 8
+node: dgx-h100
+storage: {read_gbps: 40, write_gbps: 40}
+reliability: {failures_per_1000_node_days: 6.5}
+prices: {power_cap_w: %s}
+"""
+
+
+def room(folder: Path, cap: str) -> str:
+    path = folder / "room.yaml"
+    path.write_text(ROOM % cap)
+    return str(path)
+
+
+def test_a_power_cap_slows_computing_down_and_widens_the_interval(folder: Path) -> None:
+    wide = ("model.args.width=8192", "model.args.heads=64", "layout.replicate=64", "batch.micro=16")
+    free = planned(folder, *wide, cluster=room(folder, "null"))
+    capped = planned(folder, *wide, cluster=room(folder, "350"))
+    assert free.cap is None
+    assert capped.cap is not None
+    assert capped.cap.expected > 1
+    ratio = capped.best.parts.products / free.best.parts.products
+    assert ratio == pytest.approx(capped.cap.expected, rel=1e-6)
+    assert capped.high / capped.low > free.high / free.low
+    assert capped.energy is not None
+    assert free.energy is not None
+    assert capped.energy.node_w < free.energy.node_w
+
+
+def test_a_cap_that_costs_nothing_changes_nothing(folder: Path) -> None:
+    free, capped = (planned(folder, cluster=room(folder, cap)) for cap in ("null", "700"))
+    assert capped.best.seconds == free.best.seconds
+
+
+def test_a_cap_below_what_a_device_draws_at_its_lowest_clocks_is_refused(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"prices\.power_cap_w: 150 W: "):
+        planned(folder, cluster=room(folder, "150"))
+
+
+def test_a_share_of_the_checkpoints_is_in_the_step_and_on_the_time_line(folder: Path) -> None:
+    found = planned(folder, cluster=room(folder, "null"))
+    assert found.best.parts.checkpoint > 0
+    assert any("checkpoints" in event.name for event in found.events())
+    assert max(event.end for event in found.events()) == pytest.approx(found.best.seconds, rel=0.01)

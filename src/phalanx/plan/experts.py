@@ -12,14 +12,16 @@ PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
 
 def merged(operations: Sequence[Operation], experts: int, sides: Collection[int]) -> list[Operation]:
-    """The operations of a block with so many experts, whose matrices have dimensions among `sides`: those that come
-    once for each expert are joined, and tokens travel before the first of them and after the last, in either phase."""
+    """The operations of a block with so many experts, whose matrices have dimensions among `sides`: products that are
+    marked as one expert's, and what is done between them, are joined where a loop over experts has left them apart, and
+    tokens travel before the first of them and after the last, in either phase."""
     alike: dict[Any, list[int]] = {}
-    between = _between(operations, experts, sides)
+    between = _between(operations)
+    looped = any(isinstance(each, Product) and each.expert and not each.grouped for each in operations)
     for index, operation in enumerate(operations):
-        if isinstance(operation, Product):
+        if isinstance(operation, Product) and operation.expert and not operation.grouped:
             alike.setdefault(_shape(operation, sides), []).append(index)
-        elif isinstance(operation, Move) and index in between:
+        elif looped and isinstance(operation, Move) and index in between:
             alike.setdefault((operation.phase, operation.name), []).append(index)
     found: dict[int, Operation] = dict(enumerate(operations))
     for indices in alike.values():
@@ -31,25 +33,28 @@ def merged(operations: Sequence[Operation], experts: int, sides: Collection[int]
 
 
 def _shape(product: Product, sides: Collection[int]) -> Any:
-    """What products of all experts have in common."""
+    """What equal products of all experts have in common; each has rows of its own."""
     dims = (product.m, product.n, product.k)
     return (product.phase, *(size.fixed if not size.each and size.fixed in sides else None for size in dims))
 
 
-def _between(operations: Sequence[Operation], experts: int, sides: Collection[int]) -> set[int]:
+def _between(operations: Sequence[Operation]) -> set[int]:
     """Indices of what is done from the first product of an expert to the last, in either phase."""
-    alike: dict[Any, list[int]] = {}
-    for index, operation in enumerate(operations):
-        if isinstance(operation, Product):
-            alike.setdefault(_shape(operation, sides), []).append(index)
     found: set[int] = set()
     for phase in PHASES:
         of_experts = [
-            at for key, indices in alike.items() if key[0] == phase and len(indices) >= experts for at in indices
+            at
+            for at, each in enumerate(operations)
+            if isinstance(each, Product) and each.expert and each.phase == phase
         ]
         if of_experts:
-            found |= set(range(min(of_experts), max(of_experts)))
+            found |= set(range(of_experts[0], of_experts[-1]))
     return found
+
+
+def _of_experts(operations: Sequence[Operation], phase: Phase) -> list[int]:
+    """Indices of the products of experts in a phase."""
+    return [at for at, op in enumerate(operations) if isinstance(op, Product) and op.expert and op.phase == phase]
 
 
 def _one(parts: Sequence[Operation]) -> Operation:
@@ -62,7 +67,7 @@ def _one(parts: Sequence[Operation]) -> Operation:
     assert isinstance(first, Move)
     moves = [each for each in parts if isinstance(each, Move)]
     moved, fused = sum((each.moved for each in moves), Size()), sum((each.fused for each in moves), Size())
-    return replace(first, moved=moved, fused=fused, expert=True)
+    return replace(first, moved=moved, fused=fused)
 
 
 def _mean(sizes: Sequence[Size]) -> Size:
@@ -73,11 +78,7 @@ def _mean(sizes: Sequence[Size]) -> Size:
 def _travelling(operations: list[Operation], experts: int) -> list[Operation]:
     """With a journey before the first and after the last operation of experts, in each phase."""
     for phase in PHASES:
-        of_experts = [
-            index
-            for index, each in enumerate(operations)
-            if isinstance(each, Product) and each.expert and each.phase == phase
-        ]
+        of_experts = _of_experts(operations, phase)
         if not of_experts:
             continue
         first = operations[of_experts[0]]

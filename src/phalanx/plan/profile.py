@@ -83,7 +83,6 @@ class Move:
     fused: Size
     leads: bool
     divided: bool = False
-    expert: bool = False
     shape: tuple[int, ...] = ()
     """Of its largest tensor, for one sample."""
     width: int = 4

@@ -50,6 +50,11 @@ class Rates:
     """Share of the peak rate that fused attention reaches, forward and backward; None where scores are stored, as
     before FlashAttention."""
 
+    @property
+    def kept_up(self) -> float:
+        """FLOP/s of large products."""
+        return self.peak * self.curve.efficiency
+
 
 def rates(device: Accelerator, precision: str) -> Rates:
     """Of an accelerator by its data sheet and by what is known to be fitted. KeyError naming the precision when the

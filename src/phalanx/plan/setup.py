@@ -37,6 +37,10 @@ class Stack:
     """Time of a collective that moves nothing, as a multiple of what links say."""
     launch: float = 8e-6
     """Seconds that the host needs for each kernel."""
+    expert_launches: float = 0.0
+    """Kernels that the host launches for each product of each expert that a rank has; 0 where one is for all."""
+    routing: float = 0.0
+    """Seconds that the host is held up when tokens travel to experts or back, which it waits for to know how many."""
     step_seconds: float = 0.005
     """What a step costs besides: reading data, agreeing on norms, launching."""
     gradient_bytes: int = 4

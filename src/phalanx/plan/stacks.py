@@ -29,7 +29,8 @@ class Generation:
 
 
 @cache
-def _read() -> dict[str, Any]:
+def known() -> dict[str, Any]:
+    """The file: generations, precisions, stacks."""
     text = (files("phalanx.plan") / "data/stacks.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return found
@@ -37,24 +38,26 @@ def _read() -> dict[str, Any]:
 
 def generation(device: Accelerator) -> Generation:
     """Of an accelerator; what is typical where its own is not known."""
-    known = _read()["generations"]
-    values = known.get(device.generation) or known[OTHER]
+    kinds = known()["generations"]
+    values = kinds.get(device.generation) or kinds[OTHER]
     return Generation(values["products"], tuple(values["flash"]) if values["flash"] else None)
 
 
 def stack(name: str) -> Stack:
     """The stack of that name. KeyError: there is none."""
-    values = _read()["stacks"][name]
-    known = {each.name for each in fields(Stack)}
-    return Stack(name=name, **{key: value for key, value in values.items() if key in known})
+    values = known()["stacks"][name]
+    values = {**known()["stacks"].get(values.get("like"), {}), **values}
+    names = {each.name for each in fields(Stack)}
+    return Stack(name=name, **{key: value for key, value in values.items() if key in names})
 
 
-def stack_of(source: str, zero: int, inner: int, generation: str) -> Stack:
+def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> Stack:
     """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
     sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.
-    `inner`: tensor x pipeline ranks."""
-    for name, values in _read()["stacks"].items():
-        if "match" in values and re.search(values["match"], source, re.IGNORECASE):
+    `inner`: tensor x pipeline ranks. `release`: of the software, "26.04" or so, "" where nobody tells."""
+    for name, values in known()["stacks"].items():
+        right = generation == values.get("generation", generation) and release >= values.get("since", "")
+        if right and "match" in values and re.search(values["match"], source, re.IGNORECASE):
             return stack(name)
     if generation == "tpu":
         return stack("xla")
@@ -64,7 +67,7 @@ def stack_of(source: str, zero: int, inner: int, generation: str) -> Stack:
 def rates_of(device: Accelerator, precision: str, using: Stack) -> Rates:
     """What an accelerator does under a stack. KeyError naming the precision when it has no such arithmetic."""
     plain, of = rates(device, precision), generation(device)
-    kept = of.products * _read()["precisions"].get(precision, 1.0)
+    kept = of.products * known()["precisions"].get(precision, 1.0)
     curve = plain.curve.model_copy(update={"efficiency": plain.curve.efficiency * kept})
     flash = None
     if of.flash is not None and using.flash:
@@ -86,5 +89,5 @@ def constants() -> Mapping[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[path] = value
 
-    walk("", _read())
+    walk("", known())
     return found

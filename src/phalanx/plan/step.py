@@ -5,7 +5,7 @@ them. Two streams a rank, one that computes and one that communicates, simulated
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.plan.collectives import collective_seconds, links
 from phalanx.plan.measured import Here
@@ -47,6 +47,8 @@ class Parts:
     gradients: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    data: float = 0.0
+    checkpoint: float = 0.0
     rest: float = 0.0
 
     @property
@@ -185,8 +187,14 @@ class Costs:
             context=context,
             expert=expert * slower,
             sharding=0.0,
-            launching=(done.launches + (again.launches if again else 0.0)) * stack.launch,
+            launching=self._launching(done) + (self._launching(again) if again is not None else 0.0),
         )
+
+    def _launching(self, done: Work) -> float:
+        """Seconds that the host needs for what a pass through a segment launches."""
+        stack = self.setup.stack
+        launches = done.launches + float(done.of_experts) * stack.expert_launches
+        return launches * stack.launch + done.dispatches * stack.routing
 
     def gathered(self, segment: Segment) -> float:
         """Seconds to gather the weights of a segment among the ranks that divide them; 0 where none do."""
@@ -211,13 +219,17 @@ class Costs:
 def through(costs: Costs, chunk: Chunk, way: str) -> Pass:
     """A micro-batch through a chunk, one way, with the weights gathered ahead of use where they are divided: the next
     segment's while this one is computed."""
-    passes: list[tuple[Pass, Segment]] = []
-    for segment, count in chunk.segments:
-        passes += [(costs.of(segment, way), segment)] * count
+    passes = [(costs.of(segment, way), segment, count) for segment, count in chunk.segments]
     if way == "backward":
         passes.reverse()
-    exposed = _exposed(costs, passes, way) if costs.setup.zero == 3 and costs.shard.ranks > 1 else 0.0
-    sums = {name: sum(getattr(each, name) for each, _ in passes) for name in Pass.__dataclass_fields__}
+    exposed = 0.0
+    if costs.setup.zero == 3 and costs.shard.ranks > 1:
+        lots: list[Lot] = []
+        for each, segment, count in passes:
+            scattered = costs.scattered(segment) if way == "backward" else 0.0
+            lots += [Lot(each.total - each.launching, costs.gathered(segment), scattered)] * count
+        exposed = _exposed(lots)
+    sums = {name: sum(count * getattr(each, name) for each, _, count in passes) for name in Pass.__dataclass_fields__}
     sums["sharding"] = exposed
     # The host runs ahead of the device, so only what a whole pass takes counts; where both are about as busy each waits
     # for the other now and then.
@@ -225,31 +237,33 @@ def through(costs: Costs, chunk: Chunk, way: str) -> Pass:
     return Pass(**sums, launching=math.hypot(launching, device) - device)
 
 
-def _exposed(costs: Costs, passes: Sequence[tuple[Pass, Segment]], way: str) -> float:
+class Lot(NamedTuple):
+    """A segment whose weights are divided: seconds of computing it, of gathering its weights before, of scattering its
+    gradients after."""
+
+    computing: float
+    gathering: float
+    scattering: float
+
+
+def _exposed(lots: Sequence[Lot]) -> float:
     """Seconds by which gathering weights and scattering gradients lengthens a pass: two streams, weights gathered one
     segment ahead, computing slowed down while something travels."""
-    computing, travelling, alone = 0.0, 0.0, 0.0
-    ready: list[float] = []
-    ends: list[float] = []
-    for index, (_, segment) in enumerate(passes):
-        # not earlier than one segment ahead: what is gathered takes memory
-        begin = max(travelling, ends[index - 2] if index >= 2 else 0.0)
-        if index == 0:
-            travelling = begin + costs.gathered(segment)
-            ready.append(travelling)
-        if index + 1 < len(passes):
-            begun = max(travelling, computing if index else 0.0)
-            travelling = begun + costs.gathered(passes[index + 1][1])
-            ready.append(travelling)
-        start = max(computing, ready[index])
-        seconds_ = passes[index][0].total - passes[index][0].launching
-        alone += seconds_
-        together = max(0.0, min(travelling - start, seconds_))
-        computing = start + seconds_ + SLOWED * together
-        ends.append(computing)
-        if way == "backward":
-            travelling = max(travelling, computing) + costs.scattered(segment)
-    return max(computing, travelling if way == "backward" else computing) - alone
+    computing, travelling = 0.0, lots[0].gathering
+    ready = travelling
+    for index, lot in enumerate(lots):
+        mine = ready
+        if index + 1 < len(lots):
+            travelling = max(travelling, computing) + lots[index + 1].gathering
+            ready = travelling
+        start = max(computing, mine)
+        together = max(0.0, min(travelling - start, lot.computing))
+        computing = start + lot.computing + SLOWED * together
+        if lot.scattering:
+            travelling = max(travelling, computing) + lot.scattering
+    # weights that are still being gathered are another pass's
+    left = travelling if lots[-1].scattering else computing
+    return max(computing, left) - sum(lot.computing for lot in lots)
 
 
 def sent_between(costs: Costs) -> float:

@@ -29,7 +29,9 @@ WORDS = {
     "bubble": "pipeline bubble",
     "gradients": "adding gradients over replicas",
     "optimizer": "optimizer",
-    "rest": "data, agreement, launching: once a step",
+    "data": "waiting for data",
+    "checkpoint": "checkpoints, shared among the steps between",
+    "rest": "agreement, launching: once a step",
 }
 """The parts of a step in words, in the order in which they are told."""
 
@@ -45,13 +47,14 @@ class Event:
     end: float
 
 
-def timeline(setup: Setup, rates: Rates, price: Price | None = None) -> list[Event]:
-    """All events of a step; they end when `step(...)` says that it does."""
-    parts = step(setup, rates, price)
+def timeline(setup: Setup, rates: Rates, price: Price | None = None, parts: Parts | None = None) -> list[Event]:
+    """All events of a step; they end when `parts` do, by default those of `step(...)`."""
+    parts = parts or step(setup, rates, price)
     events = _pipelined(setup, rates, price) if setup.layout.pipeline > 1 else _alone(setup, rates, price)
     end = max((event.end for event in events), default=0.0)
-    for name in ("gradients", "optimizer", "rest"):
-        seconds = getattr(parts, name)
+    for name in ("gradients", "optimizer", "data", "checkpoint", "rest"):
+        if not (seconds := getattr(parts, name)):
+            continue
         stream = COMMUNICATING if name == "gradients" else COMPUTING
         events += [Event(rank, stream, WORDS[name], end, end + seconds) for rank in range(setup.layout.pipeline)]
         end += seconds

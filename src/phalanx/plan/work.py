@@ -65,6 +65,8 @@ class Work:
     keys_and_values: Array
     launches: float = 0.0
     """Kernels that the host has to launch."""
+    of_experts: Array = 0.0
+    """Products of single experts among those that are grouped: launches of their own where software loops over them."""
 
 
 Price = Callable[[Operation, Division], Seconds]
@@ -79,6 +81,7 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
     copies = 1.0
     shown: Array = 0.0
     launches = 0.0
+    of_experts: Array = 0.0
     for op in segment.of(phase):
         launches += float(op.leads) if isinstance(op, Move) and division.fused else 1.0
         if isinstance(op, Reduce):
@@ -89,6 +92,8 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
             copies = op.copies
         else:
             total = total + price(op, division)
+            if isinstance(op, Product) and op.grouped:
+                of_experts = of_experts + np.maximum(_at(op.count, division.samples) / division.expert, 1.0)
             if isinstance(op, Attention):
                 heads = op.kv_heads / np.minimum(division.tensor, op.kv_heads)
                 tokens = _at(op.samples, division.samples) * division.context * op.keys
@@ -102,6 +107,7 @@ def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Wo
         copies,
         shown,
         launches,
+        of_experts,
     )
 
 

@@ -59,6 +59,22 @@ def test_the_planned_recipe_goes_where_it_shall(folder: Path) -> None:
     assert not (folder / "recipe.planned.yaml").exists()
 
 
+def test_the_choice_goes_into_the_recipe_itself_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(BATCH, *HERE, "--in-place") == 0
+    assert capsys.readouterr().out.endswith("\nwrote recipe.yaml\n")
+    recipe = load_recipe(folder / "recipe.yaml", []).recipe
+    assert isinstance(recipe.layout, Layout)
+    assert recipe.layout.world == 1024
+    assert not (folder / "recipe.planned.yaml").exists()
+
+
+def test_a_power_cap_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "capped.yaml").write_text("name: capped\nnodes: 2\nnode: dgx-h100\nprices: {power_cap_w: 400}\n")
+    assert plan("--cluster", "capped.yaml") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("power cap"))
+    assert "400 W a device: computing takes 1." in line
+
+
 def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(BATCH, *HERE, "--json", "--top", "4") == 0
     found = json.loads(capsys.readouterr().out)
@@ -116,6 +132,7 @@ node:
         (["--cluster", "nowhere.yaml"], 78, "nowhere.yaml"),
         ([*HERE, "--out", "nowhere/x.yaml"], 64, "--out nowhere/x.yaml: there is no folder"),
         ([*HERE, "--trace", "nowhere/x.json"], 64, "--trace nowhere/x.json: there is no folder"),
+        ([*HERE, "--in-place", "--out", "x.yaml"], 64, "--in-place, --out x.yaml: give one of the two"),
         ([*HERE, "--top", "0"], 64, "--top"),
         (["batch.global=7", *HERE], 78, "a multiple of 1024 samples can"),
         (["stepz=3", *HERE], 78, "steps"),

@@ -190,6 +190,22 @@ def test_a_slow_host_holds_up_small_operations() -> None:
     assert parts(stack=Stack(launch=0.0)).launching == 0
 
 
+@pytest.mark.parametrize("stack", [Stack(expert_launches=1000.0), Stack(routing=1e-2)])
+def test_a_host_that_sends_tokens_to_experts_one_by_one_holds_up_the_rest(stack: Stack) -> None:
+    layout = Layout(shard=8, expert=8)
+    quick, slow = (parts(layout, of=mixture(), zero=3, stack=each) for each in (Stack(launch=0.0), stack))
+    assert quick.launching == 0
+    assert slow.launching > 0
+    assert parts(stack=replace(stack, launch=0.0)).launching == 0  # no experts
+
+
+def test_fewer_experts_on_a_rank_are_fewer_launches() -> None:
+    looping = Stack(expert_launches=1000.0)
+    many = parts(Layout(shard=8), of=mixture(), zero=3, stack=looping)
+    few = parts(Layout(shard=8, expert=8), of=mixture(), zero=3, stack=looping)
+    assert few.launching < many.launching / 4
+
+
 def test_twice_the_samples_take_twice_the_time() -> None:
     assert parts(batch=128).products == pytest.approx(2 * parts(batch=64).products)
 

@@ -369,10 +369,11 @@ def test_a_group_of_fused_operations_has_one_that_leads() -> None:
 
 
 def test_the_products_of_all_experts_are_one_for_each_shape_with_the_rows_of_all() -> None:
-    inner, outer = [op for op in products(block(mixture())) if op.expert]
-    assert (inner.count, inner.n, inner.k) == (Size(2 * EXPERTS), Size(EXPERT_FFN), Size(WIDE))  # gate and up
-    assert (outer.count, outer.n, outer.k) == (Size(EXPERTS), Size(WIDE), Size(EXPERT_FFN))
-    for op in (inner, outer):
+    gate, up, down = [op for op in products(block(mixture())) if op.expert]
+    assert gate == up
+    assert (gate.count, gate.n, gate.k) == (Size(EXPERTS), Size(EXPERT_FFN), Size(WIDE))
+    assert (down.count, down.n, down.k) == (Size(EXPERTS), Size(WIDE), Size(EXPERT_FFN))
+    for op in (gate, down):
         assert op.grouped
         assert EXPERTS * op.m.at(1) == pytest.approx(TOP_K * SEQUENCE, rel=0.05)
 
@@ -397,6 +398,19 @@ def test_tokens_travel_to_their_experts_and_back_in_either_phase(phase: str) -> 
     assert isinstance(journey, Dispatch)
     assert journey.copies == pytest.approx(TOP_K, rel=0.05)
     assert journey.size.at(1) == pytest.approx(TOP_K * SEQUENCE * WIDE * 2, rel=0.05)
+
+
+def test_attention_is_no_expert_however_few_experts_there_are() -> None:
+    sizes = {"layers": 2, "width": WIDE, "heads": 4, "experts": 2, "top_k": 1, "ffn": WIDE}
+    model = build(lambda: moe(VOCAB, SEQUENCE, **sizes))
+    few = block(profile(model, language_loss(VOCAB, SEQUENCE), SEQUENCE))
+    assert len([op for op in products(few) if op.expert]) == 3
+    assert sum(op.count.fixed for op in products(few) if not op.expert) == 5  # q, k, v, the way out, the router
+
+
+def test_no_gradient_of_experts_is_put_together_in_memory() -> None:
+    names = [op.name for op in block(mixture()).of("backward") if isinstance(op, Move)]
+    assert not {"stack", "slice_backward", "cat"} & set(names)
 
 
 def test_weights_of_experts_are_told_apart() -> None:

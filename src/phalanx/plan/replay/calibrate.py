@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.setup import Setup
 
 SPREADS = {
     "computing": 0.10,
@@ -42,42 +42,54 @@ class Measurement:
     seconds: float
 
 
-def calibrated(runs: Sequence[Measurement], predict: Predict) -> Stack:
-    """The stack of `runs`, which share one, with its constants fitted to them. `predict` gives the seconds of a step.
-
-    Gauss-Newton on the logarithms of all constants, with residuals beyond three deviations counting less (Huber 1964).
-    """
-    usual = runs[0].setup.stack
+def calibrated(runs: Sequence[Measurement], predict: Predict) -> dict[str, float]:
+    """What to multiply each of SPREADS in the stacks of `runs`, which share one, by. `predict` gives the seconds of a
+    step. Each run keeps what is its own of a stack, such as how much tensor parallelism hides."""
     names = list(SPREADS)
-    spreads = np.array([SPREADS[name] for name in names])
     measured = np.log([run.seconds for run in runs])
 
     def predicted(moved: np.ndarray) -> np.ndarray:
-        # each run keeps what is its own of a stack, such as how much tensor parallelism hides
         factors = dict(zip(names, np.exp(moved), strict=True))
-        return np.log([predict(replace(run.setup, stack=_scaled(run.setup.stack, factors))) for run in runs])
-
-    def descended(moved: np.ndarray) -> tuple[float, np.ndarray]:
-        for _ in range(ROUNDS):
-            now = predicted(moved)
-            slopes = np.stack([(predicted(moved + STEP * unit) - now) / STEP for unit in np.eye(len(names))], axis=1)
-            wrong = measured - now
-            trust = np.minimum(1.0, 3 * NOISE / np.maximum(np.abs(wrong), 1e-9)) / NOISE**2
-            normal = slopes.T @ (slopes * trust[:, None]) + np.diag(1 / spreads**2)
-            change = np.linalg.solve(normal, slopes.T @ (trust * wrong) - moved / spreads**2)
-            moved = moved + np.clip(change, -0.5, 0.5)
-            if np.abs(change).max() < 1e-3:
-                break
-        wrong = np.abs(measured - predicted(moved)) / NOISE
-        cost = np.where(wrong < 3, 0.5 * wrong**2, 3 * wrong - 4.5).sum() + 0.5 * ((moved / spreads) ** 2).sum()
-        return float(cost), moved
+        return np.log([predict(scaled(run.setup, factors)) for run in runs])
 
     # Launches cost nothing as long as the device is busier, and then have no slope: begin once where they are slow.
     starts = [np.zeros(len(names)), np.where(np.array(names) == "launch", math.log(SLOW), 0.0)]
-    _, best = min((descended(start) for start in starts), key=lambda found: found[0])
-    return _scaled(usual, dict(zip(names, np.exp(best), strict=True)))
+    spreads = np.array(list(SPREADS.values()))
+    found = [most_likely(predicted, measured, spreads, start) for start in starts]
+    _, best = min(found, key=lambda each: each[0])
+    return dict(zip(names, np.exp(best).tolist(), strict=True))
 
 
-def _scaled(stack: Stack, factors: Mapping[str, float]) -> Stack:
-    moved: dict[str, Any] = {name: float(getattr(stack, name) * factor) for name, factor in factors.items()}
-    return replace(stack, **moved)
+def scaled(setup: Setup, factors: Mapping[str, float]) -> Setup:
+    """A setup whose stack has constants moved by `factors`."""
+    moved: dict[str, Any] = {name: float(getattr(setup.stack, name) * factor) for name, factor in factors.items()}
+    return replace(setup, stack=replace(setup.stack, **moved))
+
+
+def most_likely(
+    predicted: Callable[[np.ndarray], np.ndarray],
+    measured: np.ndarray,
+    spreads: np.ndarray,
+    start: np.ndarray,
+    weights: np.ndarray | float = 1.0,
+    rounds: int = ROUNDS,
+) -> tuple[float, np.ndarray]:
+    """The constants [c] that explain `measured` [n] best, given that each differs from 0 by `spreads` [c], and the cost
+    of that; all in logarithms. `predicted`: from constants to [n]; `weights` of the measurements.
+
+    Gauss-Newton, with residuals beyond three deviations counting less (Huber 1964).
+    """
+    moved = start
+    for _ in range(rounds):
+        now = predicted(moved)
+        slopes = np.stack([(predicted(moved + STEP * unit) - now) / STEP for unit in np.eye(len(start))], axis=1)
+        wrong = measured - now
+        trust = weights * np.minimum(1.0, 3 * NOISE / np.maximum(np.abs(wrong), 1e-9)) / NOISE**2
+        normal = slopes.T @ (slopes * trust[:, None]) + np.diag(1 / spreads**2)
+        change = np.linalg.solve(normal, slopes.T @ (trust * wrong) - moved / spreads**2)
+        moved = moved + np.clip(change, -0.5, 0.5)
+        if np.abs(change).max() < 1e-3:
+            break
+    wrong = np.abs(measured - predicted(moved)) / NOISE
+    huber = np.where(wrong < 3, 0.5 * wrong**2, 3 * wrong - 4.5)
+    return float((weights * huber).sum() + 0.5 * ((moved / spreads) ** 2).sum()), moved

@@ -8,11 +8,10 @@ move the constants of their source and accelerator (`calibrate.py`); no row has 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from phalanx.plan.footprint import footprint
-from phalanx.plan.replay.calibrate import SPREADS, Measurement, calibrated
+from phalanx.plan.replay.calibrate import Measurement, calibrated, scaled
 from phalanx.plan.replay.cells import CannotPredict, Row
 from phalanx.plan.replay.rows import Run, understand
 from phalanx.plan.replay.setups import setup_of
@@ -23,7 +22,7 @@ from phalanx.plan.step import Parts, step
 Key = tuple[str, str]
 """Source and accelerator: one software stack on some hardware."""
 NINETY = 1.645
-SURE, MIXED, CALIBRATED, DISTANCE = 0.13, 0.28, 0.10, 0.02
+SURE, MIXED, CALIBRATED, DISTANCE = 0.13, 0.20, 0.10, 0.02
 """Standard deviations of log(measured / predicted): of dense models, of mixtures of experts and fp4, as a factor of
 either once calibrated (0.10 / 0.13), and what each doubling of the devices beyond those of calibration adds. Set from
 the errors in docs/results/planner.md."""
@@ -77,12 +76,6 @@ def parts_of(setup: Setup) -> Parts:
     return step(setup, rates_of(setup.cluster.node.accelerator, setup.precision, setup.stack))
 
 
-def scaled(setup: Setup, factors: dict[str, float]) -> Setup:
-    """A setup whose stack has constants moved by `factors`."""
-    moved = {name: getattr(setup.stack, name) * factor for name, factor in factors.items()}
-    return replace(setup, stack=replace(setup.stack, **moved))
-
-
 def _read(row: Row) -> tuple[Run, Setup] | str:
     """A row understood, or why it cannot be."""
     try:
@@ -99,8 +92,7 @@ def _read(row: Row) -> tuple[Run, Setup] | str:
 def _fit(runs: Sequence[tuple[Run, Setup]]) -> dict[str, float]:
     """What to multiply each constant by."""
     measured = [Measurement(setup, run.measured) for run, setup in runs if run.measured is not None]
-    before, after = runs[0][1].stack, calibrated(measured, seconds)
-    return {name: getattr(after, name) / getattr(before, name) for name in SPREADS}
+    return calibrated(measured, seconds)
 
 
 def _answer(run: Run, setup: Setup, calibrated_at: int | None) -> dict[str, Any]:

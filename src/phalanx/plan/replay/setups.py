@@ -31,7 +31,7 @@ def setup_of(run: Run, source: str) -> Setup:
     cluster = cluster_of(run)
     device = cluster.node.accelerator
     inner = run.tensor * run.pipeline
-    using = stack_of(source, run.zero, inner, device.generation)
+    using = stack_of(source, run.zero, inner, device.generation, run.notes.get("release", ""))
     if re.search(r"async", run.notes.get("technique", ""), re.IGNORECASE):
         using = replace(using, tensor_hidden=max(using.tensor_hidden, 0.6))
     sharded = run.zero == 3

@@ -94,6 +94,8 @@ class Follower:
         """Storages of which each tensor-parallel rank has a term of a sum that has not been taken yet."""
         self.gradients: set[int] = set()
         """Storages that hold gradients of weights."""
+        self.routed: set[int] = set()
+        """Storages of tokens that experts multiply with their matrices, and of these."""
         self.keepers: dict[int, Part] = {}
         """Which part keeps a storage for backward: the first that does, if the next keeps it as well."""
         self.anchors: list[Tensor] = []
@@ -199,9 +201,11 @@ class Follower:
             count = right.shape[0] if right.dim() == 3 else left.shape[0]
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         divided, result_is, weight = self._divide(left, right, count, k, n)
+        expert = self._of_expert(left, right)
         self._read(*inputs)
         self._biased(added, divided)
-        rest = {"phase": self.phase, "width": left.element_size(), "divided": divided, "weight": weight}
+        rest = {"phase": self.phase, "width": left.element_size(), "divided": divided}
+        rest |= {"expert": expert, "grouped": expert and count > 1, "weight": weight or expert}
         self.part.operations.append(Op(Product, {"count": count, "m": m, "n": n, "k": k}, rest))
         self._made(out)
         self.divided[self.key(out)] = result_is
@@ -247,6 +251,16 @@ class Follower:
 
     def _is_expert(self, name: str) -> bool:
         return self.parameters[name].dim() == 3
+
+    def _of_expert(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a product is one of an expert: with its matrix, or, for that one's gradient, with what was multiplied
+        by it in forward."""
+        sides = {self.key(left), self.key(right)}
+        if any(self._is_expert(self.names[key]) for key in sides if key in self.names):
+            if self.phase == "forward":
+                self.routed |= sides
+            return True
+        return self.phase == "backward" and bool(sides & self.routed)
 
     def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> None:
         """A convolution as the product it amounts to: one row for each place of its result, and the backward one as the
