@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from phalanx.observe import units
 from phalanx.observe.advice import Advice
 from phalanx.observe.history import PARTS
+from phalanx.observe.ledger import Ledger, Loss
 from phalanx.observe.summary import Summary
 from phalanx.observe.what import What
 
@@ -172,7 +173,32 @@ def duration_facts(summary: Summary) -> list[tuple[str, str]]:
     if spent.compiling:
         within = f" (compiling {units.duration(spent.compiling)})"
         parts = [part + within if part.startswith("starting") else part for part in parts]
-    return [("wall", total), ("made of", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
+    facts = [("wall", total), ("made of", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
+    return facts + ledger_facts(summary.ledger)
+
+
+def ledger_facts(ledger: Ledger) -> list[tuple[str, str]]:
+    """What became of the devices, and what each fault cost."""
+    if ledger.goodput is None:
+        return []
+
+    def share(value: float) -> str:
+        return units.percent(value / ledger.allocated)
+
+    blocked = [("starting", ledger.starting), ("data", ledger.data), ("checkpoints", ledger.checkpoint)]
+    named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * ledger.allocated)
+    goodput = f"{share(ledger.productive)} of {units.duration(ledger.allocated)} x devices"
+    goodput += f"; blocked {share(ledger.blocked)}" + (f" ({named})" if named else "")
+    goodput += f", discarded {share(ledger.discarded)}, unavailable {share(ledger.unavailable)}"
+    return [("goodput", goodput), *(("lost to", cost(loss)) for loss in ledger.losses)]
+
+
+def cost(loss: Loss) -> str:
+    """A fault and what it cost."""
+    parts = [("done again", loss.discarded), ("unavailable", loss.unavailable), ("starting again", loss.starting)]
+    made = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in parts if seconds > 0)
+    found = f"; noticed after {units.duration(loss.detected)}"
+    return f"{loss.what}: {units.duration(loss.total)} x devices ({made}){found}"
 
 
 def safety_facts(summary: Summary) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ import numpy as np
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
 from phalanx.observe.history import History, Steps, file_of, number, read_history
+from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.what import What, read_recipe, what_ran
 from phalanx.run import Event, Run
 
@@ -137,6 +138,7 @@ class Summary:
     split: dict[str, float] | None
     """Mean seconds of a step by part; they sum to the mean step."""
     durations: Durations
+    ledger: Ledger
     attempts: tuple[Life, ...]
     redone_steps: int
     skipped_steps: int
@@ -160,7 +162,14 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity become null, as strict JSON has neither."""
-        clean = _strict({**asdict(self), "restarts": self.restarts, "split_shares": self.split_shares})
+        clean = _strict(
+            {
+                **asdict(self),
+                "restarts": self.restarts,
+                "split_shares": self.split_shares,
+                "goodput": self.ledger.goodput,
+            }
+        )
         assert isinstance(clean, dict)
         return clean
 
@@ -192,6 +201,7 @@ def summary_of(run: Run, history: History) -> Summary:
         speed=_speed(steps, what, plan, cluster, history),
         split=metrics.time_split(steps),
         durations=durations(history),
+        ledger=ledger_of(history),
         attempts=tuple(
             Life(
                 number=life.number,

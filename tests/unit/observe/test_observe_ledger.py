@@ -1,0 +1,108 @@
+"""What became of the devices of a run, in seconds x devices: that it sums up, and who is to blame for what."""
+
+from pathlib import Path
+
+import pytest
+from make_run import Maker, healthy, troubled
+
+from phalanx.observe.history import read_history
+from phalanx.observe.ledger import Ledger, ledger_of
+from phalanx.observe.report import cost, ledger_facts
+
+
+def ledger(run: Path) -> Ledger:
+    return ledger_of(read_history(run / "events.jsonl"))
+
+
+def killed(path: Path, world: int = 1) -> Path:
+    """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
+    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data": 0.25, "forward": 0.75})
+    maker.start()
+    maker.steps(1, 47)
+    maker.t += 0.5
+    maker.event("fault", rank=world - 1, what="SIGKILL")
+    maker.t += 3.0
+    maker.start(from_step=40)
+    maker.steps(41, 60)
+    maker.end()
+    return path
+
+
+@pytest.mark.parametrize("make", [healthy, troubled, killed])
+def test_the_shares_sum_to_the_allocation(make: object, tmp_path: Path) -> None:
+    found = ledger(make(tmp_path / "run"))  # type: ignore[operator]
+    parts = found.productive + found.blocked + found.discarded + found.unavailable
+    assert parts == pytest.approx(found.allocated, rel=1e-9)
+    assert min(found.productive, found.blocked, found.discarded, found.unavailable) >= 0
+
+
+def test_a_quiet_run_is_nearly_all_productive(tmp_path: Path) -> None:
+    found = ledger(healthy(tmp_path / "run"))
+    assert found.goodput is not None
+    assert found.goodput > 0.95
+    assert (found.discarded, found.unavailable, found.losses) == (0, 0, ())
+
+
+def test_a_fault_is_charged_with_what_it_cost(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    (loss,) = found.losses
+    assert loss.what == "rank 0: SIGKILL"
+    assert loss.detected == pytest.approx(0.5)
+    assert loss.unavailable == pytest.approx(3.5) == found.unavailable
+    assert loss.discarded == pytest.approx(7.0, rel=0.1)
+    assert loss.discarded == found.discarded
+    assert loss.starting == pytest.approx(1.2)
+
+
+def test_every_worker_counts(tmp_path: Path) -> None:
+    alone, four = (ledger(killed(tmp_path / str(world), world)) for world in (1, 4))
+    assert four.allocated == pytest.approx(4 * alone.allocated)
+    assert four.losses[0].total == pytest.approx(4 * alone.losses[0].total)
+    assert four.goodput == pytest.approx(alone.goodput)
+
+
+def test_waiting_for_data_is_blocked(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    assert found.data / (found.data + found.productive) == pytest.approx(0.2, abs=0.1)
+
+
+def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end("stopped", 10)
+    maker.t += 3600
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end()
+    found = ledger(tmp_path / "run")
+    assert found.allocated < 60
+    assert found.losses == ()
+
+
+def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.t += 100
+    maker.start(from_step=5)
+    maker.steps(6, 20)
+    maker.end()
+    (loss,) = ledger(tmp_path / "run").losses
+    assert loss.what == "no end was written"
+    assert loss.unavailable == pytest.approx(100)
+
+
+def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    assert ledger(tmp_path).goodput is None
+    assert ledger_facts(Ledger()) == []
+
+
+def test_the_report_tells_goodput_and_each_loss(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    facts = ledger_facts(found)
+    assert [name for name, _ in facts] == ["goodput", "lost to"]
+    assert "discarded" in facts[0][1]
+    assert cost(found.losses[0]) in facts[1][1]
+    assert "noticed after 500 ms" in facts[1][1]
