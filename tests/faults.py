@@ -6,7 +6,7 @@ the middle of whatever is done then; `saving` as soon as a checkpoint that is be
 plus `delay`; `start` before the first step; `evaluation` after one at or beyond the step.
 do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
 (every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
-`free-files`.
+`free-files`, `freeze` (as SIGSTOP holds it still).
 """
 
 import ctypes
@@ -78,6 +78,8 @@ def strike(fault):
         hang_up()
     elif do == "raise":
         raise RuntimeError("a mistake in the user's own code")
+    elif do == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif do == "block":
         time.sleep(600)
     elif do == "limit-files":

@@ -296,7 +296,7 @@ def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], Non
         "function": "phalanx.train.worker:work",
         "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
     }
-    agent = Agent(run, nursery, show, recipe.recovery.attempts)
+    agent = Agent(run, nursery, show, recipe.recovery.attempts, recipe.recovery.silence)
     return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
 
 

@@ -10,18 +10,26 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.jobs.hang import Hang, held_still, quiet, size_of
 from phalanx.jobs.nursery import LOST_PEER, signal_name
+from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain, pair, receive, send
+from phalanx.run.pulse import Pulses
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Codes of a worker after which starting it again would only repeat them."""
+
+
+LOOK = 1.0
+"""Seconds between two looks at signs of life."""
 
 
 class TrialError(Exception):
@@ -46,13 +54,15 @@ class NurseryProcess:
     """The agent's handle on the nursery. A context manager: leaving it leaves no process behind."""
 
     def __init__(self) -> None:
+        self.pulses = Pulses()
         self.control, control_far = pair()
         self.events, events_far = pair()
         command = [sys.executable, "-m", "phalanx.jobs.nursery"]
-        arguments = [str(control_far.fileno()), str(events_far.fileno()), str(os.getpid())]
+        inherited = (control_far.fileno(), events_far.fileno(), self.pulses.fd)
+        arguments = [*(str(number) for number in inherited), str(os.getpid())]
         self.process = subprocess.Popen(
             command + arguments,
-            pass_fds=(control_far.fileno(), events_far.fileno()),
+            pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )
@@ -67,6 +77,7 @@ class NurseryProcess:
         self.control.close()  # the nursery kills and reaps its children when it sees this
         self.process.wait()
         self.events.close()
+        self.pulses.close()
 
     def wait_ready(self) -> None:
         """Block until torch is imported there."""
@@ -109,6 +120,9 @@ class Attempt:
     saved: int = 0  # highest step of a checkpoint in it
     steps: int = 0  # steps done in it
     orphaned: bool = False  # the nursery died
+    step_seconds: float | None = None  # of the last step
+    hung: Hang | None = None
+    ending: str | None = None  # why its workers were killed
     error: Message | None = None
     result: dict[str, Any] | None = None
 
@@ -127,8 +141,18 @@ class Outcome:
 class Agent:
     """Supervises one run. `show` gets every event as it is written. Entered as a context it owns the signals."""
 
-    def __init__(self, run: Run, nursery: NurseryProcess, show: Callable[[Event], None], attempts: int):
+    def __init__(
+        self,
+        run: Run,
+        nursery: NurseryProcess,
+        show: Callable[[Event], None],
+        attempts: int,
+        silence: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.run = run
+        self.silence = silence
+        self.clock = clock
         self.nursery = nursery
         self.show = show
         self.attempts = attempts
@@ -185,25 +209,29 @@ class Agent:
     def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
         """Start all workers and follow them until the last is gone, or the nursery that would tell."""
         attempt = Attempt(world)
+        self.nursery.pulses.clear()
         start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
         start |= {"environment": dict(environment), "logs": str(self.run.logs)}
         try:
             send(self.nursery.control, start)
-            self.follow(attempt)
+            self.follow(attempt, number)
         except ConnectionError:
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
         return attempt
 
-    def follow(self, attempt: Attempt) -> None:
+    def follow(self, attempt: Attempt, number: int) -> None:
         """Take what workers and nursery say until the last worker is gone. ConnectionError when the nursery is."""
         with selectors.DefaultSelector() as selector:
             for sock in (self.nursery.control, self.nursery.events, self._wake):
                 selector.register(sock, selectors.EVENT_READ)
             while len(attempt.codes) < attempt.world:
                 self.obey_signals()
-                for key, _ in selector.select():
+                waiting = selector.select(LOOK)
+                if not waiting:  # who works has something to tell
+                    self.look(attempt, number)
+                for key, _ in waiting:
                     ready = key.fileobj
                     assert isinstance(ready, socket.socket)
                     if ready is self._wake:
@@ -214,6 +242,32 @@ class Agent:
                         raise ConnectionError("the nursery is gone")
                     for message in messages:
                         self.take(message, attempt)
+
+    def look(self, attempt: Attempt, number: int) -> None:
+        """Whether the workers live. A hang is told with the stacks that they print when they are asked, and ended when
+        it is certain or has lasted too long."""
+        beats = {rank: self.nursery.pulses.read(rank) for rank in range(attempt.world) if rank not in attempt.codes}
+        now = self.clock()
+        if attempt.ending is not None:
+            return
+        if quiet(beats.values(), now) <= HEARTBEAT:
+            attempt.hung = None
+            return
+        found = stuck(beats, now, attempt.step_seconds, held_still(beats))
+        if found is None:
+            attempt.hung = None
+        elif attempt.hung is None or attempt.hung.rank != found.rank:
+            log = worker_log(self.run.logs, number, found.rank)
+            attempt.hung = Hang(found.rank, log, size_of(log))
+            self.signal(signal.SIGUSR2)
+        elif not attempt.hung.told:
+            attempt.hung.told = True
+            stack = attempt.hung.stack()
+            fields = {"rank": found.rank, "node": socket.gethostname(), "step": found.step, "doing": found.doing}
+            self.emit("hang", **fields, silent=round(found.silent, 3), stopped=found.stopped, stack=stack)
+        elif found.certain or found.silent > self.silence:
+            attempt.ending = found.words
+            self.signal(signal.SIGKILL)
 
     def obey_signals(self) -> None:
         """The first SIGINT, SIGTERM or SIGUSR1 asks workers to save and leave; a second SIGINT or SIGTERM stops
@@ -242,7 +296,9 @@ class Agent:
         else:
             if kind == "checkpoint":
                 attempt.saved = max(attempt.saved, message["step"])
-            attempt.steps += kind == "step"
+            if kind == "step":
+                attempt.steps += 1
+                attempt.step_seconds = message.get("seconds")
             self.emit(**message)
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -260,6 +316,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     codes = attempt.codes
     if all(code == 0 for code in codes.values()):
         return ExitCode.DONE, None
+    if attempt.ending is not None:
+        return None, attempt.ending
     if attempt.error is not None:
         final = ExitCode(attempt.error["code"])
         if final in FINAL_CODES:
@@ -267,7 +325,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
     rank, code = first_to_fall(codes)
-    log = logs / f"attempt-{number}-rank-{rank}.log"
+    log = worker_log(logs, number, rank)
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if code == LOST_PEER:
         how = "lost the connection to another worker"
@@ -285,9 +343,16 @@ def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
 
 def fault(attempt: Attempt) -> dict[str, Any]:
     """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
+    if attempt.ending is not None and attempt.hung is not None:
+        return {"rank": attempt.hung.rank, "what": "hang"}
     rank, code = first_to_fall(attempt.codes)
     what = "lost peer" if code == LOST_PEER else f"exit {code}"
     return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
+
+
+def worker_log(logs: Path, attempt: int, rank: int) -> Path:
+    """Where a worker prints to."""
+    return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 
 def last_words(log: Path, limit: int = 300) -> str:

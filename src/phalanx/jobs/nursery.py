@@ -7,7 +7,7 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}`, `signal{number}`, `call{function,
 payload}`, `preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `returned{value}` or
 `raised{...}`. Workers write their events to a second socket, which they inherit and whose number stands in
-PHALANX_EVENTS.
+PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import psutil
 
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError
+from phalanx.run import pulse
 from phalanx.run.channel import Message, receive, send
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -43,9 +44,10 @@ CALL = -2
 class Nursery:
     """The loop of the nursery process. `children` maps pid to rank."""
 
-    def __init__(self, agent: socket.socket, events: socket.socket):
+    def __init__(self, agent: socket.socket, events: socket.socket, pulse: int):
         self.agent = agent
         self.events = events
+        self.pulse = pulse
         self.children: dict[int, int] = {}
         self.port = 0
         self.starts = 0
@@ -114,6 +116,7 @@ class Nursery:
                 "PHALANX_ATTEMPT": str(message["attempt"]),
                 "PHALANX_MEETING": str(self.starts),
                 "PHALANX_EVENTS": str(self.events.fileno()),
+                pulse.VARIABLE: str(self.pulse),
             }
             log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
             function, arguments = message["command"]["function"], message["command"]["payload"]
@@ -259,8 +262,8 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def main() -> None:
-    """Entry of the nursery process: `python -m phalanx.jobs.nursery AGENT_FD EVENTS_FD PARENT_PID`."""
-    agent_fd, events_fd, parent = (int(argument) for argument in sys.argv[1:4])
+    """Entry of the nursery process: `python -m phalanx.jobs.nursery AGENT_FD EVENTS_FD PULSE_FD PARENT_PID`."""
+    agent_fd, events_fd, pulse_fd, parent = (int(argument) for argument in sys.argv[1:5])
     die_with_parent()
     if os.getppid() != parent:
         return
@@ -272,7 +275,7 @@ def main() -> None:
     import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
 
     share_memory()
-    Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd)).run()
+    Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd), pulse_fd).run()
 
 
 if __name__ == "__main__":

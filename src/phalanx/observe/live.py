@@ -256,7 +256,16 @@ class TerminalDisplay:
         self._tally.take(event)
         now = self._clock()
         kind = event["kind"]
-        if kind in ("start", "compiled", "fault", "warning", "guard", "checkpoint_rejected", "checkpoint_failed"):
+        if kind in (
+            "start",
+            "compiled",
+            "hang",
+            "fault",
+            "warning",
+            "guard",
+            "checkpoint_rejected",
+            "checkpoint_failed",
+        ):
             self._live.start()
             if (kind != "start" or event.get("attempt")) and (text := sentence(event, self._tally)):
                 self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
@@ -312,6 +321,7 @@ class TerminalDisplay:
 
 
 _STYLES = {
+    "hang": "red",
     "fault": "red",
     "guard": "yellow",
     "warning": "yellow",
@@ -368,11 +378,25 @@ def sentence(event: Event, tally: Tally) -> str:
         return f"guard at step {get('step')}: {get('what')}, {get('action')} (skipped steps so far: {get('count', 1)})"
     if kind == "fault":
         return f"fault: {get('detail') or 'rank {}: {}'.format(get('rank', '?'), get('what'))}"
+    if kind == "hang":
+        return hang_in_words(event)
     if kind == "warning":
         return f"warning: {get('text')}"
     if kind == "end":
         return f"{get('status')} at step {get('step', tally.step)} of {tally.total}"
     return ""
+
+
+def hang_in_words(event: Event) -> str:
+    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one."""
+    get = event.get
+    how = "is held still" if get("stopped") else "gives no sign of life"
+    said = f"hang: worker {get('rank')} on {get('node')} {how} for {units.duration(get('silent'))}"
+    said += f", in step {get('step')}, doing: {get('doing')}"
+    lines = [line.strip() for line in str(get("stack") or "").splitlines() if line.strip().startswith("File ")]
+    own = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
+    at = (own or lines)[:1]
+    return said + (f"; {at[0]}" if at else "")
 
 
 def console_for(stream: TextIO, **options: Any) -> Console:

@@ -245,10 +245,13 @@ class Checkpoint(Part):
 
 
 class Recovery(Part):
-    """How often a failed run is started again without progress before it is given up."""
+    """When a run is started again, and how often without progress before it is given up."""
 
     attempts: PositiveInt = 3
     """Failed attempts in a row without progress before the run is given up."""
+    silence: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a sign of life after which workers that seem stuck are started again. It is told long before; a
+    worker that is held still while others are not does not wait so long."""
 
 
 class Recipe(Part):

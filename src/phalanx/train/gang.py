@@ -14,7 +14,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from phalanx.data.feed import Feed, Samples
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
 from phalanx.recipe import Recipe
 from phalanx.run import Run
+from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.evaluation import Scores
 from phalanx.train.guards import LIMIT, judge
@@ -38,7 +39,7 @@ from phalanx.train.schedule import factor
 from phalanx.train.state import Progress, held_state
 from phalanx.train.step import Outcome, Stepper
 from phalanx.train.stop import StopRequest
-from phalanx.train.timing import stopwatch
+from phalanx.train.timing import Beating, stopwatch
 
 CURE = "lower optim.lr, lengthen optim.schedule.warmup, or look at the data of these steps"
 BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
@@ -71,6 +72,7 @@ class Parts:
     units_per_sample: int
     score: Callable[[], Scores | None]
     convert: Callable[[Any], Any]
+    pulse: Pulse | Silent = field(default_factory=Silent, kw_only=True)
 
 
 class Gang:
@@ -92,7 +94,7 @@ class Gang:
         )
         if progress.step:
             self.saving.resume(progress.step)
-        self.watch = stopwatch(place.device)
+        self.watch = Beating(stopwatch(place.device), parts.pulse.beat)
         self._buffers = list(parts.divided.buffers())
         self._begun = progress.samples  # when the current step began
         self._handed_out = 0  # micro-batches of it that the loop has got
@@ -132,6 +134,7 @@ class Gang:
                 self.watch.lap("data")
                 self._begun = progress.samples
                 self._handed_out = len(micro_batches)
+                parts.pulse.step = progress.step + 1
                 parts.stepper.begin(progress.step + 1)
                 yield micro_batches
                 if progress.samples == self._begun:
@@ -174,6 +177,7 @@ class Gang:
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`."""
+        self.parts.pulse.beat("ending")
         self._save_last(self._improved)
         status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
         self._tell("end", {"status": status, "step": self.progress.step}, moment="end")

@@ -51,6 +51,27 @@ class HostStopwatch:
         return self._last - self._begin, self._parts
 
 
+class Beating:
+    """A stopwatch that also gives a sign of life at the end of every part."""
+
+    def __init__(self, watch: Stopwatch, beat: Callable[[str], None]):
+        self._watch, self._beat = watch, beat
+
+    def start(self) -> None:
+        self._watch.start()
+
+    def lap(self, part: str) -> None:
+        self._watch.lap(part)
+        self._beat(part)
+
+    def skip(self) -> None:
+        self._watch.skip()
+        self._beat("evaluation")
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        return self._watch.stop()
+
+
 class Event(Protocol):
     """A mark in a GPU's stream of work, as torch.cuda.Event is one."""
 

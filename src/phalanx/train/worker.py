@@ -4,7 +4,9 @@ The agent forks it with `work({"run": DIR, "folder": DIR})`; where torchrun or s
 `take_part`. Everything a worker trains with stands in the run's `resolved.yaml`.
 """
 
+import faulthandler
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from phalanx.errors import ExitCode, PhalanxError
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
+from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.train.adapter import has_adapter
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean, list_checkpoints
@@ -55,9 +58,12 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     stop = StopRequest()
     stop.install()
     report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS"), show)
+    faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
+    pulse = pulse_of(place.local_rank)
+    pulse.beat("starting")
     report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
     try:
-        code = _train(run, folder, place, stop, report, force=bool(payload.get("force")))
+        code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))
     except PhalanxError as error:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
@@ -67,15 +73,18 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     return code
 
 
-def _train(run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, force: bool) -> ExitCode:
+def _train(
+    run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, pulse: Pulse | Silent, force: bool
+) -> ExitCode:
     recipe = load_recipe(run.resolved).recipe
     prepare_torch(recipe, place)
     join(place)
     if place.leads:
         clean(run.checkpoints)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    parts, objective = assemble(run, recipe, folder, place, data, report, stop)
+    parts, objective = assemble(run, recipe, folder, place, data, report, stop, pulse)
     progress = resume(parts, data.fingerprint, force)
+    pulse.beat("restoring")
     micro = recipe.batch.micro
     assert isinstance(micro, int)
     if place.leads:
@@ -85,6 +94,7 @@ def _train(run: Run, folder: Path, place: Place, stop: StopRequest, report: Repo
     with explain_memory(micro, run.read_json(run.plan)):
         if recipe.compile:
             warm_up(parts, objective, progress)
+            pulse.beat("compiling")
         status = train(Gang(parts, progress, meta), objective)
     if place.leads:
         report.result(result_of(parts, progress, status))
@@ -107,7 +117,14 @@ def units_per_sample(facts: Facts) -> int:
 
 
 def assemble(
-    run: Run, recipe: Recipe, folder: Path, place: Place, data: Data, report: Reporter, stop: StopRequest
+    run: Run,
+    recipe: Recipe,
+    folder: Path,
+    place: Place,
+    data: Data,
+    report: Reporter,
+    stop: StopRequest,
+    pulse: Pulse | Silent | None = None,
 ) -> tuple[Parts, Objective | Staged]:
     """Build everything that training works with, from the recipe."""
     assert isinstance(recipe.layout, Layout)
@@ -142,6 +159,12 @@ def assemble(
     micro = recipe.batch.micro
     assert isinstance(micro, int)
 
+    pulse = pulse or Silent()
+
+    def asked() -> bool:
+        pulse.beat("evaluation")  # it is asked between two batches
+        return stop.asked
+
     def score() -> Scores | None:
         if data.held_out_samples == 0:
             return None
@@ -152,7 +175,7 @@ def assemble(
             mesh=mesh,
             samples=recipe.evaluate.samples,
             micro=micro,
-            stop=lambda: stop.asked,
+            stop=asked,
         )
 
     parts = Parts(
@@ -171,6 +194,7 @@ def assemble(
         units_per_sample=units,
         score=score,
         convert=lambda arrays: to_device(arrays, place.device),
+        pulse=pulse,
     )
     return parts, objective
 

@@ -20,6 +20,7 @@ from phalanx.jobs.agent import (
 from phalanx.jobs.nursery import LOST_PEER
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, send
+from phalanx.run.pulse import Pulse, Pulses
 
 
 def attempt(codes: dict[int, int], **fields: Any) -> Attempt:
@@ -103,6 +104,7 @@ class Stage(NurseryProcess):
     """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
 
     def __init__(self) -> None:
+        self.pulses = Pulses()
         self.control, self.says = pair()
         self.events, self.workers = pair()
 
@@ -116,6 +118,7 @@ def stage() -> Iterator[Stage]:
     yield stage
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
+    stage.pulses.close()
 
 
 @pytest.fixture
@@ -316,3 +319,69 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
     with Agent(run, stage, lambda event: None, attempts=1):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def looking(agent: Agent, now: float, silence: float = 600.0) -> Attempt:
+    """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
+    agent.clock, agent.silence = (lambda: now), silence
+    for rank, signs in enumerate((["data", "forward"], ["data"])):
+        pulse = Pulse(agent.nursery.pulses.fd, rank, clock=lambda: 100.0)
+        pulse.step = 7
+        for sign in signs:
+            pulse.beat(sign)
+    return Attempt(2, step_seconds=0.5)
+
+
+def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: Agent, stage: Stage, shown: list[Any]) -> None:
+    agent.look(looking(agent, now=104.0), 0)
+    assert sent_signals(stage) == []
+    assert shown == []
+
+
+def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
+    agent: Agent, stage: Stage, shown: list[Any]
+) -> None:
+    agent.run.logs.mkdir(exist_ok=True)
+    log = agent.run.logs / "attempt-0-rank-1.log"
+    log.write_text("printed before\n")
+    attempt = looking(agent, now=108.0)
+    agent.look(attempt, 0)
+    assert sent_signals(stage) == [signal.SIGUSR2]
+    log.write_text("printed before\nthe stack\n")
+    agent.look(attempt, 0)
+    (hang,) = shown
+    assert {key: hang[key] for key in ("kind", "rank", "step", "doing", "silent", "stopped", "stack")} == {
+        "kind": "hang",
+        "rank": 1,
+        "step": 7,
+        "doing": "forward",
+        "silent": 8.0,
+        "stopped": False,
+        "stack": "the stack",
+    }
+    agent.look(attempt, 0)
+    assert len(shown) == 1
+    assert attempt.ending is None
+
+
+def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Agent, stage: Stage, tmp_path: Path) -> None:
+    attempt = looking(agent, now=108.0, silence=7.0)
+    for _ in range(3):
+        agent.look(attempt, 0)
+    assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
+    attempt.codes = {0: -9, 1: -9}
+    code, message = verdict(attempt, tmp_path, 0)
+    assert code is None
+    assert message == "worker 1 has given no sign of life for 8 s, in step 7, doing: forward"
+    assert fault(attempt) == {"rank": 1, "what": "hang"}
+
+
+def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
+    attempt = looking(agent, now=108.0, silence=7.0)
+    agent.look(attempt, 0)
+    Pulse(stage.pulses.fd, 1, clock=lambda: 107.9).beat("forward")
+    agent.look(attempt, 0)
+    assert attempt.hung is None

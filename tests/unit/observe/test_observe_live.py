@@ -9,7 +9,16 @@ import pytest
 from make_run import Maker, healthy, troubled
 from rich.console import Console
 
-from phalanx.observe.live import LiveFacts, LogDisplay, Tally, TerminalDisplay, console_for, display_for, facts_of
+from phalanx.observe.live import (
+    LiveFacts,
+    LogDisplay,
+    Tally,
+    TerminalDisplay,
+    console_for,
+    display_for,
+    facts_of,
+    hang_in_words,
+)
 from phalanx.run import Event, Run, read_events
 
 FACTS = LiveFacts("gpt", "tokens", 256, flops_per_sample=1e9, worker_rate=1e12)
@@ -67,6 +76,20 @@ def test_a_step_line_has_loss_speed_share_and_eta() -> None:
     assert "5.12 k tokens/s" in line
     assert "1.0% of matmul rate" in line  # 20 samples/s x 1 GFLOP over 2 workers' 2 TFLOP/s
     assert "ETA 36 s" in line
+
+
+def test_a_hang_tells_who_where_and_in_which_line_of_the_users_own_code() -> None:
+    stack = """Thread 0x7f (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 10 in linear
+  File "/home/me/model.py", line 42 in forward
+  File "/home/me/train.py", line 7 in main"""
+    event = {"rank": 1, "node": "n7", "step": 30, "doing": "forward", "silent": 6.2, "stopped": False, "stack": stack}
+    assert hang_in_words(event) == (
+        "hang: worker 1 on n7 gives no sign of life for 6.2 s, in step 30, doing: forward; "
+        'File "/home/me/model.py", line 42 in forward'
+    )
+    still = hang_in_words({**event, "stopped": True, "stack": None})
+    assert still == "hang: worker 1 on n7 is held still for 6.2 s, in step 30, doing: forward"
 
 
 def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:

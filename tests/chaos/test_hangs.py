@@ -1,0 +1,44 @@
+"""Workers that hang: who, where and in what is told in seconds, and the run ends in the weights it would have had."""
+
+import pytest
+
+from lab import Lab, fault
+from phalanx.jobs.watch import HEARTBEAT
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_worker_that_is_held_still_is_started_again(lab: Lab, nproc: int) -> None:
+    ended = lab.train({}, nproc, faults=[fault(6, "freeze", ranks=[nproc - 1])])
+    assert ended.digest == lab.reference({}, nproc).digest
+    (hang,) = ended.kind("hang")
+    assert (hang["rank"], hang["stopped"], hang["stack"]) == (nproc - 1, True, None)
+    assert hang["silent"] < 2 * HEARTBEAT
+    (told,) = ended.kind("fault")
+    assert (told["rank"], told["what"]) == (nproc - 1, "hang")
+    assert ended.result["restarts"] == 1
+
+
+def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: Lab) -> None:
+    changes = {"recovery": {"silence": 7.5}}
+    ended = lab.train(changes, 2, faults=[fault(6, "block", ranks=[1])])
+    assert ended.digest == lab.reference({}, 2).digest
+    (hang,) = ended.kind("hang")
+    assert (hang["rank"], hang["stopped"]) == (1, False)
+    assert hang["silent"] < 2 * HEARTBEAT
+    assert "in strike" in hang["stack"]
+    assert "faults.py" in hang["stack"]
+    assert ended.kind("fault")[0]["what"] == "hang"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_alone_is_watched_too(lab: Lab) -> None:
+    ended = lab.train({"recovery": {"silence": 7.5}}, 1, faults=[fault(6, "block")])
+    assert ended.digest == lab.reference({}, 1).digest
+    assert len(ended.kind("hang")) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_only_slow_is_left_alone(lab: Lab) -> None:
+    ended = lab.train({"steps": 8}, 2, faults=[fault(7, "slow", ranks=[0], delay=3.0)])
+    assert ended.kind("hang") == []
+    assert ended.result["restarts"] == 0

@@ -1,0 +1,85 @@
+"""Telling who is stuck from who is slow, from signs of life alone."""
+
+import pytest
+
+from phalanx.jobs.watch import HEARTBEAT, NEXT, PREPARING, heartbeat, stuck
+from phalanx.run.pulse import PLACES, Beat
+
+NOW = 1000.0
+
+
+def beat(count: int = 50, *, ago: float = 30.0, place: str = "forward", step: int = 9) -> Beat:
+    return Beat(pid=1, count=count, step=step, place=place, t=NOW - ago)
+
+
+def test_workers_that_gave_a_sign_a_moment_ago_are_well() -> None:
+    assert stuck({0: beat(ago=60), 1: beat(ago=HEARTBEAT - 0.1)}, NOW, 0.1, ()) is None
+
+
+def test_the_one_that_gave_the_fewest_signs_is_waited_for() -> None:
+    found = stuck({0: beat(51), 1: beat(49, place="data"), 2: beat(51)}, NOW, 0.1, ())
+    assert found is not None
+    assert (found.rank, found.step, found.doing, found.certain) == (1, 9, "forward", False)
+    assert found.silent == pytest.approx(30.0)
+
+
+def test_of_equals_the_one_that_is_held_still_is_waited_for() -> None:
+    found = stuck({0: beat(ago=40), 1: beat(ago=30), 2: beat(ago=35)}, NOW, 0.1, {1})
+    assert found is not None
+    assert (found.rank, found.stopped, found.certain) == (1, True, True)
+
+
+def test_one_that_is_held_still_is_to_blame_whatever_the_others_have_counted() -> None:
+    found = stuck({0: beat(48), 1: beat(50)}, NOW, 0.1, {1})
+    assert found is not None
+    assert (found.rank, found.certain) == (1, True)
+
+
+def test_when_all_are_held_still_somebody_means_it() -> None:
+    found = stuck({0: beat(), 1: beat()}, NOW, 0.1, {0, 1})
+    assert found is not None
+    assert not found.certain
+
+
+@pytest.mark.parametrize("usual", [None, 0.1, 1.0])
+def test_short_steps_are_allowed_a_heartbeat(usual: float | None) -> None:
+    assert heartbeat(usual) == HEARTBEAT
+
+
+def test_long_steps_are_allowed_more() -> None:
+    assert stuck({0: beat(ago=30)}, NOW, 10.0, ()) is None
+    assert stuck({0: beat(ago=51)}, NOW, 10.0, ()) is not None
+
+
+@pytest.mark.parametrize("place", sorted(PREPARING))
+def test_compiling_and_loading_may_take_minutes_in_silence(place: str) -> None:
+    assert stuck({0: beat(ago=500, place=place)}, NOW, None, ()) is None
+
+
+def test_a_worker_that_is_held_still_while_it_prepares_is_stuck_all_the_same() -> None:
+    found = stuck({0: beat(3, place="starting"), 1: beat(3, place="starting")}, NOW, None, {0})
+    assert found is not None
+    assert (found.rank, found.certain) == (0, True)
+
+
+def test_before_all_have_begun_nothing_is_said() -> None:
+    assert stuck({0: beat(), 1: None}, NOW, 0.1, ()) is None
+    assert stuck({}, NOW, 0.1, ()) is None
+
+
+def test_slow_storage_is_named_where_it_may_be_the_cause() -> None:
+    waiting, computing = (stuck({0: beat(place=place)}, NOW, 0.1, ()) for place in ("checkpoint", "data"))
+    assert waiting is not None
+    assert "slow storage" in waiting.doing
+    assert computing is not None
+    assert "slow storage" not in computing.doing
+
+
+def test_every_place_of_a_step_is_followed_by_something() -> None:
+    assert set(NEXT) | PREPARING == set(PLACES)
+
+
+def test_it_is_told_in_words() -> None:
+    found = stuck({0: beat(51), 1: beat(49, ago=12.4)}, NOW, 0.1, {1})
+    assert found is not None
+    assert found.words == "worker 1 is held still by a signal for 12 s, in step 9, doing: backward"
