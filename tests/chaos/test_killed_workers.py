@@ -27,7 +27,7 @@ def left_whole(run: Run) -> None:
     assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str, nproc: int) -> None:
     changes, rng = VARIANTS[variant], random.Random(f"{variant} {nproc}")
