@@ -24,7 +24,7 @@ def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profi
     """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
     recipe = loaded.recipe
     key = {
-        "profile": 3,
+        "follower": _follower(),
         "numbers": numbers,
         "model": recipe.model.model_dump(mode="json"),
         "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
@@ -78,6 +78,16 @@ def _followed(loaded: Loaded, facts: Facts, numbers: Numbers) -> Profile:
         raise RecipeError(
             f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}"
         ) from error
+
+
+def _follower() -> str:
+    """A hash of what makes and reads profiles: what another version of it remembered is not understood."""
+    room = Path(__file__).parent / "plan"
+    files = [
+        *sorted((room / "tracing").glob("*.py")),
+        *(room / f"{name}.py" for name in ("profile", "experts", "lifetimes")),
+    ]
+    return xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in files))
 
 
 def _code(build: str, folder: Path) -> str:

@@ -267,6 +267,9 @@ class Agent:
             self.emit("hang", **fields, silent=round(found.silent, 3), stopped=found.stopped, stack=stack)
         elif found.certain or found.silent > self.silence:
             attempt.ending = found.words
+            if not found.certain:
+                hint = f"recovery.silence is {self.silence:g} s: if nothing was stuck, but only slow, raise it"
+                self.emit("warning", text=hint)
             self.signal(signal.SIGKILL)
 
     def obey_signals(self) -> None:

@@ -58,8 +58,8 @@ def heartbeat(usual: float | None) -> float:
 
 def stuck(beats: Mapping[int, Beat | None], now: float, usual: float | None, stopped: Collection[int]) -> Stuck | None:
     """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
-    are held still. None before all have begun to train, and where the one that is waited for is preparing something,
-    unless it is held still while others are not."""
+    are held still. None before all have begun, before the first step has ended (`usual` is None), and where the one
+    that is waited for is preparing something, unless it is held still while others are not."""
     known = {rank: beat for rank, beat in beats.items() if beat is not None}
     if len(known) < len(beats) or not known:
         return None
@@ -72,7 +72,8 @@ def stuck(beats: Mapping[int, Beat | None], now: float, usual: float | None, sto
     if certain and rank not in held:
         rank = min(held, key=lambda each: known[each].count)
     beat = known[rank]
-    if beat.place in PREPARING and not certain:
+    # nobody knows yet how long a step takes: the first may compile, or be that of a very large model
+    if (beat.place in PREPARING or usual is None) and not certain:
         return None
     doing = NEXT.get(beat.place, beat.place)
     if beat.place in STORAGE and rank not in held:

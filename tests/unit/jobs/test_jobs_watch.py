@@ -83,3 +83,7 @@ def test_it_is_told_in_words() -> None:
     found = stuck({0: beat(51), 1: beat(49, ago=12.4)}, NOW, 0.1, {1})
     assert found is not None
     assert found.words == "worker 1 is held still by a signal for 12 s, in step 9, doing: backward"
+
+
+def test_the_first_step_may_take_as_long_as_it_likes() -> None:
+    assert stuck({0: beat(ago=300, step=1)}, NOW, None, ()) is None
