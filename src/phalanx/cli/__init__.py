@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
-        print(f"error: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        # of two, as when one is renamed to the other, the second is the one that was asked for
+        print(f"error: {os.fsdecode(error.filename2 or error.filename)}: {error.strerror}", file=sys.stderr)
         return int(ExitCode.USAGE)
 
 

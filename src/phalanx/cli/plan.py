@@ -53,6 +53,8 @@ def plan(
         for name, path in (("--out", out), ("--trace", trace)):
             if path is not None and not path.absolute().parent.is_dir():
                 raise UsageError(f"{name} {path}: there is no folder {path.absolute().parent}")
+            if path is not None and path.is_dir():
+                raise UsageError(f"{name} {path}: is a folder; expected a file")
         loaded = load_recipe(recipe, overrides or [])
         found = plan_run(loaded, cluster, gpus, Path.cwd())
     write_whole(out, text_of(loaded, overrides or [], found))

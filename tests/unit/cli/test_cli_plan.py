@@ -132,6 +132,7 @@ node:
         (["--cluster", "nowhere.yaml"], 78, "nowhere.yaml"),
         ([*HERE, "--out", "nowhere/x.yaml"], 64, "--out nowhere/x.yaml: there is no folder"),
         ([*HERE, "--trace", "nowhere/x.json"], 64, "--trace nowhere/x.json: there is no folder"),
+        ([*HERE, "--trace", "."], 64, "--trace .: is a folder; expected a file"),
         ([*HERE, "--in-place", "--out", "x.yaml"], 64, "--in-place, --out x.yaml: give one of the two"),
         ([*HERE, "--top", "0"], 64, "--top"),
         (["batch.global=7", *HERE], 78, "a multiple of 1024 samples can"),
