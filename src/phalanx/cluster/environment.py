@@ -27,7 +27,8 @@ def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that change speed, rounding or communication, sorted; others may hold secrets."""
-    return {name: environ[name] for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)}
+    wanted = [name for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)]
+    return {name: environ[name] for name in wanted if name != "PHALANX_TOKEN"}
 
 
 def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:

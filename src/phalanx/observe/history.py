@@ -28,6 +28,10 @@ PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "
 _COLUMNS = ("step", "t", "loss", "grad_norm", "lr", "tokens", "seconds", "skipped", "noise_scale")
 
 
+GROWN = "grown"
+"""How an attempt ended that lost nothing: the run went on with more workers."""
+
+
 def number(value: Any) -> float:
     """A JSON value as a float; NaN for whatever is not a number (null, a missing key)."""
     return float(value) if isinstance(value, int | float) else math.nan
@@ -85,11 +89,24 @@ class Attempt:
     last_work: float = 0.0
     """The last start, step, evaluation or save: from here on a dying attempt did nothing more."""
     ended: str | None = None
+    fell: bool = False
+    """A fault ended it: whatever `end` comes behind that, it saved nothing at its end."""
     steps: int = 0
     redone_steps: int = 0
     """Steps of earlier attempts (or, by rollback, of this one) that this attempt had to do again."""
     redone_seconds: float = 0.0
     """What those steps, and the evaluations among them, had taken."""
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended out of order: killed, failed, or stopped by a fault after which nobody started it again."""
+        return self.ended not in ("done", "stopped", GROWN) or (self.fell and self.ended == "stopped")
+
+    def idle(self, after: float) -> float:
+        """Seconds for which its devices were held when it did nothing more: until the next start, at `after`, or
+        until the `end` that was written when nobody would start it again."""
+        until = min(self.last, after) if self.ended == "stopped" else after
+        return max(0.0, until - self.last_work) if self.died else 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,7 @@ class History:
     guards: tuple[Event, ...]
     faults: tuple[Event, ...]
     warnings: tuple[Event, ...]
+    stragglers: tuple[Event, ...]
     compiled: tuple[Event, ...]
     redone: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
@@ -160,6 +178,8 @@ class _Reader:
                 self.attempts[-1].last = t
                 if kind in ("step", "eval", "checkpoint"):
                     self.attempts[-1].last_work = t
+                if kind == "fault":
+                    self.attempts[-1].fell = True
             if kind == "step":
                 self.step(event, t)
             elif kind == "eval":
@@ -175,6 +195,8 @@ class _Reader:
 
     def start(self, event: Event, t: float) -> None:
         from_step = whole(event.get("from_step"), 0)
+        if event.get("grown") and self.attempts and self.attempts[-1].ended is None:
+            self.attempts[-1].ended = GROWN
         if isinstance(event.get("steps"), int):
             self.planned = event["steps"]
         self.attempts.append(
@@ -255,6 +277,7 @@ class _Reader:
             guards=tuple(named("guard", [])),
             faults=tuple(named("fault", [])),
             warnings=tuple(named("warning", [])),
+            stragglers=tuple(named("straggler", [])),
             compiled=tuple(named("compiled", [])),
             redone=tuple(self.redone),
             nodes=max(1, len(self.nodes)),

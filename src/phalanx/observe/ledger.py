@@ -58,7 +58,7 @@ class Ledger:
     discarded: float = 0.0
     """Steps and evaluations that were done again."""
     unavailable: float = 0.0
-    """From the last work of an attempt that died to the next start."""
+    """From the last work of an attempt that died to the next start, or to the `end` that tells that there is none."""
     losses: tuple[Loss, ...] = ()
 
     @property
@@ -89,7 +89,7 @@ def ledger_of(history: History) -> Ledger:
     )
     productive = float(np.nansum(devices * steps.seconds)) - sum(parts.values()) + scoring
     starting = sum(life.world * _starting(life) for life in lives)
-    gaps = [_gap(before, after) for before, after in pairwise(lives)]
+    gaps = [before.idle(after.began) for before, after in pairwise(lives)]
     unavailable = sum(before.world * gap for before, gap in zip(lives, gaps, strict=False))
     held = sum(before.world * _lived(before, after) for before, after in pairwise(lives))
     held += lives[-1].world * max(0.0, lives[-1].last - lives[-1].began)
@@ -121,25 +121,16 @@ def _starting(life: Attempt) -> float:
     return max(0.0, (life.first_step_began or life.last) - life.began)
 
 
-def _died(life: Attempt) -> bool:
-    return life.ended not in ("done", "stopped")
-
-
-def _gap(before: Attempt, after: Attempt) -> float:
-    """Seconds in which devices were held and nobody worked."""
-    return max(0.0, after.began - before.last_work) if _died(before) else 0.0
-
-
 def _lived(life: Attempt, after: Attempt) -> float:
     """Seconds from its start to its end, or to the last thing that it did."""
-    return max(0.0, min(life.last_work if _died(life) else life.last, after.began) - life.began)
+    return max(0.0, min(life.last_work if life.died else life.last, after.began) - life.began)
 
 
 def _losses(history: History, gaps: Sequence[float]) -> list[Loss]:
     """What each attempt that died cost, told by the fault that was written for it."""
     found = []
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
-        if not _died(before):
+        if not before.died:
             continue
         told = [each for each in history.faults if before.began <= number(each.get("t")) <= after.began]
         t = number(told[0].get("t")) if told else before.last_work

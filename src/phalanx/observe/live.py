@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from phalanx.observe import units
-from phalanx.observe.history import file_of
+from phalanx.observe.sentences import sentence
 from phalanx.run import Event, Run
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class LogDisplay:
             return
         if event["kind"] == "end" and self._tally.step != self._told and self._tally.last:
             self._tell_step(self._tally.last)
-        if text := sentence(event, self._tally):
+        if text := sentence(event, self._tally.world, self._tally.step, self._tally.total):
             self._write(event, text)
         if event["kind"] == "start":
             self._next = float("-inf")
@@ -221,6 +221,24 @@ class LogDisplay:
         stamp = time.strftime("%H:%M:%S", time.localtime(event["t"]))
         self._stream.write(f"{stamp}  {text}\n")
         self._stream.flush()
+
+
+class Lines(LogDisplay):
+    """The same lines as values, for who shows them among others. Time is that of the events."""
+
+    def __init__(self, total_steps: int, facts: LiveFacts):
+        self._now = 0.0
+        self._lines: list[str] = []
+        super().__init__(sys.stdout, total_steps, facts, lambda: self._now)
+
+    def take(self, event: Event) -> list[str]:
+        """What is written for an event, without its time."""
+        self._now, self._lines = float(event["t"]), []
+        self.show(event)
+        return self._lines
+
+    def _write(self, event: Event, text: str) -> None:
+        self._lines.append(text)
 
 
 class TerminalDisplay:
@@ -260,6 +278,7 @@ class TerminalDisplay:
             "start",
             "compiled",
             "hang",
+            "straggler",
             "fault",
             "warning",
             "guard",
@@ -267,7 +286,9 @@ class TerminalDisplay:
             "checkpoint_failed",
         ):
             self._live.start()
-            if (kind != "start" or event.get("attempt")) and (text := sentence(event, self._tally)):
+            if (kind != "start" or event.get("attempt")) and (
+                text := sentence(event, self._tally.world, self._tally.step, self._tally.total)
+            ):
                 self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
         elif kind != "end" and now < self._next:
             return
@@ -322,6 +343,7 @@ class TerminalDisplay:
 
 _STYLES = {
     "hang": "red",
+    "straggler": "yellow",
     "fault": "red",
     "guard": "yellow",
     "warning": "yellow",
@@ -346,57 +368,6 @@ def _pace(tally: Tally) -> list[str]:
     if tally.share is not None:
         found.append(f"{units.percent(tally.share)} of matmul rate")
     return found
-
-
-def sentence(event: Event, tally: Tally) -> str:
-    """One line for an event that is not a step; empty for kinds that nobody needs to read."""
-    kind, get = event["kind"], event.get
-    if kind == "start":
-        again = f"attempt {get('attempt')}: " if get("attempt") else ""
-        begin = f"from step {get('from_step')}" if get("from_step") else "from the beginning"
-        return (
-            f"{again}{units.times(tally.world, 'worker')} on {get('device', '?')}, {begin}, {tally.total} steps in all"
-        )
-    if kind == "compiled":
-        breaks = f", with {units.times(get('breaks', 0), 'graph break')}" if get("breaks") else ""
-        return f"compiled {units.times(get('blocks', 0), 'block')} in {units.duration(get('seconds'))}{breaks}"
-    if kind == "eval":
-        scores: dict[str, Any] = get("metrics") or {}
-        listed = "".join(f"  {name} {units.loss(value)}" for name, value in scores.items())
-        return f"evaluation at step {get('step')}: held-out loss {units.loss(get('loss'))}{listed}" + (
-            "  (best so far)" if get("best") else ""
-        )
-    if kind == "checkpoint":
-        return (
-            f"checkpoint at step {get('step')}: {units.size(get('bytes'))}, stood still {units.duration(get('stall'))}"
-        )
-    if kind == "checkpoint_rejected":
-        return f"checkpoint rejected: {file_of(event)}: {get('reason', 'no reason given')}"
-    if kind == "checkpoint_failed":
-        return f"checkpoint failed at step {get('step')}: {get('reason', 'no reason given')}; training goes on"
-    if kind == "guard":
-        return f"guard at step {get('step')}: {get('what')}, {get('action')} (skipped steps so far: {get('count', 1)})"
-    if kind == "fault":
-        return f"fault: {get('detail') or 'rank {}: {}'.format(get('rank', '?'), get('what'))}"
-    if kind == "hang":
-        return hang_in_words(event)
-    if kind == "warning":
-        return f"warning: {get('text')}"
-    if kind == "end":
-        return f"{get('status')} at step {get('step', tally.step)} of {tally.total}"
-    return ""
-
-
-def hang_in_words(event: Event) -> str:
-    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one."""
-    get = event.get
-    how = "is held still" if get("stopped") else "gives no sign of life"
-    said = f"hang: worker {get('rank')} on {get('node')} {how} for {units.duration(get('silent'))}"
-    said += f", in step {get('step')}, doing: {get('doing')}"
-    lines = [line.strip() for line in str(get("stack") or "").splitlines() if line.strip().startswith("File ")]
-    own = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
-    at = (own or lines)[:1]
-    return said + (f"; {at[0]}" if at else "")
 
 
 def console_for(stream: TextIO, **options: Any) -> Console:

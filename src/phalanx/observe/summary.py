@@ -17,8 +17,9 @@ import numpy as np
 
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
-from phalanx.observe.history import History, Steps, file_of, number, read_history
+from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history
 from phalanx.observe.ledger import Ledger, ledger_of
+from phalanx.observe.sentences import straggler_in_words
 from phalanx.observe.what import What, read_recipe, what_ran
 from phalanx.run import Event, Run
 
@@ -153,7 +154,7 @@ class Summary:
     @property
     def restarts(self) -> int:
         """Starts after an attempt that had not reached its end. Going on with more steps after `done` is none."""
-        return sum(life.ended != "done" for life in self.attempts[:-1])
+        return sum(life.ended not in ("done", GROWN) for life in self.attempts[:-1])
 
     @property
     def split_shares(self) -> dict[str, float] | None:
@@ -221,7 +222,10 @@ def summary_of(run: Run, history: History) -> Summary:
         guards=dict(actions),
         rollbacks=sum(1 for guard in history.guards if guard.get("action") == "rollback"),
         faults=tuple(_fault(event) for event in history.faults),
-        warnings=tuple(str(event.get("text", "")) for event in history.warnings),
+        warnings=(
+            *(str(event.get("text", "")) for event in history.warnings),
+            *(straggler_in_words(event) for event in history.stragglers),
+        ),
         checkpoints=_checkpoints(history),
         digest=str(result["digest"]) if finished and result.get("digest") else None,
     )
@@ -284,10 +288,9 @@ def durations(history: History) -> Durations:
     lives = history.attempts
     down = paused = starting = 0.0
     for before, after in pairwise(lives):
-        if before.ended in ("done", "stopped"):
-            paused += max(0.0, after.began - before.last)
-        else:
-            down += max(0.0, after.began - before.last_work)
+        idle = before.idle(after.began)
+        down += idle
+        paused += max(0.0, after.began - (before.last_work + idle if before.died else before.last))
     for life in lives:
         starting += max(0.0, (life.first_step_began or life.last) - life.began)
     wall = max(0.0, lives[-1].last - lives[0].began - paused)

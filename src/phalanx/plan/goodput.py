@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from phalanx.cluster.description import Reliability
+from phalanx.cluster.failures import DAY, daly_interval
 
-DAY = 86_400.0
 _NEVER = 700.0  # e to this still fits a float
 
 
@@ -45,24 +45,6 @@ def failure_interval(reliability: Reliability, nodes: int) -> float | None:
     """
     rate = reliability.failures_per_1000_node_days
     return None if rate is None else DAY * 1000.0 / (rate * nodes)
-
-
-def young_interval(save: float, between_failures: float) -> float:
-    """Productive seconds between saves that block for `save` seconds each: sqrt(2 d M), Young 1974, first order."""
-    return math.sqrt(2.0 * save * between_failures)
-
-
-def daly_interval(save: float, between_failures: float) -> float:
-    """Productive seconds between saves, Daly 2006: sqrt(2dM) (1 + sqrt(d/2M)/3 + (d/2M)/9) - d.
-
-    It holds for d < 2M. A save that takes longer than that seldom succeeds, and the paper then takes M. Up to d = M
-    the run takes at most 0.02 % longer than at the true optimum of the complete model (`productive_share`), up to 2M
-    at most 0.2 %.
-    """
-    if save >= 2.0 * between_failures:
-        return between_failures
-    x = save / (2.0 * between_failures)
-    return young_interval(save, between_failures) * (1.0 + math.sqrt(x) / 3.0 + x / 9.0) - save
 
 
 def productive_share(interval: float, save: float, restart: float, between_failures: float) -> float:

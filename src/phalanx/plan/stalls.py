@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from phalanx.cluster.description import Cluster, Storage
-from phalanx.plan.goodput import Goodput, daly_interval, failure_interval, goodput
+from phalanx.cluster.failures import daly_interval
+from phalanx.plan.goodput import Goodput, failure_interval, goodput
 from phalanx.plan.step import Parts
 
 ASYNCHRONOUS = 0.01

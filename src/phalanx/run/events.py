@@ -92,7 +92,7 @@ def training_seconds(events: Iterable[Event]) -> float:
     for event in events:
         if event["kind"] == "start":
             last = event["t"]
-        elif event["kind"] == "worker":  # the next attempt gets ready
+        elif event["kind"] == "worker" and not event.get("later"):  # the next attempt gets ready
             last = None
         elif event["kind"] != "warning" and last is not None:  # some warnings are given before an attempt
             seconds, last = seconds + event["t"] - last, event["t"]

@@ -29,7 +29,7 @@ PLACES = (
 """What a worker can have finished; the parts of a step are those of `train/timing.py`."""
 WORKERS = 1024
 """Most workers of one agent."""
-_SLOT = struct.Struct("<qqqqd")
+_SLOT = struct.Struct("<qqqqdd")
 _SIZE = 64
 VARIABLE = "PHALANX_PULSE"
 """Environment variable with the number of the inherited file."""
@@ -47,6 +47,8 @@ class Beat:
     """What it finished last."""
     t: float
     """Of the machine's monotonic clock, in seconds."""
+    busy: float = 0.0
+    """Seconds of finished steps in which it did not wait for other workers."""
 
 
 class Pulses:
@@ -72,8 +74,8 @@ class Pulses:
             slot = self._memory[rank * _SIZE : rank * _SIZE + _SLOT.size]
             if slot == self._memory[rank * _SIZE : rank * _SIZE + _SLOT.size]:
                 break
-        pid, count, step, place, t = _SLOT.unpack(slot)
-        return Beat(pid, count, step, PLACES[place], t) if count else None
+        pid, count, step, place, t, busy = _SLOT.unpack(slot)
+        return Beat(pid, count, step, PLACES[place], t, busy) if count else None
 
     def close(self) -> None:
         """Give the memory back."""
@@ -86,21 +88,31 @@ class Pulse:
 
     def __init__(self, fd: int, rank: int, clock: Callable[[], float] = time.monotonic):
         self.step = 0
+        self.busy = 0.0
         self._memory = mmap.mmap(fd, WORKERS * _SIZE)
         self._at, self._pid, self._count, self._clock = rank * _SIZE, os.getpid(), 0, clock
 
     def beat(self, place: str) -> None:
         """Something of PLACES has ended."""
         self._count += 1
-        _SLOT.pack_into(self._memory, self._at, self._pid, self._count, self.step, PLACES.index(place), self._clock())
+        told = (self._pid, self._count, self.step, PLACES.index(place), self._clock(), self.busy)
+        _SLOT.pack_into(self._memory, self._at, *told)
+
+    def restart(self) -> None:
+        """Count from nothing again, as all workers do that meet anew: counts are compared."""
+        self._count, self.busy = 0, 0.0
 
 
 class Silent:
     """In the place of a `Pulse` where nobody listens."""
 
     step = 0
+    busy = 0.0
 
     def beat(self, place: str) -> None:
+        """Nothing."""
+
+    def restart(self) -> None:
         """Nothing."""
 
 

@@ -88,3 +88,7 @@ def test_the_room_does_not_import_torch() -> None:
         subprocess.run([sys.executable, "-c", script], check=False, env={"PYTHONPATH": ":".join(sys.path)}).returncode
         == 0
     )
+
+
+def test_a_jobs_token_is_never_recorded() -> None:
+    assert relevant({"PHALANX_TOKEN": "0123", "PHALANX_NODES": "2"}) == {"PHALANX_NODES": "2"}

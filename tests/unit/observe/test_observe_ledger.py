@@ -93,6 +93,40 @@ def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tm
     assert loss.unavailable == pytest.approx(100)
 
 
+def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.t += 2.0
+    maker.event("fault", rank=0, what="lost nursery")
+    maker.t += 0.5
+    maker.end("stopped", 10)
+    maker.t += 3600
+    maker.start(from_step=5)
+    maker.steps(6, 20)
+    maker.end()
+    found = ledger(tmp_path / "run")
+    (loss,) = found.losses
+    assert (loss.what, loss.detected) == ("rank 0: lost nursery", pytest.approx(2.0))
+    assert loss.discarded == found.discarded > 4.0
+    assert loss.unavailable == pytest.approx(2.5) == found.unavailable
+    assert found.allocated < 60
+
+
+def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.event("fault", rank=0, what="SIGKILL")
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end("stopped", 20)
+    maker.start(from_step=20)
+    maker.steps(21, 60)
+    maker.end()
+    assert [loss.what for loss in ledger(tmp_path / "run").losses] == ["rank 0: SIGKILL"]
+
+
 def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     assert ledger(tmp_path).goodput is None

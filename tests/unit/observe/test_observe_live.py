@@ -10,6 +10,7 @@ from make_run import Maker, healthy, troubled
 from rich.console import Console
 
 from phalanx.observe.live import (
+    Lines,
     LiveFacts,
     LogDisplay,
     Tally,
@@ -17,8 +18,8 @@ from phalanx.observe.live import (
     console_for,
     display_for,
     facts_of,
-    hang_in_words,
 )
+from phalanx.observe.sentences import hang_in_words, straggler_in_words
 from phalanx.run import Event, Run, read_events
 
 FACTS = LiveFacts("gpt", "tokens", 256, flops_per_sample=1e9, worker_rate=1e12)
@@ -68,6 +69,15 @@ def test_the_log_has_a_line_every_few_seconds_and_the_last_step() -> None:
     assert "step   1/100" in steps[0]
     assert "step 100/100" in steps[-1]
     assert "ETA" not in steps[-1]
+
+
+def test_the_lines_of_a_log_come_as_values_with_the_events_own_time() -> None:
+    lines = Lines(100, FACTS)
+    events = [start(), *(step(number, 1.0 * number) for number in range(1, 8)), {"t": 8.0, "kind": "end", "step": 7}]
+    said = [lines.take(event) for event in events]
+    assert [len(each) for each in said] == [1, 1, 0, 0, 0, 0, 1, 0, 2]
+    assert said[6][0].startswith("step   6/100  loss ")
+    assert said[8][1] == "None at step 7 of 100"
 
 
 def test_a_step_line_has_loss_speed_share_and_eta() -> None:
@@ -259,3 +269,10 @@ def test_facts_come_from_the_run_directory(tmp_path: Path) -> None:
     for name in ("plan.json", "cluster.json"):
         (bare.path / name).unlink()
     assert facts_of(Run(bare.path)).worker_rate is None
+
+
+def test_a_straggler_is_told_with_what_it_costs() -> None:
+    event = {"kind": "straggler", "rank": 3, "node": "n7", "factor": 1.5, "lost": 0.12, "share": 0.3}
+    assert straggler_in_words(event) == (
+        "straggler: worker 3 on n7 takes 1.50 x as long as its peers: they wait 120 ms a step for it, 30% of the time"
+    )

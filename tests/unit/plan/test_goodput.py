@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.cluster.description import Reliability
-from phalanx.plan.goodput import daly_interval, failure_interval, goodput, productive_share, young_interval
+from phalanx.cluster.failures import daly_interval, young_interval
+from phalanx.plan.goodput import failure_interval, goodput, productive_share
 
 HOUR, MINUTE = 3600.0, 60.0
 SAVE, RESTART = 5 * MINUTE, 10 * MINUTE  # of Daly's figures 3 to 5

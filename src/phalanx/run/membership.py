@@ -1,0 +1,36 @@
+"""Which node of how many this is, as whoever started the nodes says in variables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from phalanx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Which node of how many this is, and where the leading one listens."""
+
+    node: int = 0
+    nodes: int = 1
+    leader: tuple[str, int] | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """As PHALANX_NODE, PHALANX_NODES and PHALANX_LEADER say; alone when they say nothing."""
+        try:
+            nodes = int(environment.get("PHALANX_NODES") or 1)
+            node = int(environment.get("PHALANX_NODE") or 0)
+        except ValueError as error:
+            raise UsageError(f"PHALANX_NODES and PHALANX_NODE must be numbers: {error}") from None
+        if not 0 <= node < nodes:
+            raise UsageError(f"PHALANX_NODE={node} does not lie in PHALANX_NODES={nodes}")
+        if nodes == 1:
+            return cls()
+        host, _, port = environment.get("PHALANX_LEADER", "").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UsageError(
+                f"PHALANX_NODES={nodes} needs PHALANX_LEADER=HOST:PORT, where node 0 listens; found "
+                f"{environment.get('PHALANX_LEADER', '')!r}"
+            )
+        return cls(node, nodes, (host.strip("[]"), int(port)))

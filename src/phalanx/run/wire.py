@@ -1,0 +1,270 @@
+"""The agents' control channel: JSON messages over TCP between members that know the job's token. Not for data.
+
+Both ends prove that they know the token by HMAC over the other's random number, without telling it; after that every
+frame carries an HMAC over its number and content, so nobody on the way can add, change or repeat one. It is not
+encrypted: nothing secret is sent over it.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from phalanx.errors import UsageError
+from phalanx.run.channel import Message
+
+HANDSHAKE = 5.0
+"""Seconds that an end may take to prove itself."""
+SENDING = 10.0
+"""Seconds after which an end that takes nothing is given up."""
+LARGEST = 16 << 20
+"""Bytes of a frame; stacks and errors are far smaller."""
+SHORTEST_TOKEN = 16
+AGENT = b"A"
+"""The purpose of an agent's connection to its leader; other rooms have others."""
+WAITING = 64
+"""How many may prove themselves at the same time."""
+_NONCE = 32
+_MAC = 32
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("!Q")
+
+
+class Refused(ConnectionError):
+    """The other end does not know the token, or speaks something else."""
+
+
+class Wire:
+    """One end of an authenticated connection. `receive` never blocks for more than what has arrived."""
+
+    def __init__(self, sock: socket.socket, key: bytes, leads: bool):
+        self.sock = sock
+        self._mine, self._theirs = (b"leader", b"member") if leads else (b"member", b"leader")
+        self._key, self._sent, self._taken, self._buffer = key, 0, 0, b""
+        self._lock = threading.Lock()
+        sock.settimeout(SENDING)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.sock.fileno()
+
+    def send(self, *messages: Message) -> None:
+        """Send messages in one frame. ConnectionError when the other end is gone or takes nothing."""
+        payload = json.dumps(messages).encode()
+        if len(payload) > LARGEST:
+            raise ValueError(f"messages of {len(payload)} bytes do not fit a frame of {LARGEST}")
+        with self._lock:
+            mac = self._sign(self._mine, self._sent, payload)
+            self._sent += 1
+            try:
+                self.sock.sendall(_LENGTH.pack(len(payload)) + mac + payload)
+            except OSError as error:
+                raise ConnectionError(f"the connection is gone: {error}") from None
+
+    def receive(self) -> list[Message] | None:
+        """Messages that have arrived, after waiting for the first bytes; None when the other end is gone, or somebody
+        else has spoken."""
+        try:
+            chunk = self.sock.recv(1 << 16)
+        except OSError:
+            return None
+        if not chunk:
+            return None
+        self._buffer += chunk
+        messages: list[Message] = []
+        while (frame := self._frame()) is not None:
+            mac, payload = frame
+            if not hmac.compare_digest(mac, self._sign(self._theirs, self._taken, payload)):
+                return None
+            self._taken += 1
+            messages += json.loads(payload)
+        return None if self._too_large() else messages
+
+    def close(self) -> None:
+        """Close the connection; the other end sees it at once."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _frame(self) -> tuple[bytes, bytes] | None:
+        """The next whole frame of what has arrived."""
+        if len(self._buffer) < _LENGTH.size or self._too_large():
+            return None
+        end = _LENGTH.size + _MAC + _LENGTH.unpack_from(self._buffer)[0]
+        if len(self._buffer) < end:
+            return None
+        frame, self._buffer = self._buffer[:end], self._buffer[end:]
+        return frame[_LENGTH.size : _LENGTH.size + _MAC], frame[_LENGTH.size + _MAC :]
+
+    def _too_large(self) -> bool:
+        return len(self._buffer) >= _LENGTH.size and _LENGTH.unpack_from(self._buffer)[0] > LARGEST
+
+    def _sign(self, who: bytes, number: int, payload: bytes) -> bytes:
+        return hmac.digest(self._key, who + _NUMBER.pack(number) + payload, "sha256")
+
+
+def introduce(sock: socket.socket, token: bytes, purpose: bytes) -> tuple[bytes, bytes]:
+    """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
+    listener's first. `Refused` by, or of, a listener that does not know the token."""
+    theirs, mine = exactly(sock, _NONCE), secrets.token_bytes(_NONCE)
+    sock.sendall(mine + purpose + hmac.digest(token, b"caller" + purpose + theirs + mine, "sha256"))
+    if not hmac.compare_digest(
+        exactly(sock, _MAC), hmac.digest(token, b"listener" + purpose + theirs + mine, "sha256")
+    ):
+        raise Refused("who listens there does not know the token")
+    return theirs, mine
+
+
+def welcome(sock: socket.socket, token: bytes) -> tuple[bytes, bytes, bytes]:
+    """The listener's half of `introduce`: what the connection is for, and both random numbers, its own first."""
+    mine = secrets.token_bytes(_NONCE)
+    sock.sendall(mine)
+    theirs, purpose, proof = exactly(sock, _NONCE), exactly(sock, 1), exactly(sock, _MAC)
+    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + mine + theirs, "sha256")):
+        raise Refused("the caller does not know the token")
+    sock.sendall(hmac.digest(token, b"listener" + purpose + mine + theirs, "sha256"))
+    return purpose, mine, theirs
+
+
+def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE) -> Wire:
+    """Connect to the leader. ConnectionError when nobody is there, `Refused` when it does not know the token."""
+    sock = socket.create_connection(address, timeout)
+    try:
+        return _wire(sock, token, *introduce(sock, token, AGENT), leads=False)
+    except TimeoutError:
+        sock.close()
+        raise Refused("who listens there does not answer as an agent does") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def answer(sock: socket.socket, token: bytes, timeout: float = HANDSHAKE) -> Wire:
+    """The leader's half of `dial`. `Refused` for whoever does not prove that it knows the token in time."""
+    sock.settimeout(timeout)
+    try:
+        purpose, mine, theirs = welcome(sock, token)
+    except TimeoutError:
+        raise Refused("it did not prove itself in time") from None
+    if purpose != AGENT:
+        raise Refused("it wants something else")
+    return _wire(sock, token, mine, theirs, leads=True)
+
+
+class Door:
+    """Where the leader listens. Members that have proved themselves, and said what they are, stand in `arrived`;
+    `wake` is called for each. A stranger costs a thread for some seconds, and nothing else waits for it."""
+
+    def __init__(self, address: tuple[str, int], token: bytes):
+        try:
+            self._listener = socket.create_server((listening_at(address[0]), address[1]), backlog=WAITING)
+        except OSError as error:
+            # Python adds to the reason what it was about, which stands here already
+            why = str(error.strerror).partition(" (while")[0]
+            raise UsageError(f"cannot listen on {address[0]}:{address[1]}: {why}") from None
+        self.arrived: queue.SimpleQueue[tuple[Wire, Message]] = queue.SimpleQueue()
+        self.near, self._far = socket.socketpair()
+        self._token, self._proving = token, threading.Semaphore(WAITING)
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens, when the system chose."""
+        number: int = self._listener.getsockname()[1]
+        return number
+
+    @property
+    def address(self) -> str:
+        """The address of the interface that it listens on."""
+        host: str = self._listener.getsockname()[0]
+        return host
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        for each in (self._listener, self.near, self._far):
+            each.close()
+        while not self.arrived.empty():
+            self.arrived.get()[0].close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._proving.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._prove, args=(sock,), name="handshake", daemon=True).start()
+
+    def _prove(self, sock: socket.socket) -> None:
+        try:
+            wire = answer(sock, self._token)
+            wire.sock.settimeout(HANDSHAKE)
+            said: list[Message] | None = []
+            while said == []:
+                said = wire.receive()
+            if not said or said[0].get("kind") != "hello":
+                raise Refused("it did not say what it is")
+            wire.sock.settimeout(SENDING)
+        except OSError:  # a stranger, or gone again: none of ours
+            sock.close()
+            return
+        finally:
+            self._proving.release()
+        self.arrived.put((wire, said[0]))
+        with contextlib.suppress(OSError):  # closing meanwhile
+            self._far.send(b"x")
+
+
+def listening_at(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
+    """The address to listen on where others know this node as `host`: its own, or all of them where the name leads to
+    the loopback here, as Debian has a machine call itself 127.0.1.1. OSError for a name that leads nowhere."""
+    address = resolve(host)
+    misled = address.startswith("127.") and host != "localhost" and not host.startswith("127.")
+    return "" if misled else host
+
+
+def token_from(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or with one that could be
+    guessed."""
+    path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
+    if path is not None:
+        try:
+            token = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {error.strerror}") from None
+    if len(token.strip()) < SHORTEST_TOKEN:
+        raise UsageError(
+            "several nodes need a token that all of them know: at least 16 random characters in a file that only you "
+            "can read (PHALANX_TOKEN_FILE), such as `openssl rand -hex 32` prints"
+        )
+    return token.strip().encode()
+
+
+def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads: bool) -> Wire:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Wire(sock, hmac.digest(token, b"key" + leader + member, "sha256"), leads)
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes. `Refused` when the other end hangs up before."""
+    found = b""
+    while len(found) < count:
+        chunk = sock.recv(count - len(found))
+        if not chunk:
+            raise Refused("the other end hung up")
+        found += chunk
+    return found

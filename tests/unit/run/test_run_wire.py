@@ -1,0 +1,191 @@
+"""The control channel: who knows the token talks, who does not is sent away, nobody on the way can change a word."""
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.run.wire import Door, Refused, Wire, answer, dial, introduce, listening_at, token_from
+
+TOKEN = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with Door(("127.0.0.1", 0), TOKEN) as door:
+        yield door
+
+
+def enter(door: Door, token: bytes = TOKEN) -> Wire:
+    wire = dial((door.address, door.port), token)
+    wire.send({"kind": "hello", "node": 1})
+    return wire
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, Wire]]:
+    near, far = socket.socketpair()
+    leader, member = Wire(near, b"key", leads=True), Wire(far, b"key", leads=False)
+    yield leader, member
+    leader.close()
+    member.close()
+
+
+def test_who_knows_the_token_comes_in_and_messages_go_both_ways(door: Door) -> None:
+    member = enter(door)
+    leader, hello = door.arrived.get(timeout=5)
+    assert hello == {"kind": "hello", "node": 1}
+    leader.send({"kind": "start"}, {"kind": "signal", "number": 9})
+    assert member.receive() == [{"kind": "start"}, {"kind": "signal", "number": 9}]
+    member.send({"kind": "beats", "beats": [1.5, "data"]})
+    assert leader.receive() == [{"kind": "beats", "beats": [1.5, "data"]}]
+    leader.close()
+    assert member.receive() is None
+    member.close()
+
+
+def test_who_does_not_know_the_token_is_refused_on_both_sides(door: Door) -> None:
+    with pytest.raises(Refused):
+        enter(door, b"another token that is long enough")
+    assert door.arrived.empty()
+
+
+def test_a_member_does_not_trust_a_leader_that_does_not_know_the_token() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(os.urandom(32))
+                sock.recv(64)
+                sock.sendall(os.urandom(32))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(Refused, match="does not know the token"):
+            dial(listener.getsockname(), TOKEN)
+        thread.join()
+
+
+def test_who_says_nothing_holds_nobody_up(door: Door) -> None:
+    with socket.create_connection((door.address, door.port)):
+        member = enter(door)
+        wire, _ = door.arrived.get(timeout=4)
+        wire.close()
+        member.close()
+
+
+def test_who_proves_nothing_in_time_is_refused() -> None:
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(Refused, match="in time"):
+        answer(near, TOKEN, timeout=0.05)
+
+
+def test_a_long_message_arrives_whole(ends: tuple[Wire, Wire]) -> None:
+    leader, member = ends
+    text = "x" * 500_000
+    thread = threading.Thread(target=leader.send, args=({"kind": "hang", "stack": text},))
+    thread.start()
+    found: list[dict[str, str]] = []
+    while not found:
+        found = member.receive() or []
+    thread.join()
+    assert found[0]["stack"] == text
+
+
+@pytest.mark.parametrize("what", ["changed", "repeated", "turned back", "too large"])
+def test_a_frame_of_somebody_else_ends_the_connection(what: str, ends: tuple[Wire, Wire]) -> None:
+    leader, member = ends
+    leader.send({"kind": "ping"})
+    frame = member.sock.recv(1000)
+    if what == "changed":
+        member_sees = frame.replace(b"ping", b"pong")
+    elif what == "repeated":
+        member_sees = frame * 2
+    elif what == "too large":
+        member_sees = struct.pack("!I", 1 << 30) + frame
+    else:
+        member.sock.sendall(frame)
+        assert leader.receive() is None
+        return
+    leader.sock.sendall(member_sees)
+    assert member.receive() is None
+
+
+def test_the_token_goes_over_no_wire() -> None:
+    near, far = socket.socketpair()
+    seen: list[bytes] = []
+
+    class Listening(socket.socket):
+        def sendall(self, data: bytes) -> None:  # type: ignore[override]
+            seen.append(bytes(data))
+            super().sendall(data)
+
+    listening = Listening(fileno=near.detach())
+    thread = threading.Thread(target=lambda: far.sendall(far.recv(32) + bytes(32)))
+    thread.start()
+    with listening, far:
+        with pytest.raises(Refused):
+            answer(listening, TOKEN)
+        thread.join()
+    assert seen
+    assert all(TOKEN not in each for each in seen)
+
+
+def test_the_token_comes_from_a_file_or_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a" * 40 + "\n")
+    assert token_from({"PHALANX_TOKEN_FILE": str(file)}) == b"a" * 40
+    assert token_from({"PHALANX_TOKEN": "b" * 20}) == b"b" * 20
+    assert token_from({"PHALANX_TOKEN_FILE": str(file), "PHALANX_TOKEN": "b" * 20}) == b"a" * 40
+
+
+@pytest.mark.parametrize("environment", [{}, {"PHALANX_TOKEN": "short"}, {"PHALANX_TOKEN_FILE": "/nowhere/token"}])
+def test_no_token_or_one_that_can_be_guessed_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        token_from(environment)
+
+
+def test_a_connection_for_another_purpose_is_no_agents(door: Door) -> None:
+    with socket.create_connection((door.address, door.port)) as sock:
+        introduce(sock, TOKEN, b"E")
+        assert sock.recv(1) == b""  # sent away
+    assert door.arrived.empty()
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "found"),
+    [
+        ("node-1", "10.0.0.1", "node-1"),
+        ("node-1", "127.0.1.1", ""),  # as Debian's installer writes it into /etc/hosts
+        ("localhost", "127.0.0.1", "localhost"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_name_that_leads_to_the_loopback_at_home_means_all_interfaces(host: str, address: str, found: str) -> None:
+    assert listening_at(host, lambda name: address) == found
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_this_machines_is_told_in_one_reason(host: str) -> None:
+    with pytest.raises(UsageError) as told:
+        Door((host, 4000), TOKEN)
+    assert str(told.value).startswith(f"cannot listen on {host}:4000: ")
+    assert "while attempting" not in str(told.value)
+
+
+def test_a_door_that_is_taken_is_told(door: Door) -> None:
+    with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{door.port}: Address already in use"):
+        Door(("127.0.0.1", door.port), TOKEN)
+
+
+def test_messages_are_plain_json_for_whoever_debugs(ends: tuple[Wire, Wire]) -> None:
+    leader, member = ends
+    leader.send({"kind": "ping"})
+    assert json.loads(member.sock.recv(1000)[36:]) == [{"kind": "ping"}]
