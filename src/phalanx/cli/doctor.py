@@ -1,0 +1,143 @@
+"""`phalanx doctor`: parse, have the checks done or reports compared, print, leave with the exit code."""
+
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from phalanx.cluster.health.examine import Report
+
+
+def doctor(
+    reports: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Reports of nodes, for --compare.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only look, measure nothing: in under 3 s.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="Do this check only; may be repeated.")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Leave this check out.")] = None,
+    run: Annotated[
+        Path, typer.Option(metavar="DIR", help="The run whose disk is checked; need not exist yet.")
+    ] = Path(),
+    expect_devices: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="GPUs that must be here.", show_default="as probed once")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Judge the nodes of FILEs beside each other.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the report to DIR/NODE.json.")] = None,
+    listen: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Let other nodes measure the link to this one.")
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="Measure the link to a node that listens there.")
+    ] = None,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="In a job on several nodes: measure the links between all of them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only what is not right.")] = False,
+) -> int:
+    """Is this machine fit to train? What is not, and why.
+
+    Leaves with 0 when it is, warnings included, and with 77 when anything is BAD or a check came to no end. --compare
+    reads what `phalanx doctor --json` or --out wrote on several nodes.
+    """
+    from phalanx.cli.doctor_page import compared, examined
+
+    if compare:
+        return compared(reports or [], as_json, quiet)
+    if listen is not None:
+        return answering(listen)
+    if reports:
+        raise UsageError(f"{reports[0]}: reports are read with --compare; without it this machine is examined")
+    if out is not None and not out.is_dir():
+        raise UsageError(f"--out {out}: no such folder")
+    if pairs or link:
+        found = linked(link or [])
+    else:
+        found = _examined(run, expect_devices, quick, only or [], skip or [])
+    if out is not None:
+        write(found.as_json(), out / f"{file_name(found.node)}.json")
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        for line in examined(found, quiet):
+            typer.echo(line)
+    return int(ExitCode.DONE if found.fit else ExitCode.UNFIT_NODE)
+
+
+def _examined(run: Path, expect: int | None, quick: bool, only: list[str], skip: list[str]) -> "Report":
+    from phalanx.cli.probe import progress
+    from phalanx.cluster.health import Site
+    from phalanx.cluster.health.checks import chosen
+    from phalanx.cluster.health.examine import examine
+
+    checks = chosen(only, skip, quick)
+    names = [check.name for check in checks]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
+    with progress() as tell:
+        site = Site(run.absolute(), expect_devices=expect, quick=quick)
+        return examine(site, checks, lambda name: tell(name, names.index(name) / len(names)))
+
+
+def linked(addresses: list[str]) -> "Report":
+    """Only links: to these addresses, or without any between all nodes of the job that this is a part of."""
+    from phalanx.cluster.health.examine import Report
+    from phalanx.cluster.health.links import examined
+    from phalanx.cluster.health.pairs import pairs, place_of
+    from phalanx.run.wire import token_from
+
+    begun = time.monotonic()
+    if addresses:
+        token = token_from(os.environ)
+        findings = [examined(where, token) for where in addresses]
+    else:
+        findings = pairs(place_of(os.environ))
+    return Report(platform.node(), time.time(), time.monotonic() - begun, tuple(findings))
+
+
+def answering(port: int) -> int:
+    """Answer those who measure, one after another, until Ctrl-C or SIGTERM."""
+    from phalanx.cluster.health.links import answer
+    from phalanx.run.wire import Refused, token_from
+
+    token = token_from(os.environ)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        listener = socket.create_server(("", port), backlog=64)
+    except OSError as error:
+        raise UsageError(f"--listen {port}: {error.strerror}; choose another port") from None
+    with listener:
+        typer.echo(f"listening on port {port}; Ctrl-C ends it", err=True)
+        try:
+            while True:
+                sock, caller = listener.accept()
+                with sock:
+                    try:
+                        answer(sock, token)
+                    except (OSError, Refused) as error:
+                        typer.echo(f"{caller[0]}: {error}", err=True)
+        except KeyboardInterrupt:
+            return int(ExitCode.DONE)
+
+
+def write(value: dict[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    draft = path.with_name(f".{path.name}.{platform.node()}.tmp")
+    draft.write_text(json.dumps(value) + "\n")
+    draft.replace(path)
+
+
+def file_name(node: str) -> str:
+    """A node's name as a file's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", node) or "node"

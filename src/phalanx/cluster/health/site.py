@@ -1,0 +1,43 @@
+"""What the checks are told: where to look, and what is expected there. A value that crosses to other processes."""
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from phalanx.run.cache import cache_root
+
+
+@dataclass(frozen=True)
+class Site:
+    """A machine as it is looked at. `root` is where its /proc and /sys lie."""
+
+    run: Path
+    """The folder whose disk a run would write to; it need not exist yet."""
+    cache: Path = field(default_factory=cache_root)
+    temp: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    root: Path = Path("/")
+    uid: int = field(default_factory=os.getuid)
+    expect_devices: int | None = None
+    """GPUs that must be here; None leaves it to what was measured once."""
+    quick: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        paths = {name: str(getattr(self, name)) for name in ("run", "cache", "temp", "root")}
+        return {**paths, "uid": self.uid, "expect_devices": self.expect_devices, "quick": self.quick}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The site of plain values."""
+        paths = {name: Path(value[name]) for name in ("run", "cache", "temp", "root")}
+        return cls(**paths, uid=value["uid"], expect_devices=value["expect_devices"], quick=value["quick"])
+
+
+def read(path: Path) -> str:
+    """A small file of /proc or /sys; empty where it is absent on this kernel, or hidden in this container."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

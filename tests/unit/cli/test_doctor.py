@@ -1,0 +1,218 @@
+"""`phalanx doctor` with checks that are made up: what it prints, writes and refuses, and its exit codes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import cli
+from phalanx.cluster.health import Finding, Verdict, examine
+from phalanx.cluster.health.examine import Report
+
+FINE = Finding("memory", Verdict.OK, "much is free", {"available": 12})
+UNSURE = Finding("clock", Verdict.UNKNOWN, "not known")
+SMALL = Finding("disk/run", Verdict.WARN, "runs/x: 5.0 of 99.0 GiB free")
+BROKEN = Finding("devices/gpu1", Verdict.BAD, "it does not answer")
+HUNG = Finding("matmul", Verdict.UNFINISHED, "it did not finish within 120 s")
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """As before."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the checks find what is given."""
+
+    def make(*findings: Finding) -> None:
+        made = Report("node7", 1000.0, 2.5, findings)
+        monkeypatch.setattr(examine, "examine", lambda site, checks, progress: made)
+
+    return make
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = cli.main(["doctor", *(str(word) for word in words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("findings", "code"),
+    [((FINE, UNSURE), 0), ((FINE, SMALL), 0), ((FINE, BROKEN), 77), ((FINE, HUNG), 77)],
+)
+def test_a_machine_is_unfit_when_anything_is_bad_or_unfinished(
+    findings: tuple[Finding, ...], code: int, says: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says(*findings)
+    assert doctor(capsys)[0] == code
+
+
+def test_the_page_shows_each_finding_and_what_comes_of_them(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    says(FINE, SMALL, BROKEN)
+    assert doctor(capsys)[1].splitlines() == [
+        "OK          memory        much is free",
+        "WARN        disk/run      runs/x: 5.0 of 99.0 GiB free",
+        "BAD         devices/gpu1  it does not answer",
+        "",
+        "node7: NOT FIT to train (1 BAD, 1 WARN, 1 OK), looked at for 2.5 s",
+    ]
+
+
+def test_quietly_a_fit_machine_says_nothing(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    says(FINE, UNSURE)
+    assert doctor(capsys, "--quiet") == (0, "", "")
+
+
+def test_quietly_an_unfit_machine_says_what_is_not_right(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    says(FINE, BROKEN)
+    lines = doctor(capsys, "--quiet")[1].splitlines()
+    assert lines[0].split() == ["BAD", "devices/gpu1", "it", "does", "not", "answer"]
+    assert lines[1].startswith("node7: NOT FIT")
+    assert len(lines) == 2
+
+
+def test_json_is_one_line_with_the_verdict_and_all_figures(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    says(FINE, HUNG)
+    code, out, _ = doctor(capsys, "--json")
+    (line,) = out.splitlines()
+    value = json.loads(line)
+    assert (code, value["node"], value["verdict"], value["fit"]) == (77, "node7", "UNFINISHED", False)
+    assert value["findings"][0]["figures"] == {"available": 12}
+
+
+def test_a_report_is_written_under_the_nodes_name(
+    says: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    says(FINE)
+    doctor(capsys, "--out", tmp_path)
+    assert json.loads((tmp_path / "node7.json").read_text())["node"] == "node7"
+    assert [each.name for each in tmp_path.iterdir()] == ["node7.json"]
+
+
+def nodes(folder: Path, **seconds: float) -> list[Path]:
+    """Reports of nodes whose reference product takes so long."""
+    paths = []
+    for name, value in seconds.items():
+        pace = Finding("matmul", Verdict.OK, "", {"device": "H100", "seconds": value})
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(Report(name, 1000.0, 1.0, (pace,)).as_json()) + "\n")
+        paths.append(path)
+    return paths
+
+
+def test_of_three_nodes_the_slow_one_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = doctor(capsys, "--compare", "--quiet", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.015))
+    assert code == 77
+    assert out.splitlines() == [
+        "n3  BAD         fleet/matmul  33% below the median of 3 nodes",
+        "1 of 3 nodes are NOT FIT to train: n3",
+    ]
+
+
+def test_nodes_that_are_alike_are_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = doctor(capsys, "--compare", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.0102))
+    assert code == 0
+    assert out.splitlines()[-1] == "all 3 nodes are fit to train"
+
+
+def test_a_comparison_has_its_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, out, _ = doctor(capsys, "--compare", "--json", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.015))
+    assert {each["node"]: each["fit"] for each in json.loads(out)["nodes"]} == {"n1": True, "n2": True, "n3": False}
+
+
+def test_reports_of_several_nodes_may_be_lines_of_one_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    both = tmp_path / "all.jsonl"
+    both.write_text("".join(path.read_text() for path in nodes(tmp_path, n1=0.010, n2=0.010)))
+    assert doctor(capsys, "--compare", both)[1].splitlines()[-1] == "all 2 nodes are fit to train"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "memroy"], "no check 'memroy'; did you mean 'memory'?"),
+        (["--skip", "zzz"], "no check 'zzz'. There are: versions"),
+        (["--quick", "--only", "matmul"], "--quick leaves out those that measure"),
+        (["--out", "nowhere"], "--out nowhere: no such folder"),
+        (["report.json"], "reports are read with --compare"),
+        (["--compare"], "--compare needs the reports"),
+        (["--compare", "nowhere.json"], "nowhere.json: No such file"),
+        (["--compare", "torn.json"], "torn.json:1: expected a report"),
+        (["--compare", "other.json"], "other.json:1: expected a report"),
+        (["--compare", "twice.json"], "twice.json:2: node n1 is in twice.json already"),
+        (["--link", "node7"], "expected HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_TOKEN", "words that nobody guesses")
+    (one,) = nodes(tmp_path, n1=0.01)
+    Path("torn.json").write_text('{"format": 1, "node"')
+    Path("other.json").write_text("[1, 2]")
+    Path("twice.json").write_text(one.read_text() * 2)
+    code, out, err = doctor(capsys, *words)
+    assert (code, out) == (64, "")
+    assert message in err
+
+
+def test_a_link_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, err = doctor(capsys, "--listen", "4000")
+    assert code == 64
+    assert "PHALANX_TOKEN_FILE" in err
+
+
+def test_two_nodes_measure_their_link() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command, environ = (
+        [sys.executable, "-m", "phalanx", "doctor"],
+        {**os.environ, "PHALANX_TOKEN": "words that nobody guesses"},
+    )
+    with subprocess.Popen(
+        [*command, "--listen", str(port)], env=environ, stderr=subprocess.PIPE, text=True
+    ) as listener:
+        assert listener.stderr is not None
+        assert f"port {port}" in listener.stderr.readline()
+        where = f"127.0.0.1:{port}"
+        done = subprocess.run([*command, "--link", where, "--json"], env=environ, capture_output=True, timeout=60)
+        listener.send_signal(signal.SIGTERM)
+        assert listener.wait(30) == 0
+    (found,) = json.loads(done.stdout)["findings"]
+    assert found["check"] == "link"
+    assert found["figures"]["out"] > 0
+
+
+def test_a_quick_look_at_this_machine_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import CHECKS, run\n"
+        "from phalanx.cluster.health import Site\n"
+        f"site = Site(__import__('pathlib').Path({str(tmp_path)!r}), quick=True).as_json()\n"
+        "[run({'check': each.name, 'site': site}) for each in CHECKS if not each.measures]\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_checks_of_this_very_machine_can_be_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = doctor(capsys, "--json", "--only", "limits", "--only", "disk", "--run", tmp_path)
+    assert [each["check"] for each in json.loads(out)["findings"]] == ["limits", "disk/run", "disk/cache", "disk/temp"]
+    assert code in (0, 77)

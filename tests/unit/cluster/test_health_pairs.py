@@ -1,0 +1,150 @@
+"""All nodes of a job measure each other: some as threads on this machine's loopback, and what is said of whom."""
+
+import socket
+import threading
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.health import Finding, Verdict, links, pairs
+from phalanx.cluster.health.links import Link
+from phalanx.cluster.health.pairs import Place, evaluate, place_of, rounds
+from phalanx.errors import UsageError
+
+NAMES = {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16])
+def test_everybody_meets_everybody_once_and_nobody_two_at_once(nodes: int) -> None:
+    met = []
+    for matches in rounds(nodes):
+        busy = [node for pair in matches for node in pair]
+        assert len(busy) == len(set(busy))
+        met += [tuple(sorted(pair)) for pair in matches]
+    assert sorted(met) == list(combinations(range(nodes), 2))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def together(places: list[Place]) -> dict[int, list[Finding]]:
+    """What each node found, all at once."""
+    found: dict[int, list[Finding]] = {}
+
+    def one(place: Place) -> None:
+        found[place.node] = pairs.pairs(place)
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that take no time to speak of."""
+    monkeypatch.setattr(pairs, "measure", partial(links.measure, seconds=0.02))
+    monkeypatch.setattr(pairs, "COMING", 20.0)
+
+
+def places(count: int, token: bytes = b"words") -> list[Place]:
+    leader = ("127.0.0.1", free_port())
+    return [Place(node, count, leader, token) for node in range(count)]
+
+
+def test_three_nodes_measure_all_three_links() -> None:
+    found = together(places(3))
+    assert set(found) == {0, 1, 2}
+    for (one,) in found.values():
+        assert one.check == "links"
+        assert "to 2 other nodes" in one.reason
+
+
+def test_a_node_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "COMING", 1.0)
+    found = together(places(3)[:2])
+    assert "node 2 did not come within 1 s" in found[0][0].reason
+
+
+def test_a_node_without_the_token_is_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "COMING", 1.0)
+    leader, other = places(2)
+    found = together([leader, Place(1, 2, other.leader, b"guessed")])
+    assert found[0][0].verdict is Verdict.UNFINISHED
+    assert "node 1 did not come" in found[0][0].reason
+    assert found[1][0].verdict is Verdict.UNFINISHED
+
+
+def test_without_a_leader_a_node_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "COMING", 0.3)
+    ((found,),) = together(places(2)[1:]).values()
+    assert found.verdict is Verdict.UNFINISHED
+    assert "does not lead" in found.reason
+
+
+def said(node: int, nodes: int, rates: dict[tuple[int, int], float | str]) -> Finding:
+    """Of a node, where every link that is not given carries 1 GB/s."""
+    whole: dict[tuple[int, int], Link | str] = {}
+    for pair in combinations(range(nodes), 2):
+        value = rates.get(pair, 1e9)
+        whole[pair] = value if isinstance(value, str) else Link(1e-4, value, value)
+    (found,) = evaluate(node, {each: NAMES[each] for each in range(nodes)}, whole, [])
+    return found
+
+
+def test_nodes_that_are_alike_are_fine() -> None:
+    assert {said(node, 4, {}).verdict for node in range(4)} == {Verdict.OK}
+
+
+def test_a_node_whose_links_are_all_slow_is_bad_and_the_others_only_say_so() -> None:
+    slow: dict[tuple[int, int], float | str] = {(0, 3): 3e8, (1, 3): 3e8, (2, 3): 3e8}
+    found = [said(node, 4, slow).verdict for node in range(4)]
+    assert found[3] is Verdict.BAD
+    assert Verdict.BAD not in found[:3]
+
+
+def test_one_slow_link_is_a_warning_to_both_ends() -> None:
+    found = [said(node, 4, {(1, 2): 3e8}) for node in range(4)]
+    assert [each.verdict for each in found] == [Verdict.OK, Verdict.WARN, Verdict.WARN, Verdict.OK]
+    assert "slow to n2 (300 MB/s)" in found[1].reason
+
+
+def test_a_node_that_most_cannot_reach_is_no_pass() -> None:
+    found = [said(node, 3, {(0, 2): "timed out", (1, 2): "timed out"}) for node in range(3)]
+    assert [each.verdict for each in found] == [Verdict.WARN, Verdict.WARN, Verdict.UNFINISHED]
+    assert "no link to n2 (timed out)" in found[0].reason
+
+
+WORDS = "words that nobody guesses"
+ENGINE = {"PHALANX_NODE": "1", "PHALANX_NODES": "2", "PHALANX_LEADER": "n0:4000", "PHALANX_TOKEN": WORDS}
+
+
+def test_the_engine_says_where_a_node_stands() -> None:
+    assert place_of(ENGINE) == Place(1, 2, ("n0", 4000), WORDS.encode())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"PHALANX_NODE": "2"},
+        {"PHALANX_NODES": "1", "PHALANX_NODE": "0"},
+        {"PHALANX_LEADER": "n0"},
+        {"PHALANX_NODE": "x"},
+    ],
+)
+def test_what_the_engine_cannot_have_said_is_told(changed: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--pairs"):
+        place_of({**ENGINE, **changed})
+
+
+def test_outside_of_a_job_there_are_no_pairs() -> None:
+    with pytest.raises(UsageError, match="PHALANX_NODES"):
+        place_of({"PHALANX_TOKEN": WORDS})
