@@ -20,18 +20,20 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import Phase, Piece, Saver, checkpoint_name, retain, share_out
+from phalanx.train.hot import HOT_FLAGS, HotCopies
 from phalanx.train.parallel.divided import Held
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
 from phalanx.train.state import Progress
 
-SAVE_FLAGS = ("written", "failed", "committed")
+SAVE_FLAGS = ("written", "failed", "committed", *HOT_FLAGS)
 
 
 class Saving:
     """Saves of one worker. `tell(kind, event)` reports what became of them: `checkpoint` and `checkpoint_failed` on
     every worker alike, `warning` on the leading one. `flush()` sends the events told so far: a run that dies goes on
-    from what was committed, so the events of the steps until then must not die with it."""
+    from what was committed, so the events of the steps until then must not die with it. `hot` are copies in the nodes'
+    memory besides: they go along with whatever is done here."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Saving:
         common: dict[str, Any],
         tell: Callable[[str, dict[str, Any]], None],
         flush: Callable[[], None],
+        hot: HotCopies | None = None,
     ):
         self._run = run
         self._place = place
@@ -50,6 +53,7 @@ class Saving:
         self._common = common
         self._tell = tell
         self._flush = flush
+        self.hot = hot
         self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
@@ -69,6 +73,12 @@ class Saving:
         if self._place.leads:
             self._tidy(step)
 
+    def roll_back(self, step: int) -> None:
+        """Go back to the checkpoint of this step: what came after it is undone."""
+        self.resume(step)
+        if self.hot is not None:
+            self.hot.roll_back(step)
+
     def start(self, progress: Progress, state: Mapping[str, Held], eager: list[str], best: bool) -> None:
         """Begin to save. Nothing else may be in flight. Workers that hold the same share it out."""
         assert self.in_flight is None
@@ -83,7 +93,7 @@ class Saving:
             for name in sorted(self._own)
             for block in state[name].holding.blocks
         ]
-        meta = {**self._common, **asdict(progress)}
+        meta = {**self._common, **asdict(progress), "saved": step}
         begun = time.perf_counter()
         try:
             self._saver.start(step, pieces, meta, eager=[name for name in eager if name in self._own])
@@ -97,9 +107,14 @@ class Saving:
         if self._waiting_for_copy:
             self._stall += self._saver.wait_copied()
             self._waiting_for_copy = False
+        if self.hot is not None:
+            self.hot.wait_copied()
 
-    def flags(self) -> tuple[bool, bool, bool]:
+    def flags(self) -> tuple[bool, ...]:
         """This worker's SAVE_FLAGS now."""
+        return (*self._flags(), *((False, False) if self.hot is None else self.hot.flags()))
+
+    def _flags(self) -> tuple[bool, bool, bool]:
         if self.in_flight is None:
             return (False, False, False)
         state = self._saver.poll()
@@ -110,6 +125,8 @@ class Saving:
 
     def settle(self, flags: Mapping[str, int]) -> None:
         """Take the next turn, given the flags of all workers."""
+        if self.hot is not None:
+            self.hot.settle(flags)
         step = self.in_flight
         if step is None:
             return
@@ -131,10 +148,19 @@ class Saving:
             self.settle(self._agree())
 
     def close(self) -> None:
-        """Finish, and wait until old checkpoints are removed."""
+        """Finish, and wait until old checkpoints, and all hot copies, are removed."""
         self.finish()
+        if self.hot is not None:
+            self.hot.close()
         self._janitor.shutdown()
         self._look_after_removals()
+
+    def abandon(self) -> None:
+        """Leave everything that is in flight, waiting for no other worker: some are gone. Whole copies stay."""
+        if self.hot is not None:
+            self.hot.abandon()
+        self._end()
+        self._janitor.shutdown()
 
     def _share_of(self, state: Mapping[str, Held], sizes: Mapping[str, int]) -> set[str]:
         """What this worker saves of what it holds."""
@@ -161,6 +187,8 @@ class Saving:
             self._tidy(step)
         self._end()
         self.last_saved = step
+        if self.hot is not None:
+            self.hot.saved(step)
         self._tell("checkpoint", event)
 
     def _remember_best(self, step: int, loss: float) -> None:

@@ -25,7 +25,8 @@ from phalanx.train.precision import LossScale
 class Progress:
     """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
 
-    `guards` counts skipped steps, `best` is the lowest held-out loss that was saved.
+    `guards` counts skipped steps, `best` is the lowest held-out loss that was saved, `saved` the step of the newest
+    checkpoint, 0 before there was one.
     """
 
     step: int = 0
@@ -35,6 +36,7 @@ class Progress:
     skipped_in_a_row: int = 0
     last_loss: float | None = None
     best: float | None = None
+    saved: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
 
     @classmethod
@@ -42,6 +44,15 @@ class Progress:
         """As a checkpoint's meta has it (`asdict`)."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
         return cls(**{**values, "noise": NoiseScale(**meta.get("noise", {}))})
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a worker is that holds the state in memory. `settled` is the last step after which everything that was
+    due was done."""
+
+    progress: Progress
+    settled: int
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -72,11 +83,25 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
     return held | {name: divided.whole(value) for name, value in scale.state().items()}
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A worker's part of the state, as blocks of logical tensors to be read: name, offset, and the tensor to fill.
+    `states` are those of the optimizer and the scale among them."""
+
+    blocks: list[tuple[str, tuple[int, ...], Tensor]]
+    states: dict[str, Tensor]
+
+
 def load_held(
     divided: Divided, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
 ) -> None:
     """Read this worker's part of the state from a checkpoint that was written under any layout. CorruptError names a
     bad file, DataError what does not fit."""
+    load_wanted(wanted_of(divided, path, manifest), optimizer, scale, path, manifest, threads)
+
+
+def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
+    """What `load_held` reads. DataError when the model does not fit the checkpoint."""
     parameters = divided.parameters()
     wanted: list[tuple[str, tuple[int, ...], Tensor]] = []
 
@@ -108,8 +133,16 @@ def load_held(
                 want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
             else:
                 wanted.append((key, (), states[key]))
+    return Wanted(wanted, states)
+
+
+def load_wanted(
+    wanted: Wanted, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
+) -> None:
+    """Read it. CorruptError names a bad file."""
+    states = wanted.states
     with torch.no_grad():
-        load_blocks(path, wanted, threads, manifest)
+        load_blocks(path, wanted.blocks, threads, manifest)
     optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
     scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
 

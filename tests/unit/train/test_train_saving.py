@@ -64,19 +64,19 @@ def steps_on_disk(run: Run) -> list[int]:
 def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    assert saving.flags() == (False, False, False)
+    assert saving.flags() == (False,) * 5
     saving.start(Progress(step=5, samples=80), whole(weights()), [], best=False)
     assert saving.in_flight == 5
     saving.wait_copied()
     saving._saver.wait()
-    assert saving.flags() == (True, False, False)
+    assert saving.flags() == (True, False, False, False, False)
     settle(saving)
     assert not told
     saving._saver.wait()
-    assert saving.flags() == (False, False, True)
+    assert saving.flags() == (False, False, True, False, False)
     settle(saving)
     assert [kind for kind, _ in told] == ["checkpoint"]
-    assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False, False, False))
+    assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False,) * 5)
     saving.close()
 
 
@@ -232,7 +232,7 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
     told: Told = []
     saving = make_saving(run, told)
     saving.start(Progress(step=3), whole(weights()), [], best=False)
-    assert saving.flags() == (False, True, False)
+    assert saving.flags() == (False, True, False, False, False)
     settle(saving)
     saving.close()
     assert told == [("checkpoint_failed", {"step": 3, "reason": "no room: a checkpoint takes 8 GB"})]

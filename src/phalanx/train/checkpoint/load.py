@@ -113,6 +113,16 @@ def load_blocks(
         tensor.copy_(arrived)
 
 
+def files_of(manifest: Manifest, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> set[str]:
+    """The files that `load_blocks` reads for these."""
+    found = set()
+    for name, offset, tensor in wanted:
+        for piece in manifest.tensors[name].pieces if name in manifest.tensors else ():
+            if any(True for _ in _runs(piece.offset, piece.extent, offset, tensor.shape)):
+                found.add(piece.file)
+    return found
+
+
 def _record(path: Path, manifest: Manifest, name: str) -> TensorRecord:
     record = manifest.tensors.get(name)
     if record is None:
@@ -258,15 +268,18 @@ def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
 def verify(path: Path, threads: int = 2) -> Manifest:
     """Read every byte of a checkpoint; return its manifest, or raise CorruptError naming the first bad file."""
     manifest = read_manifest(path)
+    verify_files(path, manifest.files, manifest.chunk_bytes, threads)
+    return manifest
+
+
+def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int) -> None:
+    """Read every byte of files whose chunks have so many bytes. CorruptError names the first bad one."""
     works = [
-        partial(
-            _read_run, path / name, file, manifest.chunk_bytes, range(first, min(first + _RUN, len(file.chunks))), ()
-        )
-        for name, file in manifest.files.items()
+        partial(_read_run, folder / name, file, chunk, range(first, min(first + _RUN, len(file.chunks))), ())
+        for name, file in files.items()
         for first in range(0, len(file.chunks), _RUN)
     ]
     _in_threads(works, threads)
-    return manifest
 
 
 def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:

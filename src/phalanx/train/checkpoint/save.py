@@ -101,8 +101,7 @@ class Saver:
         this rank will write. `start` does it by itself when it was not done. UsageError when there is no room."""
         layout, pinned = self._laid_out(pieces), any(piece.tensor.is_cuda for piece in pieces)
         if self._staging is None:
-            copies = 1 if list_checkpoints(self._directory) else 2
-            check_space(self._directory, layout.nbytes * self._world, copies)
+            self._check_room(layout.nbytes)
         if self._staging is None or not self._staging.fits(layout.nbytes, pinned):
             self._staging = None  # let go of the old one first
             self._staging = Staging(layout.nbytes, pinned)
@@ -161,6 +160,9 @@ class Saver:
         state = self.wait()
         if state.phase in (Phase.WRITTEN, Phase.FAILED):
             self._remove_own(state.step)
+        self._settle()
+
+    def _settle(self) -> None:
         self._state = SaveState(Phase.IDLE)
 
     def _laid_out(self, pieces: Sequence[Piece]) -> Layout:
@@ -172,11 +174,16 @@ class Saver:
     def _final(self, step: int) -> Path:
         return self._directory / checkpoint_name(step)
 
-    def _temporary(self, step: int) -> Path:
+    def _folder(self, step: int) -> Path:
+        """Where ranks write."""
         return temporary_name(self._final(step), str(self._attempt))
 
     def _share(self, step: int, rank: int) -> Path:
-        return self._temporary(step) / f"rank-{rank:05d}.json"
+        return self._folder(step) / f"rank-{rank:05d}.json"
+
+    def _check_room(self, nbytes: int) -> None:
+        copies = 1 if list_checkpoints(self._directory) else 2
+        check_space(self._directory, nbytes * self._world, copies)
 
     def _write(self, staging: Staging, layout: Layout, pieces: Sequence[Piece], eager: Collection[str]) -> SaveState:
         """The background thread's work: snapshot, then file, then this rank's share of the manifest."""
@@ -185,22 +192,27 @@ class Saver:
         finally:
             self._copied.set()
         staging.complete()
-        step, share = self._state.step, self._share(self._state.step, self._rank)
+        step = self._state.step
         try:
             _step_aside()
-            share.parent.mkdir(parents=True, exist_ok=True)
-            share.unlink(missing_ok=True)
-            chunks = write_image(share.parent / self._file, staging.image(layout))
-            files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
-            write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
-            sync_directory(share.parent)
+            self._store(step, staging.image(layout), layout)
         except OSError as error:
             self._remove_own(step)
-            return self._ended(Phase.FAILED, step, reason=_reason(error, share.parent / self._file))
+            return self._ended(Phase.FAILED, step, reason=_reason(error, self._folder(step) / self._file))
         return self._ended(Phase.WRITTEN, step, bytes=layout.nbytes)
 
+    def _store(self, step: int, image: Bytes, layout: Layout) -> None:
+        """Put the snapshot where it lasts. OSError when that fails."""
+        share = self._share(step, self._rank)
+        share.parent.mkdir(parents=True, exist_ok=True)
+        share.unlink(missing_ok=True)
+        chunks = write_image(share.parent / self._file, image)
+        files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
+        write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
+        sync_directory(share.parent)
+
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
-        temporary, final = self._temporary(step), self._final(step)
+        temporary, final = self._folder(step), self._final(step)
         try:
             nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
         except OSError as error:

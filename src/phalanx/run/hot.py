@@ -1,0 +1,160 @@
+"""Where a run's hot copies lie on a node, and which of them belong to its history. What they hold is train's business.
+
+Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below what PHALANX_HOT names.
+Its name comes from the run directory's path, so that the agent of a node can always say what is to be removed.
+
+`hot.json` in the run directory lists lines of history, the newest first, each with the last of its steps that counts:
+null for the line that is being trained. Whoever goes back to a step cuts all lines there. A copy carries the token of
+its line, so one that a lost node brings back later, or that a deleted run left, is known for what it is. `saved` is the
+newest checkpoint: where it is gone, somebody has undone what came after the one before, and no copy counts.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import DataError, UsageError
+from phalanx.run.directory import Run, write_json
+
+VARIABLE = "PHALANX_HOT"
+"""Names the folder below which hot copies lie."""
+MEMORY = Path("/dev/shm")
+PREFIX = "phalanx-hot"
+OWNER = "run"
+"""File in a node's folder that holds the run directory's path."""
+STALE, ABANDONED = 3600.0, 86_400.0
+"""Seconds without a change after which a folder is nobody's: one whose run has no hot copies any more, and any."""
+REMEMBERED = 8
+"""Lines that are kept: only copies of the newest are ever there."""
+
+Lines = list[tuple[str, int | None]]
+"""Tokens, the newest first, each with the last step that counts, None for all."""
+
+
+def base_of(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder below which hot copies lie on this node; None where there is no memory that looks like a folder."""
+    named = environment.get(VARIABLE)
+    if named:
+        return Path(named)
+    return MEMORY if MEMORY.is_dir() else None
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Which node this is, as our agent or torchrun says, so that several on one machine keep apart."""
+    return environment.get("PHALANX_NODE") or environment.get("GROUP_RANK") or "0"
+
+
+def hot_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """This node's folder for hot copies of a run; it need not exist."""
+    base = base_of(environment)
+    if base is None:
+        return None
+    name = hashlib.sha256(os.path.realpath(run.path).encode()).hexdigest()[:16]
+    return base / f"{PREFIX}-{os.getuid()}-{name}-{node_name(environment)}"
+
+
+def open_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
+    """Make this node's folder, for nobody else to read, and clear away what dead runs left beside it. UsageError when
+    there is no place for it, or another user has taken the name; OSError when the file system refuses."""
+    folder = hot_folder(run, environment)
+    if folder is None:
+        raise UsageError(f"there is no {MEMORY} here; name a folder by {VARIABLE}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_private(folder):
+        raise UsageError(f"{folder}: is not a folder that only this user can read; remove it")
+    (folder / OWNER).write_text(os.path.realpath(run.path))
+    sweep(folder)
+    return folder
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a real folder of this user's that nobody else may read."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def sweep(own: Path, clock: float | None = None) -> None:
+    """Remove folders beside `own` that are nobody's: their agent was killed, and nobody started the run again."""
+    now = time.time() if clock is None else clock
+    for other in own.parent.glob(f"{PREFIX}-{os.getuid()}-*"):
+        if other == own or not is_private(other):
+            continue
+        with suppress(OSError):  # its own agent may be removing it
+            owner, age = Run(Path((other / OWNER).read_text())), now - other.stat().st_mtime
+            if age > (STALE if not hot_file(owner).exists() else ABANDONED):
+                shutil.rmtree(other)
+
+
+def remove_copies(run: Run, environment: Mapping[str, str] = os.environ) -> None:
+    """Remove this node's hot copies of a run, if there are any."""
+    folder = hot_folder(run, environment)
+    if folder is not None and is_private(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def hot_file(run: Run) -> Path:
+    """Where the lines of history stand."""
+    return run.path / "hot.json"
+
+
+def forget(run: Run) -> None:
+    """No hot copy of a run counts from here on."""
+    hot_file(run).unlink(missing_ok=True)
+
+
+def read_history(run: Run) -> tuple[Lines, int]:
+    """The lines of a run's history, and its newest checkpoint's step, 0 for none. No lines when no hot copy was ever
+    begun, or when the file is not what it should be: then no copy can be trusted."""
+    try:
+        value = run.read_json(hot_file(run)) or {}
+    except DataError:
+        return [], 0
+    lines, saved = value.get("lines"), value.get("saved")
+    if not isinstance(lines, list) or not isinstance(saved, int):
+        return [], 0
+    return [(str(token), upto) for token, upto in lines], saved
+
+
+def begin_line(run: Run, token: str) -> None:
+    """A new line goes on from where the last was cut. OSError when there is no room to say so."""
+    lines, saved = read_history(run)
+    _write(run, [(token, None), *lines], saved)
+
+
+def cut(run: Run, step: int) -> None:
+    """The run goes on from this step: what was copied of later steps belongs to no history any more."""
+    lines, saved = read_history(run)
+    _tell(run, [(token, step if upto is None else min(upto, step)) for token, upto in lines], min(saved, step))
+
+
+def note_saved(run: Run, step: int) -> None:
+    """There is a checkpoint of this step."""
+    _tell(run, read_history(run)[0], step)
+
+
+def counts(lines: Lines, token: str, step: int) -> bool:
+    """Whether a copy of this line and step belongs to the run's history."""
+    return any(token == known and (upto is None or step <= upto) for known, upto in lines)
+
+
+def _tell(run: Run, lines: Lines, saved: int) -> None:
+    if not lines:
+        return
+    try:
+        _write(run, lines, saved)
+    except OSError:  # no room to say which copies count: then none does
+        forget(run)
+
+
+def _write(run: Run, lines: Lines, saved: int) -> None:
+    write_json(hot_file(run), {"saved": saved, "lines": [list(line) for line in lines[:REMEMBERED]]})

@@ -1,0 +1,209 @@
+"""Connections of one worker that keep a second copy of its part of the state on another node.
+
+They are plain TCP and not a process group's: a collective could not be left while the other end is dead or held still,
+and a group over all pairs of nodes takes all ranks to make. Addresses and secrets are told over the process group. Each
+part goes as its record and its file's bytes, is compared with its checksums where it arrives, and is answered.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import xxhash
+
+from phalanx.train.checkpoint.format import CHUNK, CorruptError
+from phalanx.train.checkpoint.parts import Part, copy_name, decode_part, encode_part, put_part
+from phalanx.train.checkpoint.staging import Bytes
+
+PATIENCE = 20.0
+"""Seconds within which a connection must be there and its secret told."""
+_HEAD = struct.Struct("!I")
+_RECORD = 1 << 30  # bytes beyond which a record is none
+Address = tuple[str, int, str]
+"""Host, port and secret (hexadecimal) of a listener."""
+
+
+def local_address(environment: Mapping[str, str] = os.environ) -> str:
+    """This machine's address on the network over which workers talk: gloo's interface where one is named, else the one
+    that leads to where they meet."""
+    named = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(named, ()):
+        if each.family == socket.AF_INET:
+            return each.address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "9"))))
+        address: str = sock.getsockname()[0]  # nothing was sent
+        return address
+
+
+class Keeper:
+    """Keeps parts of workers on other nodes in `folder`. `listen`, then `accept` each of them."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._secret = secrets.token_hex(16)
+        self._listener: socket.socket | None = None
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._cpu: dict[int, float] = {}
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of a core that keeping the last parts took."""
+        return sum(self._cpu.values())
+
+    def listen(self, address: str) -> Address:
+        """Be ready for connections; where, and the secret."""
+        self._listener = socket.create_server((address, 0))
+        self._listener.settimeout(PATIENCE)
+        host, port = self._listener.getsockname()[:2]
+        return host, port, self._secret
+
+    def accept(self, count: int) -> None:
+        """Take so many connections, and serve each from now on. OSError when they do not come in time."""
+        assert self._listener is not None
+        until = time.monotonic() + PATIENCE
+        while len(self._connections) < count and time.monotonic() < until:
+            connection, _ = self._listener.accept()
+            connection.settimeout(PATIENCE)
+            try:
+                told = _receive_exactly(connection, len(self._secret))
+            except OSError:
+                told = bytearray()
+            if not hmac.compare_digest(told, self._secret.encode()):
+                connection.close()  # a stranger
+                continue
+            connection.settimeout(None)
+            self._connections.append(connection)
+            number = len(self._threads)
+            thread = threading.Thread(target=self._serve, args=(connection, number), name="keeper", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._listener.close()
+        if len(self._connections) < count:
+            raise TimeoutError("the worker whose part this one keeps did not come")
+
+    def close(self) -> None:
+        """Stop keeping, at once: whoever sends notices."""
+        for connection in self._connections:
+            with _shut(connection):
+                pass
+        for thread in self._threads:
+            thread.join()
+        for connection in self._connections:
+            connection.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self, connection: socket.socket, number: int) -> None:
+        block = bytearray(CHUNK)
+        # The other end closed, or died, or sent what is no record: it finds the connection closed, and tells.
+        with contextlib.suppress(ConnectionError, CorruptError), _shut(connection):
+            while True:
+                (size,) = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
+                if not 0 < size < _RECORD:
+                    return
+                begun = time.thread_time()
+                content = bytes(_receive_exactly(connection, size))
+                answer = self._keep(connection, content, memoryview(block))
+                self._cpu[number] = time.thread_time() - begun
+                connection.sendall(_HEAD.pack(len(answer)) + answer)
+
+    def _keep(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
+        """Take a part's file and keep it; what was wrong, or nothing. All of it is read either way."""
+        part = decode_part(content, Path("record"))
+        file, record = part.file, part.files[part.file]
+        copy = self._folder / copy_name(part.step, part.token)
+        wrong = ""
+        with contextlib.ExitStack() as stack:
+            descriptor = -1
+            try:
+                copy.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(copy / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                stack.callback(os.close, descriptor)
+            except OSError as error:
+                wrong = str(error)
+            for number, chunk in enumerate(record.chunks):
+                piece = block[: min(CHUNK, record.bytes - number * CHUNK)]
+                _receive_into(connection, piece)
+                if wrong:
+                    continue
+                if xxhash.xxh3_64_hexdigest(piece) != chunk:
+                    wrong = f"{file} was damaged on its way"
+                    continue
+                try:
+                    _write_all(descriptor, piece)
+                except OSError as error:
+                    wrong = f"{copy / file}: {error.strerror}"
+        if not wrong:
+            try:
+                put_part(copy, part)
+            except OSError as error:
+                wrong = str(error)
+        return wrong.encode()
+
+
+class Sender:
+    """Brings this worker's parts to its keeper."""
+
+    def __init__(self, address: Address):
+        host, port, secret = address
+        self._socket = socket.create_connection((host, port), PATIENCE)
+        self._socket.sendall(secret.encode())
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def deliver(self, part: Part, image: Bytes) -> None:
+        """Send a part and its file's bytes; returns when they are kept. OSError when that fails."""
+        record = encode_part(part)
+        self._socket.sendall(_HEAD.pack(len(record)) + record)
+        self._socket.sendall(image.data)
+        (size,) = _HEAD.unpack(_receive_exactly(self._socket, _HEAD.size))
+        if wrong := bytes(_receive_exactly(self._socket, size)).decode():
+            raise OSError(f"the second copy could not be kept: {wrong}")
+
+    def close(self) -> None:
+        """Break off, at once, also what another thread delivers."""
+        with _shut(self._socket):
+            pass
+
+    def release(self) -> None:
+        """After `close`, when no thread delivers any more."""
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _shut(connection: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it is shut already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
+    found = bytearray(count)
+    _receive_into(connection, memoryview(found))
+    return found
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        count = connection.recv_into(target[done:])
+        if count == 0:
+            raise ConnectionResetError("the other end closed the connection")
+        done += count
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]

@@ -1,0 +1,337 @@
+"""Hot copies of one worker, and who copies what where there are many."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_train import Remembering, SmallParts, make_parts, mesh_of, steps_of
+from torch import Tensor
+
+from phalanx.run.hot import hot_file, hot_folder, open_folder
+from phalanx.train import hot as hot_module
+from phalanx.train.checkpoint import list_checkpoints, step_of
+from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
+from phalanx.train.ends import resume
+from phalanx.train.gang import Gang
+from phalanx.train.hot import no_room, owned, room_in, share_of
+from phalanx.train.interval import Times
+from phalanx.train.nodes import Nodes
+from phalanx.train.parallel.cuts import Holding
+from phalanx.train.parallel.divided import Held
+from phalanx.train.state import Progress, state_tensors
+
+META = {"fingerprint": "f"}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of this machine's memory."""
+    monkeypatch.setenv("PHALANX_HOT", str(tmp_path / "memory"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_NODE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "memory"
+
+
+def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
+    return make_parts(path, recovery={"hot": hot}, **changes)
+
+
+def events(parts: SmallParts, kind: str) -> list[dict[str, Any]]:
+    assert isinstance(parts.reporter, Remembering)
+    return parts.reporter.of(kind)
+
+
+def weights(parts: SmallParts) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in state_tensors(parts.model, parts.optimizer, parts.scale).items()}
+
+
+def wait_for_copy(gang: Gang) -> None:
+    """Until the copy that is in flight, if one is, is written."""
+    gang.saving.wait_copied()
+    assert gang.saving.hot is not None
+    if gang.saving.hot._saver is not None:
+        gang.saving.hot._saver.wait()
+
+
+def train_and_die(parts: SmallParts, step: int, progress: Progress | None = None) -> dict[int, dict[str, Tensor]]:
+    """Train to a step and stop there as a worker that is killed; the state after each step."""
+    gang = Gang(parts, progress or Progress(), META)
+    states = {}
+    for _ in steps_of(gang):
+        states[gang.progress.step] = weights(parts)
+        gang.saving.finish()
+        wait_for_copy(gang)
+        if gang.progress.step == step:
+            break
+    gang.saving.abandon()
+    return states
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return set(one) == set(other) and all(tensor.equal(other[name]) for name, tensor in one.items())
+
+
+def folder_of(parts: SmallParts) -> Path:
+    folder = hot_folder(parts.run)
+    assert folder is not None
+    return folder
+
+
+def test_a_killed_run_goes_on_from_its_newest_copy_with_the_same_bits(tmp_path: Path) -> None:
+    states = train_and_die(made(tmp_path / "run"), 5)
+    parts = made(tmp_path / "run")
+    progress = resume(parts, "f", force=False)
+    assert (progress.step, progress.saved, progress.samples) == (4, 0, 16)
+    assert same(weights(parts), states[4])
+    (restored,) = events(parts, "hot_restored")
+    assert (restored["step"], restored["fetched"]) == (4, 0)
+
+
+def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Gang(parts, Progress(), META)
+    seen = []
+    for _ in steps_of(gang):
+        wait_for_copy(gang)
+        seen.append([step for step, _ in list_copies(folder_of(parts))])
+        if gang.progress.step == 5:
+            break
+    assert seen == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
+    gang.saving.close()
+
+
+def test_a_run_that_ends_leaves_no_copy(tmp_path: Path, memory: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    assert list(memory.iterdir()) == []
+    assert not hot_file(parts.run).exists()
+    assert [step_of(path) for path in list_checkpoints(parts.run.checkpoints)] == [6]
+
+
+def test_a_run_that_goes_on_from_a_copy_of_its_last_step_still_saves_it(tmp_path: Path) -> None:
+    train_and_die(made(tmp_path / "run", steps=7), 6)
+    parts = made(tmp_path / "run", steps=5)
+    progress = resume(parts, "f", force=False)
+    assert progress.step == 5
+    gang = Gang(parts, progress, META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    assert [step_of(path) for path in list_checkpoints(parts.run.checkpoints)] == [5]
+
+
+def test_a_newer_checkpoint_is_preferred(tmp_path: Path) -> None:
+    train_and_die(made(tmp_path / "run", hot=2, checkpoint={"every": 3}), 5)
+    parts = made(tmp_path / "run")
+    steps = {step for step, _ in list_copies(folder_of(parts))}
+    (newest, *_) = [step_of(path) for path in list_checkpoints(parts.run.checkpoints)]
+    assert (newest, max(steps)) == (3, 4)
+    for step, token in list_copies(folder_of(parts)):
+        if step > newest:
+            for record in list_parts(folder_of(parts) / copy_name(step, token)):
+                record.unlink()
+    progress = resume(parts, "f", force=False)
+    assert (progress.step, progress.saved) == (3, 3)
+    assert events(parts, "hot_restored") == []
+    assert list_copies(folder_of(parts)) == []
+
+
+def test_a_copy_that_was_made_after_a_checkpoint_that_is_gone_is_not_used(tmp_path: Path) -> None:
+    """Somebody went back by removing checkpoints."""
+    train_and_die(made(tmp_path / "run", checkpoint={"every": 2}), 5)
+    parts = made(tmp_path / "run")
+    newest, before = list_checkpoints(parts.run.checkpoints)
+    shutil.rmtree(newest)
+    assert resume(parts, "f", force=False).step == step_of(before)
+
+
+def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run", checkpoint={"every": 2})
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        gang.saving.wait_copied()
+        if gang.progress.step == 5:
+            break
+    gang.saving.finish()
+    undone = {token for _, token in list_copies(folder_of(parts))}
+    assert undone
+    gang.saving.roll_back(2)
+    assert list_copies(folder_of(parts)) == []
+    open_folder(parts.run).joinpath(copy_name(5, undone.pop())).mkdir()  # a node that comes back has it still
+    gang.saving.abandon()
+    for path in list_checkpoints(parts.run.checkpoints)[:-1]:
+        shutil.rmtree(path)
+    again = made(tmp_path / "run")
+    assert resume(again, "f", force=False).step == 2
+    assert list_copies(folder_of(again)) == []
+
+
+def test_short_runs_of_short_steps_copy_nothing_by_default(tmp_path: Path, memory: Path) -> None:
+    parts = make_parts(tmp_path / "run", steps=30)
+    assert parts.recipe.recovery.hot == "1%"
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        pass
+    gang.finish()
+    assert not memory.exists()
+    assert [event["kind"] for event in parts.reporter.events if "hot" in event["kind"]] == []  # type: ignore[attr-defined]
+
+
+def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_module, "room_in", lambda folder: 1000)
+    parts = made(tmp_path / "run")
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    (warning,) = [event["text"] for event in events(parts, "warning")]
+    assert warning.startswith("no hot copies: they need ")
+    assert "MB and may take 0.0 MB; training goes on" in warning
+
+
+def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path, memory: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        if gang.progress.step == 2:
+            wait_for_copy(gang)
+            shutil.rmtree(folder_of(parts))
+            folder_of(parts).write_text("in the way")
+    assert gang.finish() == "done"
+    (warning,) = [event["text"] for event in events(parts, "warning")]
+    assert warning.startswith("no hot copies: ")
+    assert not hot_file(parts.run).exists()
+
+
+def held(rows: int, *copies: str) -> Held:
+    return Held(torch.zeros(rows), Holding.whole((rows,)), copies)
+
+
+def owners(layout: dict[str, int], nodes: Nodes, state: dict[str, Held]) -> list[tuple[list[str], bool]]:
+    sizes = {name: 4 * each.tensor.numel() for name, each in state.items()}
+    world = len(nodes.of)
+    return [owned(state, sizes, mesh_of(rank, **layout), nodes, rank) for rank in range(world)]
+
+
+TWO_NODES = Nodes((0, 0, 1, 1))
+PARAMETERS = {"a": held(4, "replicate"), "b": held(2, "replicate")}
+
+
+def test_each_node_keeps_all_that_replicas_hold_and_sends_nothing() -> None:
+    found = owners({"replicate": 4}, TWO_NODES, PARAMETERS)
+    assert found == [(["a"], False), (["b"], False), (["a"], False), (["b"], False)]
+
+
+def test_shards_over_two_nodes_go_to_the_other_node() -> None:
+    found = owners({"shard": 4}, TWO_NODES, PARAMETERS)
+    assert found == [(["a", "b"], True)] * 4
+    assert [TWO_NODES.keeper(rank) for rank in range(4)] == [2, 3, 0, 1]
+
+
+def test_replicas_on_two_nodes_that_are_sharded_inside_send_nothing() -> None:
+    found = owners({"replicate": 2, "shard": 2}, TWO_NODES, PARAMETERS)
+    assert found == [(["a", "b"], False)] * 4
+
+
+def test_one_node_has_nobody_to_send_to() -> None:
+    assert owners({"shard": 2}, Nodes((0, 0)), PARAMETERS) == [(["a", "b"], False)] * 2
+
+
+def test_nodes_are_numbered_by_their_first_worker_and_may_differ_in_size() -> None:
+    nodes = Nodes.named(["x", "x", "x", "y", "z", "z"])
+    assert nodes.of == (0, 0, 0, 1, 2, 2)
+    assert [nodes.keeper(rank) for rank in range(6)] == [3, 3, 3, 4, 0, 1]
+    assert [nodes.leads(rank) for rank in range(6)] == [True, False, False, True, True, False]
+
+
+def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> None:
+    said = [{"bytes": 10_000_000, "exposed": True, "room": 50_000_000, "in_memory": True} for _ in range(4)]
+    assert no_room(said, TWO_NODES) == "they need 100.0 MB on node 0 and may take 50.0 MB"
+    for each in said:
+        each["room"] = 100_000_000
+    assert no_room(said, TWO_NODES) == ""
+
+
+def test_copies_that_are_there_count_as_room(tmp_path: Path, memory: Path) -> None:
+    memory.mkdir()
+    before = room_in(memory)
+    (memory / "part").write_bytes(bytes(1 << 20))
+    assert abs(room_in(memory) - before) < 1 << 20 or room_in(memory) > before
+
+
+def test_a_share_is_read_from_its_words() -> None:
+    assert share_of(" 0.5 %") == pytest.approx(0.005)
+
+
+def deciding(parts: SmallParts, step_seconds: float, cost: float, durable: int | None) -> int | None:
+    """The interval that a share of 1% gives."""
+    times = Times()
+    for _ in range(10):
+        times.note(step_seconds)
+    if cost:
+        times.copying.done(cost)
+    told: list[Any] = []
+    hot = hot_module.HotCopies(
+        parts.run,
+        parts.place,
+        mesh_of(),
+        "1%",
+        0,
+        times,
+        lambda: durable,
+        {},
+        lambda kind, event: told.append((kind, event)),
+        lambda: None,
+    )
+    hot.due(10, 1_000_000)
+    assert [kind for kind, _ in told] == ([] if hot.every is None else ["hot_interval"])
+    return hot.every
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "cost", "durable", "every"),
+    [
+        (2.0, 0.0, None, 1),  # nothing is known of the cost yet
+        (2.0, 0.01, None, 1),
+        (2.0, 0.2, None, 10),
+        (0.1, 0.0, None, 10),  # not more often than every second
+        (0.1, 0.03, 100, 30),
+        (0.1, 0.06, 100, None),  # a checkpoint comes as soon
+        (0.01, 0.0, 50, None),
+    ],
+)
+def test_copies_are_as_frequent_as_their_share_of_the_time_allows(
+    tmp_path: Path, step_seconds: float, cost: float, durable: int | None, every: int | None
+) -> None:
+    assert deciding(make_parts(tmp_path), step_seconds, cost, durable) == every
+
+
+def test_copies_that_seemed_too_dear_are_tried_again(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    times = Times()
+    for _ in range(10):
+        times.note(1.0)
+    times.copying.done(0.6)
+    place, told = parts.place, (lambda: 100, {}, lambda *_: None, lambda: None)
+    hot = hot_module.HotCopies(parts.run, place, mesh_of(), "1%", 0, times, *told)
+    assert not hot.due(10, 10_000)
+    assert hot.every is None
+    hot.due(509, 10_000)
+    assert hot.every is None
+    hot.due(510, 10_000)
+    assert hot.every == 1
+
+
+def test_a_checkpoint_says_that_it_is_one(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run", hot=None, checkpoint={"every": 2})
+    gang = Gang(parts, Progress(), META)
+    for _ in steps_of(gang):
+        pass
+    gang.finish()
+    loaded = resume(made(tmp_path / "run"), "f", force=False)
+    assert (loaded.step, loaded.saved) == (6, 6)

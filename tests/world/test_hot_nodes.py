@@ -1,0 +1,184 @@
+"""Hot copies on two nodes of two workers each: who keeps what, and what a lost node or a lost connection means."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from phalanx.recipe.schema import Layout, Optim
+from phalanx.run import Run
+from phalanx.run.hot import PREFIX, read_history
+from phalanx.train.checkpoint.parts import list_copies, list_parts
+from phalanx.train.hot import HOT_FLAGS, HotCopies
+from phalanx.train.interval import Times
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh, build_mesh
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.recall import Found, find_copies, recall
+from phalanx.train.state import Progress, held_state
+from worlds import World
+
+LAYOUTS = {"shards": {"shard": 4}, "replicas of shards": {"replicate": 2, "shard": 2}, "replicas": {"replicate": 4}}
+
+
+class Worker:
+    """One of four workers, on one of two nodes, with a model whose weights say by whom and when they were made."""
+
+    def __init__(self, rank: int, world: int, folder: str, layout: dict[str, int]):
+        self.place = Place(rank, world, rank % 2)
+        self.environment = {"PHALANX_NODE": str(rank // 2), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(world)}
+        self.environment |= {"PHALANX_HOT": str(Path(folder) / f"node-{rank // 2}"), "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment |= {"MASTER_ADDR": "127.0.0.1"}
+        self.run = Run(Path(folder) / "run")
+        self.run.create()
+        self.mesh: Mesh = build_mesh(Layout(**layout), self.place)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        self.divided = Divided(self.mesh, (self.model,))
+        if self.mesh.fsdp is not None:
+            for module in (*self.model, self.model):
+                fully_shard(module, mesh=self.mesh.fsdp)
+        self.optimizer = Optimizer(self.divided.whole_module, Optim())
+        self.scale = LossScale()
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.hot = HotCopies(
+            self.run,
+            self.place,
+            self.mesh,
+            1,
+            0,
+            Times(),
+            lambda: None,
+            {},
+            lambda kind, event: self.told.append((kind, event)),
+            lambda: None,
+            self.environment,
+        )
+
+    def learn(self, step: int) -> None:
+        """Change the weights and the optimizer's state."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, float(step))
+        self.optimizer.step(0.1)
+
+    def copy(self, step: int) -> None:
+        """Copy the state, and settle it with the others."""
+        self.hot.start(Progress(step=step, samples=step), held_state(self.divided, self.optimizer, self.scale), [])
+        self.hot.wait_copied()
+        assert self.hot._saver is not None
+        self.hot._saver.wait()
+        flags = torch.tensor([float(flag) for flag in self.hot.flags()])
+        dist.all_reduce(flags)
+        self.hot.settle(dict(zip(HOT_FLAGS, map(int, flags.tolist()), strict=True)))
+
+    def state(self) -> dict[str, Tensor]:
+        held = held_state(self.divided, self.optimizer, self.scale)
+        return {name: each.tensor.detach().clone() for name, each in held.items()}
+
+    def found(self) -> Found | None:
+        return find_copies(self.run, self.place, lambda *_: None, self.environment)
+
+
+def parts_here(folder: str, node: int) -> dict[int, list[int]]:
+    (own,) = (Path(folder) / f"node-{node}").glob(f"{PREFIX}-*")
+    return {
+        step: [int(record.stem[5:]) for record in list_parts(own / f"step-{step:09d}-{token}")]
+        for step, token in list_copies(own)
+    }
+
+
+def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int]) -> dict[str, Any]:
+    """Two copies; node 1 loses its memory; the state is changed, and comes back."""
+    worker = Worker(rank, world, folder, layout)
+    for step in (1, 2):
+        worker.learn(step)
+        worker.copy(step)
+    before, kept = worker.state(), parts_here(folder, rank // 2)
+    worker.hot.abandon()
+    dist.barrier()
+    if rank == 2:
+        shutil.rmtree(Path(folder) / "node-1")
+    dist.barrier()
+    worker.learn(9)
+    found = worker.found()
+    assert found is not None
+    held = (worker.divided, worker.optimizer, worker.scale)
+    recalled = recall(worker.run, found, worker.place, *held, lambda *_: None, worker.environment)
+    assert recalled is not None
+    after = worker.state()
+    assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
+    meta = recalled.loaded.manifest.meta
+    return {"kept": kept, "fetched": recalled.fetched, "step": meta["step"], "told": [kind for kind, _ in worker.told]}
+
+
+def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: World, tmp_path: Path) -> None:
+    found = world.run(4, kept_and_lost, folder=str(tmp_path), layout=LAYOUTS["shards"])
+    assert [each["kept"] for each in found] == [{1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}] * 4
+    assert [each["step"] for each in found] == [2] * 4
+    assert found[0]["fetched"] == found[3]["fetched"] > 0
+    assert found[1]["told"] == ["hot_copy"] * 2
+
+
+def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world: World, tmp_path: Path) -> None:
+    for number, layout in enumerate(("replicas of shards", "replicas")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = world.run(4, kept_and_lost, folder=str(folder), layout=LAYOUTS[layout])
+        assert [each["kept"] for each in found] == [{1: [0, 1], 2: [0, 1]}] * 2 + [{1: [2, 3], 2: [2, 3]}] * 2
+        assert found[2]["fetched"] > 0
+
+
+def left_alone(rank: int, world: int, *, folder: str) -> float:
+    """Worker 3 is gone while the others copy; how long they take to leave."""
+    worker = Worker(rank, world, folder, LAYOUTS["shards"])
+    worker.learn(1)
+    worker.copy(1)
+    if rank == 3:
+        worker.hot.abandon()
+        dist.barrier()
+        return 0.0
+    dist.barrier()
+    worker.learn(2)
+    state = held_state(worker.divided, worker.optimizer, worker.scale)
+    worker.hot.start(Progress(step=2, samples=2), state, [])
+    worker.hot.wait_copied()
+    begun = time.monotonic()
+    worker.hot.abandon()
+    return time.monotonic() - begun
+
+
+def test_who_lost_a_peer_leaves_without_waiting_and_whole_copies_stay(world: World, tmp_path: Path) -> None:
+    seconds = world.run(4, left_alone, folder=str(tmp_path))
+    assert max(seconds) < 5.0
+    for node in (0, 1):
+        assert parts_here(str(tmp_path), node)[1] == [0, 1, 2, 3]
+    assert len(read_history(Run(tmp_path / "run"))[0]) == 1
+
+
+def broken(rank: int, world: int, *, folder: str) -> list[str]:
+    """The connection of worker 0 to its keeper breaks."""
+    worker = Worker(rank, world, folder, LAYOUTS["shards"])
+    worker.learn(1)
+    worker.copy(1)
+    if rank == 0:
+        assert worker.hot._sender is not None
+        worker.hot._sender.close()
+    worker.copy(2)
+    assert not worker.hot.due(3, 100)
+    return [event["text"] for kind, event in worker.told if kind == "warning"]
+
+
+def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world: World, tmp_path: Path) -> None:
+    texts = world.run(4, broken, folder=str(tmp_path))
+    assert texts == [texts[0]] * 4
+    assert texts[0][0].startswith("no hot copies: ")
+    assert [list((tmp_path / f"node-{node}").iterdir()) for node in (0, 1)] == [[], []]
+    assert "hot.json" not in os.listdir(tmp_path / "run")
