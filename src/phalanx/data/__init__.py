@@ -7,6 +7,7 @@ Everything is numpy; torch is never imported here. `prepare_source` or `cached` 
 from phalanx.data.cache import cached, prepare_all
 from phalanx.data.feed import Feed
 from phalanx.data.inspection import inspect, verify
+from phalanx.data.manifest import is_dataset
 from phalanx.data.prepare import Progress, prepare_source
 from phalanx.data.reader import IGNORED, Batch, Data, Facts, open_data
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer
@@ -21,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "cached",
     "inspect",
+    "is_dataset",
     "load_tokenizer",
     "open_data",
     "prepare_all",

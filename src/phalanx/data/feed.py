@@ -15,6 +15,11 @@ AHEAD_BYTES = 1 << 26
 """About so much may lie read ahead, but always two steps."""
 
 
+def share(count: int, rank: int, world: int) -> range:
+    """Which of `count` micro-batches are this rank's: consecutive ones, as evenly as it goes."""
+    return range(count * rank // world, count * (rank + 1) // world)
+
+
 class Samples(Protocol):
     """What a feed needs of `Data`."""
 
@@ -24,9 +29,9 @@ class Samples(Protocol):
 class Feed(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
-    Sample i of a step belongs to micro-batch i // micro; rank r of `world` owns micro-batches r * M / world up to
-    (r + 1) * M / world of the step's M. Up to `depth` steps are read ahead, fewer where they are large. An error in the
-    thread is raised here, when its step is asked for. `close` ends the thread; so does leaving a `with`.
+    Sample i of a step belongs to micro-batch i // micro; a rank owns its `share` of them. Up to `depth` steps are read
+    ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for. `close` ends
+    the thread; so does leaving a `with`.
 
     The thread fills the store, then sleeps until half of it is used up: waking it for every step would cost several
     times what reading a small step does.
@@ -35,11 +40,12 @@ class Feed(Iterator[list[Batch]]):
     def __init__(
         self, data: Samples, *, global_batch: int, micro: int, rank: int, world: int, consumed: int, depth: int = 16
     ):
-        if global_batch % (micro * world):
-            raise ValueError(f"a global batch of {global_batch} is not micro-batch {micro} x ranks {world} x a number")
+        if global_batch % micro or global_batch < micro * world:
+            raise ValueError(f"a global batch of {global_batch} has no micro-batches of {micro} for {world} ranks")
         self._data = data
-        self._global, self._micro, self._mine = global_batch, micro, global_batch // world
-        self._next = consumed + rank * self._mine
+        mine = share(global_batch // micro, rank, world)
+        self._global, self._micro, self._mine = global_batch, micro, len(mine) * micro
+        self._next = consumed + mine.start * micro
         self._depth = depth
         self._ready: deque[list[Batch]] = deque()
         self._changed = Condition()

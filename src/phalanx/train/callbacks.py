@@ -46,13 +46,17 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any], view: RunView):
         self.view = view
+        self._started = False
         self._by_moment = {
             moment: [method for callback in callbacks if callable(method := getattr(callback, moment, None))]
             for moment in MOMENTS
         }
 
     def start(self) -> None:
-        """The run begins."""
+        """The run begins; not once more where it goes on in another world."""
+        if self._started:
+            return
+        self._started = True
         for method in self._by_moment["start"]:
             method(self.view)
 

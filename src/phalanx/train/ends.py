@@ -1,6 +1,7 @@
 """How a worker's part in a run begins and ends, whichever loop trains between: the stepper, going on from a checkpoint,
 the start that is told, the result."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.run.directory import RESULT_FORMAT
-from phalanx.train.checkpoint import checkpoint_name, digest, digest_checkpoint, list_checkpoints
+from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.gang import Parts, reject
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients
@@ -20,6 +21,7 @@ from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
+from phalanx.train.recall import find_copies, go_on_from, recall
 from phalanx.train.restoring import restore
 from phalanx.train.state import Progress, state_tensors
 from phalanx.train.step import Stepper, slots_for
@@ -83,22 +85,20 @@ def norms_of(divided: Divided) -> NormOf:
 
 
 def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES) -> Progress:
-    """Go on from the newest good checkpoint of the run, if it has one. DataError, with the `cure`, when it was trained
-    on data of another fingerprint."""
+    """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one. DataError, with
+    the `cure`, when it was trained on data of another fingerprint."""
     had = bool(list_checkpoints(parts.run.checkpoints))
-    loaded = restore(
-        parts.run,
-        parts.place,
-        parts.divided,
-        parts.optimizer,
-        parts.scale,
-        lambda path, file, reason: reject(parts, path, file, reason),
-    )
+    loaded = _resume_hot(parts)
+    kept = None if loaded is None else loaded.path
+    if loaded is None:
+        held = (parts.divided, parts.optimizer, parts.scale)
+        loaded = restore(parts.run, parts.place, *held, lambda *bad: reject(parts, *bad))
     if loaded is None:
         if had:
             raise DataError(
                 f"{parts.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
             )
+        go_on_from(parts.run, parts.place, 0, None)
         return Progress()
     meta = loaded.manifest.meta
     if meta.get("fingerprint") != fingerprint:
@@ -107,11 +107,36 @@ def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES) 
             raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {cure}")
         if parts.place.leads:
             parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
-    return Progress.from_meta(meta)
+    progress = Progress.from_meta(meta)
+    if kept is None:  # older checkpoints do not say that they are one
+        progress.saved = progress.step
+    go_on_from(parts.run, parts.place, progress.step, kept)
+    return progress
 
 
-def tell_start(parts: Parts, samples: int, progress: Progress) -> None:
-    """Report that training begins on so many training samples, and what is doubtful about it."""
+def _resume_hot(parts: Parts) -> Loaded | None:
+    """Go on from the newest hot copy that is whole and newer than every checkpoint; None when there is none."""
+    begun = time.perf_counter()
+
+    def on_reject(*bad: Any) -> None:
+        reject(parts, *bad)
+
+    found = find_copies(parts.run, parts.place, on_reject)
+    if found is None:
+        return None
+    recalled = recall(parts.run, found, parts.place, parts.divided, parts.optimizer, parts.scale, on_reject)
+    if recalled is None:
+        return None
+    meta = recalled.loaded.manifest.meta
+    if parts.place.leads:
+        facts = {"step": meta["step"], "saved": meta["saved"], "fetched": recalled.fetched}
+        parts.reporter.event("hot_restored", **facts, seconds=time.perf_counter() - begun)
+    return recalled.loaded
+
+
+def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = False) -> None:
+    """Report that training begins on so many training samples, and what is doubtful about it. `grown`: no work was
+    lost before, it only goes on with more workers."""
     recipe, place = parts.recipe, parts.place
     facts: dict[str, Any] = {
         "world": place.world,
@@ -120,7 +145,7 @@ def tell_start(parts: Parts, samples: int, progress: Progress) -> None:
         "steps": recipe.steps,
     }
     facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
-    parts.reporter.event("start", **facts)
+    parts.reporter.event("start", **facts, **({"grown": True} if grown else {}))
     if has_batch_norm(parts.model):
         text = (
             "the model has BatchNorm: results depend on the micro-batch and differ between workers; GroupNorm does not"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.compat import all_gather_into, foreach
+from phalanx.data.feed import share
 from phalanx.errors import RecipeError
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group
@@ -125,9 +126,8 @@ class GradientExchange:
     all counts as zero. Under `world`, what is written into `slots` (fp32, of the number asked for) before the last
     backward is summed with the gradients; it is None where they could not travel in one operation.
 
-    Workers own consecutive micro-batches: rank r of `world` those from r x micro_batches / world
-    on; `group` is theirs (None: everybody). RecipeError when one backward makes a gradient twice, as re-entrant
-    checkpointing of activations can.
+    Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). RecipeError when one
+    backward makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
     def __init__(
@@ -147,10 +147,9 @@ class GradientExchange:
         self._group = group
         self.replicas = replicas
         self.micro_batches = micro_batches
-        own = micro_batches // world
-        self._first = rank * own
-        self._last = self._first + own - 1
-        self._cover: list[list[Node]] = [cover(micro_batches, r * own, (r + 1) * own) for r in range(world)]
+        shares = [share(micro_batches, r, world) for r in range(world)]
+        self._first, self._last = shares[rank].start, shares[rank].stop - 1
+        self._cover: list[list[Node]] = [cover(micro_batches, own.start, own.stop) for own in shares]
         takes = slots > 0 and not replicas and world > 1 and parameters[0].dtype == torch.float32
         self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
         last = self.buckets[-1]

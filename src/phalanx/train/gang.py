@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.data.feed import Feed, Samples
@@ -28,15 +29,17 @@ from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.evaluation import Scores
 from phalanx.train.guards import LIMIT, judge
+from phalanx.train.hot import HotCopies
+from phalanx.train.interval import DurableInterval, Times
 from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.divided import Divided, Held
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.reporter import Reporter
 from phalanx.train.restoring import restore
 from phalanx.train.saving import Saving
 from phalanx.train.schedule import factor
-from phalanx.train.state import Progress, held_state
+from phalanx.train.state import Progress, Standing, held_state
 from phalanx.train.step import Outcome, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.timing import Beating, stopwatch
@@ -46,10 +49,19 @@ BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once f
 STEP_ONCE = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
 
 
+class Summoned(Exception):
+    """All workers have seen at the end of a step that the agent wants them to meet anew (regroup.py)."""
+
+
 class NotSaved(PhalanxError):
     """The state with which a run ended could not be written."""
 
     code = ExitCode.UNFINISHED
+
+
+def never() -> bool:
+    """Nobody summons."""
+    return False
 
 
 @dataclass
@@ -73,30 +85,36 @@ class Parts:
     score: Callable[[], Scores | None]
     convert: Callable[[Any], Any]
     pulse: Pulse | Silent = field(default_factory=Silent, kw_only=True)
+    summoned: Callable[[], bool] = field(default=never, kw_only=True)
+    """Whether the agent wants this worker to meet the others anew."""
 
 
 class Gang:
-    """Trains from `progress` to the last step, or until a worker is asked to stop."""
+    """Trains from `progress` to the last step, or until a worker is asked to stop. `settled` is the last step after
+    which everything that was due was done; None: that of `progress`."""
 
-    def __init__(self, parts: Parts, progress: Progress, common_meta: dict[str, Any]):
+    def __init__(self, parts: Parts, progress: Progress, common_meta: dict[str, Any], settled: int | None = None):
         self.parts = parts
         self.progress = progress
         self._rollbacks: Counter[int] = Counter()
-        recipe, place = parts.recipe, parts.place
-        self.saving = Saving(
-            parts.run,
-            place,
-            parts.divided.mesh,
-            recipe.checkpoint.keep,
-            common_meta,
-            self._tell_save,
-            parts.reporter.flush,
-        )
-        if progress.step:
-            self.saving.resume(progress.step)
-        self.watch = Beating(stopwatch(place.device), parts.pulse.beat)
+        recipe, place, mesh = parts.recipe, parts.place, parts.divided.mesh
+        told = (common_meta, self._tell_save, parts.reporter.flush)
+        self.times = Times()
+        every, hot = recipe.checkpoint.every, recipe.recovery.hot
+        self.interval = DurableInterval(every, parts.run, place, progress.step, self.times, self._tell_save)
+        durable = self.interval.now
+        copies = HotCopies(parts.run, place, mesh, hot, progress.step, self.times, durable, *told)
+        self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies)
+        if progress.saved:
+            self.saving.resume(progress.saved)
+        self.watch = Beating(stopwatch(place.device), parts.pulse)
         self._buffers = list(parts.divided.buffers())
         self._begun = progress.samples  # when the current step began
+        self._settled = progress.step if settled is None else settled
+        self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
+        self._before: list[Tensor] = []  # those buffers, when the step began
+        self._works = False  # a step was done
+        self._changing = False  # state and progress do not belong together
         self._handed_out = 0  # micro-batches of it that the loop has got
         self._stopping = False
         self._improved = False
@@ -129,10 +147,13 @@ class Gang:
             consumed=progress.samples,
         ) as feed:
             self.watch.start()
+            if self._settled < progress.step:
+                self._settle()
             while progress.step < recipe.steps and not self._stopping:
                 micro_batches = next(feed)
                 self.watch.lap("data")
                 self._begun = progress.samples
+                self._before = [buffer.clone() for buffer in self._changed]
                 self._handed_out = len(micro_batches)
                 parts.pulse.step = progress.step + 1
                 parts.stepper.begin(progress.step + 1)
@@ -167,13 +188,40 @@ class Gang:
         # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
         self._stopping = bool(outcome.flags["stop"]) or (self.parts.place.world == 1 and self.parts.stop.asked)
         self.watch.lap("other")
-        advanced = progress.step > before  # after a rollback nothing is due: it was done when it was new
-        self._improved = advanced and self._evaluate_if_due()
-        self.watch.skip()
-        if advanced and progress.step < recipe.steps and not self._stopping:
-            self._save_if_due(self._improved)
-            self.watch.lap("checkpoint")
+        self._improved = False
+        if progress.step > before:  # after a rollback nothing is due: it was done when it was new
+            self._settle()
+        # A save in flight needs the workers who began it.
+        all_summoned = outcome.flags["summoned"] == self.parts.place.world and self.saving.in_flight is None
+        if all_summoned and progress.step < recipe.steps and not self._stopping:
+            raise Summoned
         return True
+
+    def _settle(self) -> None:
+        """Do what is due after a step."""
+        self._improved = self._evaluate_if_due()
+        self.watch.skip()
+        if self.progress.step < self.parts.recipe.steps and not self._stopping:
+            self._save_if_due(self._improved)
+            self._copy_if_due()
+            self.watch.lap("checkpoint")
+        self._settled = self.progress.step
+
+    @property
+    def whole(self) -> bool:
+        """Whether others could go on from what is in this worker's memory. Not while a checkpoint is being written:
+        it would be missing if a guard had to go back to it later."""
+        return not self._changing and self.saving.in_flight is None
+
+    def abandon(self) -> Standing:
+        """Leave everything as it was at the end of the last step that is done, without a word to the others."""
+        self.saving.abandon()
+        self.parts.stepper.summed.close()
+        if self.progress.samples == self._begun and self._before:
+            with torch.no_grad():
+                for buffer, value in zip(self._changed, self._before, strict=True):
+                    buffer.copy_(value)
+        return Standing(self.progress, self._settled)
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`."""
@@ -192,6 +240,7 @@ class Gang:
         watch.lap("optimizer")
         self.saving.wait_copied()
         watch.lap("checkpoint")
+        self._changing = True
         if outcome.skipped is None:
             parts.stepper.update(scale, lr)
         parts.stepper.follow()
@@ -201,11 +250,13 @@ class Gang:
         units = recipe.batch.global_ * parts.units_per_sample
         progress.step = parts.callbacks.view.step = step
         progress.samples += recipe.batch.global_
+        self._changing = False
         if outcome.skipped is None:
             progress.last_loss = outcome.loss
             progress.units += units
         seconds, times = watch.stop()
         watch.start()
+        self.times.note(seconds)
         event: dict[str, Any] = {
             "step": step,
             "loss": _finite(outcome.loss),
@@ -218,6 +269,9 @@ class Gang:
         if (noise := self._noise(outcome)) is not None:
             event["noise_scale"] = noise
         self._tell("step", event, moment="step")
+        if not self._works:
+            self._works = True
+            parts.reporter.flush()  # the agent can do without a worker from now on
         self._judge(step, outcome)
         return outcome
 
@@ -232,7 +286,7 @@ class Gang:
 
     def _flags(self) -> tuple[bool, ...]:
         """This worker's flags for the agreement, in the order of `step.FLAGS`."""
-        return (self.parts.stop.asked, *self.saving.flags())
+        return (self.parts.stop.asked, self.parts.summoned(), *self.saving.flags())
 
     def _judge(self, step: int, outcome: Outcome) -> None:
         """The guard's turn: take note, and roll back when too many steps in a row were skipped."""
@@ -254,6 +308,7 @@ class Gang:
         """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
         parts, progress = self.parts, self.progress
         self.saving.finish()
+        self._changing = True
         loaded = restore(parts.run, parts.place, parts.divided, parts.optimizer, parts.scale, self._reject)
         if loaded is None:
             raise GaveUpError(
@@ -261,7 +316,9 @@ class Gang:
             )
         progress.step = parts.callbacks.view.step = loaded.manifest.meta["step"]
         progress.units = loaded.manifest.meta["units"]
-        self.saving.resume(progress.step)
+        progress.saved = self._settled = progress.step
+        self._changing = False
+        self.saving.roll_back(progress.step)
         self._rollbacks[progress.step] += 1
         if self._rollbacks[progress.step] > LIMIT:
             raise GaveUpError(f"step {progress.step}: rolled back to it {LIMIT} times and {why} came again; {CURE}")
@@ -286,8 +343,8 @@ class Gang:
 
     def _save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
-        every, step = self.parts.recipe.checkpoint.every, self.progress.step
-        if every is None or (step % every and not improved):
+        step = self.progress.step
+        if self.interval.every is None or not (self.interval.due(step) or improved):
             return
         if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
             return
@@ -297,6 +354,14 @@ class Gang:
             return
         self.saving.finish()
         self._start_save(improved)
+
+    def _copy_if_due(self) -> None:
+        """Begin a copy into the nodes' memory if it is time; not while steps are skipped."""
+        hot, progress = self.saving.hot, self.progress
+        if self.saving.in_flight is not None:  # who goes on from a copy must have all checkpoints before it
+            return
+        if hot is not None and not progress.skipped_in_a_row and hot.due(progress.step, self.parts.recipe.steps):
+            hot.start(progress, self._state(), self._buffers)
 
     def _save_last(self, improved: bool) -> None:
         """Save the state with which the run ends, unless it is saved already."""
@@ -314,10 +379,18 @@ class Gang:
             raise NotSaved(f"step {self.progress.step}: the last checkpoint could not be written{where}")
 
     def _start_save(self, improved: bool) -> None:
-        state = held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)
-        self.saving.start(self.progress, state, self._buffers, improved)
+        self.interval.begins(self.progress.step)
+        self.saving.start(self.progress, self._state(), self._buffers, improved)
+
+    def _state(self) -> dict[str, Held]:
+        return held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)
 
     def _tell_save(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "checkpoint":
+            self.progress.saved = event["step"]
+            self.interval.saved(event["step"], event["stall"], event["seconds"])
+        elif kind == "checkpoint_failed":
+            self.interval.failed()
         self._tell(kind, event, moment={"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
 
     def _reject(self, path: Path, file: str, reason: str) -> None:
@@ -327,14 +400,17 @@ class Gang:
         """Report an event, and call the callbacks that wait for it."""
         if self.parts.place.leads:
             self.parts.reporter.event(kind, **event)
+        elif kind == "step":
+            self.parts.reporter.keep(kind, event)
         if moment is not None:
             self.parts.callbacks.call(moment, {"kind": kind, **event})
 
 
 def reject(parts: Parts, path: Path, file: str, reason: str) -> None:
-    """Say that a checkpoint is damaged and will not be used."""
+    """Say that a checkpoint or hot copy is damaged and will not be used."""
     if parts.place.leads:
-        relative = str(path.relative_to(parts.run.path))
+        inside = path.is_relative_to(parts.run.path)  # a hot copy is not
+        relative = str(path.relative_to(parts.run.path) if inside else path)
         parts.reporter.event("checkpoint_rejected", path=relative, file=file, reason=reason)
 
 

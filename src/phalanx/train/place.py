@@ -4,18 +4,22 @@ The variables are torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_
 agent, torchrun, srun and mpirun can all start workers.
 """
 
+import contextlib
 import functools
 import gc
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.errors import UsageError
+from phalanx.errors import DataError, UsageError
 
 PATIENCE = timedelta(minutes=10)
 """How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
@@ -51,8 +55,13 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(rank, world, local_rank, attempt, device)
 
 
-def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
-    """Enter the process group of this attempt; nothing to do for a world of one.
+def join(
+    place: Place,
+    environment: Mapping[str, str] = os.environ,
+    connections: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
+) -> None:
+    """Enter the process group of this attempt; nothing to do for a world of one. `connections` is entered while the
+    group opens its own.
 
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
     nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
@@ -64,13 +73,14 @@ def join(place: Place, environment: Mapping[str, str] = os.environ) -> None:
     os.environ.update(local_network(environment))
     store = open_store(place, environment)
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}", store),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=PATIENCE,
-    )
+    with connections:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}", store),
+            rank=place.rank,
+            world_size=place.world,
+            timeout=PATIENCE,
+        )
 
 
 def local_network(environment: Mapping[str, str]) -> dict[str, str]:
@@ -94,11 +104,34 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
     return _connect(address, int(port), place.leads and not hosted)
 
 
+def agree(place: Place, value: str, what: str, environment: Mapping[str, str] = os.environ) -> None:
+    """DataError on every worker when `value` is not the same on all nodes. Nothing to do on one node, whose workers
+    read the same files."""
+    if place.world == 1 or environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+        return
+    digest = xxhash.xxh3_64_intdigest(value.encode()) >> 1  # an int64 has a sign
+    mine = torch.tensor([digest])
+    all_of_them = [torch.empty_like(mine) for _ in range(place.world)]
+    dist.all_gather(all_of_them, mine)
+    others = [rank for rank, theirs in enumerate(all_of_them) if not torch.equal(theirs, all_of_them[0])]
+    if others:
+        raise DataError(
+            f"the {what} of worker {others[0]} are not those of worker 0: all nodes must read the same; give the "
+            "recipe a source that is the same on each, or share the file system"
+        )
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether this is what a collective raises whose other end is gone: no mistake of the worker that raises it."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo/transport" in str(error)  # gloo has no type for it
+
+
+def part() -> None:
+    """Leave a process group of which others may be gone, to enter another: nothing waits for anybody."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def leave() -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from phalanx.run import Event, EventLog, Run, read_events, training_seconds
 from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 
+KEPT = 256
+"""Steps that are remembered; the leading worker holds back those of a tenth of a second at most."""
 MESSAGE = 8000
 """Characters of an error that are passed on; one that quotes a whole tensor would not fit a packet."""
 
@@ -35,6 +38,15 @@ class Reporter(Protocol):
     def flush(self) -> None:
         """Send what is kept back."""
 
+    def say(self, kind: str, rank: int) -> None:
+        """Tell the agent something of a worker that is no event of the run."""
+
+    def keep(self, kind: str, event: dict[str, Any]) -> None:
+        """Remember an event that the leading worker reports, in case that its word does not arrive."""
+
+    def recall(self, after: int) -> None:
+        """Report what was remembered of the steps behind `after`: the leading worker is gone."""
+
     def close(self) -> None:
         """Send what is kept back, for the last time."""
 
@@ -47,6 +59,7 @@ class ToAgent:
         self._patience = patience
         self._clock = clock
         self._held: list[dict[str, Any]] = []
+        self._kept: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._since = 0.0
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -67,6 +80,18 @@ class ToAgent:
         held, self._held = self._held, []
         if held:
             send(self._socket, *held)
+
+    def say(self, kind: str, rank: int) -> None:
+        self.flush()
+        send(self._socket, {"kind": kind, "rank": rank})
+
+    def keep(self, kind: str, event: dict[str, Any]) -> None:
+        self._kept.append({"kind": kind, "t": self._clock(), **event})
+
+    def recall(self, after: int) -> None:
+        self._held += [event for event in self._kept if event["step"] > after]
+        self._kept.clear()
+        self.flush()
 
     def close(self) -> None:
         self.flush()
@@ -94,6 +119,15 @@ class ToRun:
 
     def flush(self) -> None:
         """Nothing is ever kept back."""
+
+    def say(self, kind: str, rank: int) -> None:
+        """There is no agent."""
+
+    def keep(self, kind: str, event: dict[str, Any]) -> None:
+        """Without an agent the run does not outlive its leading worker."""
+
+    def recall(self, after: int) -> None:
+        """Nothing was kept."""
 
     def close(self) -> None:
         if self._log is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
+from phalanx.data.feed import share
 from phalanx.train.gradients import Gradients
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
@@ -27,7 +28,7 @@ from phalanx.train.saving import SAVE_FLAGS
 from phalanx.train.tasks import TensorBatch
 from phalanx.train.timing import Stopwatch
 
-FLAGS = ("stop", *SAVE_FLAGS)
+FLAGS = ("stop", "summoned", *SAVE_FLAGS)
 PARTS = 3
 """fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
 NOISE_EVERY = 8
@@ -107,8 +108,8 @@ class Stepper:
         self.clip = clip
         self._seeds = seeds
         self._own_gradients = own_gradients
-        self._own = micro_batches // mesh.data_size
-        self._first = mesh.data * self._own
+        own = share(micro_batches, mesh.data, mesh.data_size)
+        self._own, self._first = len(own), own.start
         self._parameters = list(optimizer.names)
         self.backwards = 0
         """Micro-batches of this step that are done."""

@@ -7,7 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.run.pulse import Pulse, Silent
+
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+BUSY = ("data", "forward", "backward", "optimizer")
+"""In which a worker does its own share; in the others it waits for its peers, or does what only one does."""
 
 
 class Stopwatch(Protocol):
@@ -52,24 +56,27 @@ class HostStopwatch:
 
 
 class Beating:
-    """A stopwatch that also gives a sign of life at the end of every part."""
+    """A stopwatch that also gives a sign of life at the end of every part, and tells how long the worker was busy."""
 
-    def __init__(self, watch: Stopwatch, beat: Callable[[str], None]):
-        self._watch, self._beat = watch, beat
+    def __init__(self, watch: Stopwatch, pulse: Pulse | Silent):
+        self._watch, self._pulse = watch, pulse
 
     def start(self) -> None:
         self._watch.start()
 
     def lap(self, part: str) -> None:
         self._watch.lap(part)
-        self._beat(part)
+        self._pulse.beat(part)
 
     def skip(self) -> None:
         self._watch.skip()
-        self._beat("evaluation")
+        self._pulse.beat("evaluation")
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        return self._watch.stop()
+        seconds, parts = self._watch.stop()
+        # saves, callbacks and events are the leading worker's: they would make it look slower than its peers
+        self._pulse.busy += sum(parts[part] for part in BUSY)
+        return seconds, parts
 
 
 class Event(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.compat import graph_breaks, is_compiled
+from phalanx.data.feed import share
 from phalanx.train.gang import Parts
 from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
@@ -52,9 +53,8 @@ def _first_batches(parts: Parts, progress: Progress) -> list[Any]:
     recipe, mesh = parts.recipe, parts.divided.mesh
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    share = recipe.batch.global_ // mesh.data_size
-    begin = progress.samples + mesh.data * share
-    return [parts.convert(parts.data.train(start, micro)) for start in range(begin, begin + share, micro)]
+    own = share(recipe.batch.global_ // micro, mesh.data, mesh.data_size)
+    return [parts.convert(parts.data.train(progress.samples + index * micro, micro)) for index in own]
 
 
 def _forward_and_backward(objective: Objective, batch: Any, divided: Divided) -> None:

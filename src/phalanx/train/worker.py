@@ -8,13 +8,15 @@ import faulthandler
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.data import Data, Facts, open_data
+from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
 from phalanx.recipe.schema import Layout
@@ -33,18 +35,24 @@ from phalanx.train.memory import OutOfMemory, explain_memory
 from phalanx.train.model import Seeds, build_model, described
 from phalanx.train.objective import Head, Objective, Scoring, sequences_of
 from phalanx.train.optimizers import Optimizer
+from phalanx.train.orders import Connections, orders_of
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
-from phalanx.train.place import Place, from_environment, join, leave
+from phalanx.train.place import Place, agree, from_environment, join, leave
 from phalanx.train.precision import LossScale, set_products
+from phalanx.train.regroup import Regrouping, calls_for
 from phalanx.train.reporter import Reporter, reporter
+from phalanx.train.state import Progress
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.warm_up import warm_up
 from phalanx.train.weights import Origin, allocate, files, origin
+
+COMES_LATER = "PHALANX_COMES_LATER"
+"""Set to 1 for a worker that takes the place of one that was lost while the others train on."""
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -61,7 +69,8 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     pulse = pulse_of(place.local_rank)
     pulse.beat("starting")
-    report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
+    facts = {"pid": os.getpid(), "rank": place.rank, "node": os.uname().nodename, "attempt": place.attempt}
+    report.event("worker", **facts, **({"later": True} if os.environ.get(COMES_LATER) == "1" else {}))
     try:
         code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))
     except PhalanxError as error:
@@ -78,27 +87,69 @@ def _train(
 ) -> ExitCode:
     recipe = load_recipe(run.resolved).recipe
     prepare_torch(recipe, place)
-    join(place)
-    if place.leads:
-        clean(run.checkpoints)
+    connections, comes_later = Connections(), os.environ.get(COMES_LATER) == "1"
+    orders = orders_of(connections.cut)
+    if comes_later:  # the others train meanwhile
+        assert orders is not None
+        number, place = place.rank, replace(place, rank=0, world=1)
+        recipe = recipe.model_copy(update={"layout": Layout()})
+    else:
+        number = place.rank
+        join(place, connections=connections)
+        if place.leads:
+            clean(run.checkpoints)
+    recipe = with_data_here(recipe, run, folder)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    parts, objective = assemble(run, recipe, folder, place, data, report, stop, pulse)
-    progress = resume(parts, data.fingerprint, force)
+    agree(place, data.fingerprint, "data")
+    parts, objective = assemble(run, recipe, folder, place, data, report, stop, pulse, fresh=not comes_later)
+    meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
+    meta["model"] = described(recipe.model, data.facts, folder)
+    regrouping = None
+    if orders is not None and isinstance(objective, Objective):
+        scorer = partial(_scorer, recipe, objective, data, stop, parts.pulse)
+        regrouping = Regrouping(orders, connections, number, scorer, data.fingerprint)
+        parts.summoned = lambda: orders.waiting
+    settled, progress = None, Progress() if comes_later else resume(parts, data.fingerprint, force)
     pulse.beat("restoring")
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    if place.leads:
+    if place.leads and not comes_later:
         tell_start(parts, data.train_samples, progress)
-    meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
-    meta["model"] = described(recipe.model, data.facts, folder)
     with explain_memory(micro, run.read_json(run.plan)):
         if recipe.compile:
             warm_up(parts, objective, progress)
             pulse.beat("compiling")
-        status = train(Gang(parts, progress, meta), objective)
-    if place.leads:
+        if comes_later:
+            assert regrouping is not None
+            report.say("ready", number)
+            parts, progress, settled = regrouping.meet(parts, None, data.train_samples)
+        while True:
+            gang = Gang(parts, progress, meta, settled)
+            try:
+                status = train(gang, objective)
+                break
+            except Exception as error:
+                if regrouping is None or not calls_for(error) or not gang.whole:
+                    raise
+            pulse.beat("restoring")
+            standing = regrouping.leave(gang)
+            del gang
+            parts, progress, settled = regrouping.meet(parts, standing, data.train_samples)
+    if parts.place.leads:
         report.result(result_of(parts, progress, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
+
+
+def with_data_here(recipe: Recipe, run: Run, folder: Path) -> Recipe:
+    """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
+    where the nodes do not share it."""
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    places = [*sources, *([recipe.evaluate.source] if recipe.evaluate.source else [])]
+    if all(is_dataset(folder / source.prepared) for source in places if source.prepared is not None):
+        return recipe
+    given = load_recipe(run.recipe).recipe
+    data, evaluate = prepare_all(given.data, given.evaluate, folder)
+    return recipe.model_copy(update={"data": data, "evaluate": evaluate})
 
 
 def prepare_torch(recipe: Recipe, place: Place) -> None:
@@ -125,15 +176,16 @@ def assemble(
     report: Reporter,
     stop: StopRequest,
     pulse: Pulse | Silent | None = None,
+    fresh: bool = True,
 ) -> tuple[Parts, Objective | Staged]:
-    """Build everything that training works with, from the recipe."""
+    """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`."""
     assert isinstance(recipe.layout, Layout)
     mesh = build_mesh(recipe.layout, place)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False)
-    weights = None if list_checkpoints(run.checkpoints) else _origin(recipe, folder, model)
+    weights = _origin(recipe, folder, model) if fresh and not list_checkpoints(run.checkpoints) else None
     if mesh.only_replicates:
         allocate([model], place.device)
     model.train()
@@ -156,28 +208,7 @@ def assemble(
     units = units_per_sample(data.facts)
     stepper = make_stepper(recipe, place, divided, optimizer, scale, seeds)
     callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), RunView(run.path, place.rank, place.world, model))
-    micro = recipe.batch.micro
-    assert isinstance(micro, int)
-
     pulse = pulse or Silent()
-
-    def asked() -> bool:
-        pulse.beat("evaluation")  # it is asked between two batches
-        return stop.asked
-
-    def score() -> Scores | None:
-        if data.held_out_samples == 0:
-            return None
-        return evaluate(
-            objective,
-            data,
-            place=place,
-            mesh=mesh,
-            samples=recipe.evaluate.samples,
-            micro=micro,
-            stop=asked,
-        )
-
     parts = Parts(
         run=run,
         recipe=recipe,
@@ -192,11 +223,37 @@ def assemble(
         reporter=report,
         stop=stop,
         units_per_sample=units,
-        score=score,
+        score=_scorer(recipe, objective, data, stop, pulse, place, mesh),
         convert=lambda arrays: to_device(arrays, place.device),
         pulse=pulse,
     )
     return parts, objective
+
+
+def _scorer(
+    recipe: Recipe,
+    objective: Objective | Staged,
+    data: Data,
+    stop: StopRequest,
+    pulse: Pulse | Silent,
+    place: Place,
+    mesh: Mesh,
+) -> Callable[[], Scores | None]:
+    """What evaluates on held-out data, if there are any."""
+    micro = recipe.batch.micro
+    assert isinstance(micro, int)
+
+    def asked() -> bool:
+        pulse.beat("evaluation")  # it is asked between two batches
+        return stop.asked
+
+    def score() -> Scores | None:
+        if data.held_out_samples == 0:
+            return None
+        samples = recipe.evaluate.samples
+        return evaluate(objective, data, place=place, mesh=mesh, samples=samples, micro=micro, stop=asked)
+
+    return score
 
 
 def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: Place, data: Data) -> Scoring:

@@ -35,7 +35,7 @@ def test_a_step_is_a_list_of_micro_batches():
         assert next(steps)[0]["tokens"].tolist() == [36, 37]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
 def test_ranks_own_consecutive_micro_batches(world):
     owned = []
     for rank in range(world):

@@ -20,7 +20,7 @@ def settled(
     *,
     clip: float | None = None,
     scale: LossScale | None = None,
-    flags: tuple[int, ...] = (0, 0, 0, 0),
+    flags: tuple[int, ...] = (0,) * len(FLAGS),
 ) -> tuple[Outcome, float]:
     """Settle a step whose micro-batches had these losses and terms, and whose summed gradient is this."""
     model = nn.Linear(len(gradient), 1, bias=False)
@@ -75,22 +75,23 @@ def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> 
 
 
 def test_flags_count_the_workers_that_raised_them() -> None:
-    outcome, _ = settled([1.0], [1.0], [1.0], flags=(2, 0, 1, 3))
-    assert outcome.flags == dict(zip(FLAGS, (2, 0, 1, 3), strict=True))
+    raised = (2, 0, 1, 3, *[0] * (len(FLAGS) - 4))
+    outcome, _ = settled([1.0], [1.0], [1.0], flags=raised)
+    assert outcome.flags == dict(zip(FLAGS, raised, strict=True))
 
 
-def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * 4) -> Tensor:
+def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * len(FLAGS)) -> Tensor:
     watch = HostStopwatch()
     watch.start()
     return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
 
 
 def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
-    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, False, False, True)).tolist()
+    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (len(FLAGS) - 2), True)).tolist()
     assert len(agreement) == 2 * 3 + len(FLAGS) + 1
     assert all(loss > 0 for loss in agreement[:3])
     assert agreement[3:6] == [12.0] * 3
-    assert agreement[6:] == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert agreement[6:] == [1.0, *[0.0] * (len(FLAGS) - 2), 1.0, 0.0]
 
 
 def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:

@@ -1,0 +1,134 @@
+"""One attempt at a run: what its workers have shown so far, and what their ends mean for the run."""
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.hang import Hang
+from phalanx.jobs.nodes import Node
+from phalanx.jobs.nursery import LOST_PEER, signal_name
+from phalanx.run.channel import Message
+from phalanx.run.pulse import Beat
+
+FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
+"""Codes of a worker after which starting it again would only repeat them."""
+
+
+@dataclass
+class Attempt:
+    """What one attempt has shown so far."""
+
+    world: int
+    places: dict[Node, range] = field(default_factory=dict)
+    """The ranks of each node's workers."""
+    number: int = 0
+    """Of the attempt that workers make now: one more each time that they met anew."""
+    logs: dict[int, int] = field(default_factory=dict)
+    """By rank, the number under which its worker was started."""
+    codes: dict[int, int] = field(default_factory=dict)
+    away: dict[int, int] = field(default_factory=dict)
+    """Workers that were lost, by the status with which they ended, and whose work the others do."""
+    joining: set[int] = field(default_factory=set)
+    """Those of them that were started again, and are not ready."""
+    saved: int = 0  # highest step of a checkpoint in it
+    steps: int = 0  # steps done in it
+    orphaned: bool = False  # the nursery died
+    lost: dict[Node, str] = field(default_factory=dict)  # nodes that went away, and how
+    step_seconds: float | None = None  # of the last step
+    hung: Hang | None = None
+    compared: float = 0.0  # when workers were last compared, by their signs at that time
+    paces: Mapping[int, Beat] = field(default_factory=dict)
+    slow: set[int] = field(default_factory=set)  # stragglers that were named
+    ending: str | None = None  # why its workers were killed
+    error: Message | None = None
+    result: dict[str, Any] | None = None
+
+    @property
+    def members(self) -> set[int]:
+        """Ranks that train together."""
+        return set(range(self.world)) - self.away.keys()
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker is left."""
+        return self.codes.keys() >= self.members and not self.joining
+
+    def signs(self) -> tuple[dict[int, Beat | None], Callable[[], set[int]]]:
+        """The last signs of the workers that are still there, and what finds those that somebody holds still."""
+        by_node = {}
+        for node, ranks in self.places.items():
+            there = self.members & set(ranks) - self.codes.keys()
+            here = {rank: beat for rank, beat in node.beats(ranks).items() if rank in there}
+            by_node[node] = here
+        beats = {rank: beat for found in by_node.values() for rank, beat in found.items()}
+        return beats, lambda: {rank for node, found in by_node.items() for rank in node.held(found)}
+
+    def node_of(self, rank: int) -> str | None:
+        """The host of a worker."""
+        return next((node.name for node, ranks in self.places.items() if rank in ranks), None)
+
+
+def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None, str | None]:
+    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
+    again, and why."""
+    codes = attempt.codes
+    if all(code == 0 for code in codes.values()):
+        return ExitCode.DONE, None
+    if attempt.ending is not None:
+        return None, attempt.ending
+    for node, how in attempt.lost.items():
+        return None, f"node {node.name} was lost: {how}"
+    if attempt.error is not None:
+        final = ExitCode(attempt.error["code"])
+        if final in FINAL_CODES:
+            return final, attempt.error["text"]
+    if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
+        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
+    rank, code = first_to_fall(codes)
+    log = worker_log(logs, attempt.logs.get(rank, number), rank)
+    return None, f"worker {rank} {how_ended(code)}{last_words(log)}"
+
+
+def how_ended(code: int) -> str:
+    """What a worker's status tells, in words."""
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code == LOST_PEER:
+        how = "lost the connection to another worker"
+    if code == -signal.SIGKILL:
+        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
+    return how
+
+
+def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
+    """Rank and status of the worker that failed first; those that the agent killed died after it, and who only lost a
+    peer did not fail by itself."""
+    fallen = [(rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED)]
+    return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
+
+
+def fault(attempt: Attempt) -> dict[str, Any]:
+    """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
+    if attempt.ending is not None and attempt.hung is not None:
+        return {"rank": attempt.hung.rank, "what": "hang"}
+    for node in attempt.lost:
+        return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
+    rank, code = first_to_fall(attempt.codes)
+    what = "lost peer" if code == LOST_PEER else f"exit {code}"
+    return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
+
+
+def worker_log(logs: Path, attempt: int, rank: int) -> Path:
+    """Where a worker prints to."""
+    return logs / f"attempt-{attempt}-rank-{rank}.log"
+
+
+def last_words(log: Path, limit: int = 300) -> str:
+    """The last line that a worker printed, if any, and where its log lies."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        return ""
+    return f": {lines[-1][-limit:]} (log: {log})" if lines else ""

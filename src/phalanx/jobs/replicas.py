@@ -1,0 +1,135 @@
+"""Going on without a lost replica, and with another in its place, as the agent sees it: who trains together, and when
+they are to meet anew. What workers do about it is `train/regroup.py`.
+
+A worker is lost: the others are told at once, and meet from memory. A new one is forked in its place, gets ready while
+they train, and says so; then all are told, and meet at the end of a step. Whatever goes wrong with it, or takes too
+long, ends the attempt, and the run starts again as it would have without.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+from phalanx.jobs.attempt import Attempt
+from phalanx.jobs.nodes import Node
+from phalanx.run.channel import Message
+
+MEETING = 10.0
+"""Seconds in which workers that were told must have met."""
+STEPS = 4
+"""Further steps that they may take for it where nobody was lost: they meet at the end of one."""
+TRIES = 3
+"""Workers that may end before they are ready, one after another, in the same place."""
+
+
+class Replicas:
+    """The replicas of one attempt. `start` is what their nurseries were told."""
+
+    def __init__(self, attempt: Attempt, start: Message, clock: Callable[[], float], emit: Callable[..., None]):
+        self._attempt, self._start, self._clock, self._emit = attempt, start, clock, emit
+        self._ready: set[int] = set()
+        self._let: set[int] = set()  # in, but they have not met the others yet
+        self._tries: Counter[int] = Counter()
+        self._steps = 0  # told since they met last
+        self._told = 0  # the last of them
+        self._deadline: float | None = None
+        self._meeting = False  # they were told to
+
+    def can_spare(self, ranks: Collection[int]) -> bool:
+        """Whether the others can go on without these: they are at work, and nothing else is wrong."""
+        attempt = self._attempt
+        well = not attempt.codes and attempt.ending is None and attempt.error is None
+        return well and self._steps > 0 and not self._meeting and bool(attempt.members - set(ranks))
+
+    def spare(self, ranks: Collection[int], status: int) -> None:
+        """Have the others go on without these, which ended with a status."""
+        attempt = self._attempt
+        attempt.away |= dict.fromkeys(ranks, status)
+        self._meet(lost=True)
+
+    def replace(self, node: Node, ranks: Collection[int]) -> None:
+        """Start workers on a node in the places of lost ones."""
+        attempt = self._attempt
+        place = attempt.places[node]
+        told = {**self._start, "attempt": attempt.number, "only": sorted(ranks)}
+        with suppress(ConnectionError):  # noticed where it is read
+            node.send({**told, "first": place.start, "local": len(place)})
+            attempt.joining |= set(ranks)
+            attempt.logs |= dict.fromkeys(ranks, attempt.number)
+
+    def fell(self, rank: int) -> None:
+        """A worker ended before it took its place: try another, unless too many did."""
+        attempt = self._attempt
+        attempt.joining.discard(rank)
+        self._ready.discard(rank)
+        self._tries[rank] += 1
+        if attempt.codes or attempt.ending is not None:
+            return
+        if self._tries[rank] < TRIES:
+            node = next(node for node, ranks in attempt.places.items() if rank in ranks)
+            self.replace(node, [rank])
+        else:
+            text = f"worker {rank} ended {TRIES} times before it was ready: the run goes on without it"
+            self._emit("warning", text=text)
+        self._let_in()
+
+    def gone(self, ranks: Collection[int]) -> None:
+        """Those of these who were getting ready went away with their node."""
+        self._attempt.joining -= set(ranks)
+        self._ready -= set(ranks)
+
+    def hear(self, message: Message) -> None:
+        """One message of a worker."""
+        kind = message["kind"]
+        if kind == "step":
+            self._steps += 1
+            self._told = max(self._told, message["step"])
+            self._let_in()
+        elif kind == "ready":
+            self._ready.add(message["rank"])
+            self._let_in()
+        elif kind == "start" and message["attempt"] == self._attempt.number:
+            self._deadline, self._meeting, self._let = None, False, set()
+        elif kind == "adrift" and self._deadline is None:
+            self._deadline = self._clock() + MEETING  # somebody it worked with is gone, which is told soon
+
+    def ends(self) -> None:
+        """The others came to the end of the run: who was told to meet them has come too late."""
+        attempt = self._attempt
+        attempt.away |= dict.fromkeys(self._let, 0)
+        attempt.joining |= self._let
+        self._deadline, self._let = None, set()
+
+    @property
+    def apart(self) -> bool:
+        """Whether they were told to meet, and have not."""
+        return self._meeting
+
+    def late(self) -> bool:
+        """Whether they should have met by now."""
+        return self._deadline is not None and self._clock() > self._deadline
+
+    def _let_in(self) -> None:
+        """Have all meet with those who are ready, when everybody who is to come is."""
+        attempt = self._attempt
+        if self._ready and self._ready == attempt.joining and self.can_spare(()):
+            for rank in self._ready:
+                del attempt.away[rank]
+                self._tries[rank] = 0
+            self._let = self._ready
+            self._ready, attempt.joining = set(), set()
+            self._meet(lost=False)
+
+    def _meet(self, lost: bool) -> None:
+        attempt = self._attempt
+        attempt.number += 1
+        attempt.paces = {}
+        self._steps, self._meeting = 0, True
+        self._deadline = self._clock() + MEETING + (0.0 if lost else STEPS * (attempt.step_seconds or 0.0))
+        words: dict[str, Any] = {"attempt": attempt.number, "workers": sorted(attempt.members)}
+        words |= {"told": self._told, "lost": lost}
+        for node, ranks in attempt.places.items():
+            if mine := sorted(attempt.members & set(ranks)):
+                with suppress(ConnectionError):  # noticed where it is read
+                    node.send({"kind": "order", "ranks": mine, "words": words})

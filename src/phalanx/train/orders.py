@@ -1,0 +1,108 @@
+"""What the agent says to a worker while it trains: who trains together from now on.
+
+The agent speaks when a worker was lost whose work the others can do, and when another in its place is ready. The first
+cannot wait: who is still in a collective with the lost one is torn out of it by closing its connections, since gloo
+would let it wait for ten minutes. The second is only noted, and obeyed at the end of a step.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from phalanx.run.channel import receive
+
+VARIABLE = "PHALANX_ORDERS"
+"""Names the descriptor over which a worker gets its orders."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Train with the workers that have these numbers, as `attempt` of the run. `told` is the last step that the agent
+    has heard of, `lost` whether somebody is gone."""
+
+    attempt: int
+    workers: tuple[int, ...]
+    told: int
+    lost: bool
+
+
+class Orders:
+    """A worker's end, read by a thread of its own. `cut` closes the connections of its process group."""
+
+    def __init__(self, sock: socket.socket, cut: Callable[[], None]):
+        self._sock, self._cut = sock, cut
+        self._latest: Order | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is an order that nobody has obeyed yet."""
+        return self._latest is not None
+
+    def take(self) -> Order:
+        """The newest order, waiting for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest is not None)
+            order, self._latest = self._latest, None
+        assert order is not None
+        return order
+
+    def _listen(self) -> None:
+        while (messages := receive(self._sock)) is not None:
+            for message in messages:
+                order = Order(message["attempt"], tuple(message["workers"]), message["told"], message["lost"])
+                with self._changed:
+                    self._latest = order
+                    self._changed.notify_all()
+                if order.lost:
+                    self._cut()
+
+
+def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.environ) -> Orders | None:
+    """A worker's orders; None where it has no agent that would give any."""
+    fd = environment.get(VARIABLE)
+    return Orders(socket.socket(fileno=int(fd)), cut) if fd else None
+
+
+class Connections:
+    """The TCP connections that a process group opened, so that they can be closed under it. Only where the kernel
+    lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost worker is killed."""
+
+    def __init__(self) -> None:
+        self._before: frozenset[int] = frozenset()
+        self._own: frozenset[int] = frozenset()
+
+    def __enter__(self) -> "Connections":
+        """Before the group is made."""
+        self._before = frozenset(_sockets())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After it was made."""
+        self._own = frozenset(_sockets()) - self._before
+
+    def cut(self) -> None:
+        """End them in both directions; harmless when they are closed already."""
+        found = _sockets()
+        for inode in self._own & found.keys():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
+                # A listener that is shut down ends the process in gloo's thread that accepts.
+                tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """Descriptors of this process's sockets by inode: a descriptor alone may be another socket's by now."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:["):
+                    found[int(target[8:-1])] = int(name)
+    return found

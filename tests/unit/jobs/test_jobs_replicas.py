@@ -1,0 +1,175 @@
+"""Who trains together when a replica was lost, and when the others are told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phalanx.jobs.attempt import Attempt
+from phalanx.jobs.replicas import MEETING, STEPS, TRIES, Replicas
+
+START = {"kind": "start", "attempt": 3, "world": 4, "elastic": True}
+
+
+class Told:
+    """A node that keeps what it is sent."""
+
+    name = "here"
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        self.messages += messages
+
+    def orders(self) -> list[dict[str, Any]]:
+        return [message["words"] for message in self.messages if message["kind"] == "order"]
+
+    def starts(self) -> list[list[int]]:
+        return [message["only"] for message in self.messages if message["kind"] == "start"]
+
+
+class Case:
+    """Four workers on two nodes, in the attempt of number 3."""
+
+    def __init__(self) -> None:
+        self.now, self.said = 100.0, list[str]()
+        self.nodes = [Told(), Told()]
+        places: dict[Any, range] = {self.nodes[0]: range(2), self.nodes[1]: range(2, 4)}
+        self.attempt = Attempt(4, places, 3, logs=dict.fromkeys(range(4), 3), step_seconds=2.0)
+        self.replicas = Replicas(self.attempt, START, lambda: self.now, self.emit)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.said.append(fields["text"])
+
+    def step(self, step: int) -> None:
+        self.replicas.hear({"kind": "step", "step": step})
+
+    def started(self) -> None:
+        self.replicas.hear({"kind": "start", "attempt": self.attempt.number})
+
+    def lose(self, rank: int) -> None:
+        self.replicas.spare([rank], -9)
+        self.replicas.replace(self.nodes[rank // 2], [rank])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def case() -> Case:
+    case = Case()
+    case.step(7)
+    return case
+
+
+def test_the_others_are_told_who_is_left_and_which_step_is_known(case: Case) -> None:
+    case.step(8)
+    case.lose(2)
+    words = {"attempt": 4, "workers": [0, 1, 3], "told": 8, "lost": True}
+    assert [node.orders() for node in case.nodes] == [[words], [words]]
+    assert [message["ranks"] for node in case.nodes for message in node.messages if "ranks" in message] == [[0, 1], [3]]
+    assert case.nodes[1].starts() == [[2]]
+    assert case.attempt.logs == {0: 3, 1: 3, 2: 4, 3: 3}
+
+
+def test_who_is_ready_takes_its_place_when_the_others_are_at_work_again(case: Case) -> None:
+    case.lose(2)
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.started()
+    assert len(case.nodes[0].orders()) == 1
+    case.step(8)
+    assert case.nodes[0].orders()[-1] == {"attempt": 5, "workers": [0, 1, 2, 3], "told": 8, "lost": False}
+    assert case.attempt.members == {0, 1, 2, 3}
+
+
+def test_all_who_are_to_come_come_together(case: Case) -> None:
+    case.replicas.spare([2, 3], 76)
+    case.replicas.replace(case.nodes[1], [2, 3])  # type: ignore[arg-type]
+    case.started()
+    case.step(8)
+    case.replicas.hear({"kind": "ready", "rank": 3})
+    assert case.attempt.members == {0, 1}
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    assert case.attempt.members == {0, 1, 2, 3}
+
+
+def at_the_beginning(case: Case) -> None:
+    case.__init__()  # type: ignore[misc]
+
+
+def while_they_meet(case: Case) -> None:
+    case.lose(1)
+
+
+def when_another_ended(case: Case) -> None:
+    case.attempt.codes[1] = 0
+
+
+def when_it_is_to_end(case: Case) -> None:
+    case.attempt.ending = "a hang"
+
+
+def when_somebody_told_an_error(case: Case) -> None:
+    case.attempt.error = {"kind": "error"}
+
+
+@pytest.mark.parametrize(
+    "happens", [at_the_beginning, while_they_meet, when_another_ended, when_it_is_to_end, when_somebody_told_an_error]
+)
+def test_nobody_can_be_spared(case: Case, happens: Callable[[Case], None]) -> None:
+    assert case.replicas.can_spare([0])
+    happens(case)
+    assert not case.replicas.can_spare([0])
+
+
+def test_not_all_can_be_spared(case: Case) -> None:
+    assert not case.replicas.can_spare(range(4))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_those_who_do_not_meet_in_time_are_late(case: Case, late: bool) -> None:
+    case.lose(2)
+    case.now += MEETING + (1 if late else -1)
+    assert case.replicas.late() is late
+    case.started()
+    assert not case.replicas.late()
+
+
+def test_a_meeting_at_the_end_of_a_step_may_take_some_steps(case: Case) -> None:
+    case.lose(2)
+    case.started()
+    case.step(8)
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.now += MEETING + STEPS * 2.0 - 1
+    assert not case.replicas.late()
+    case.now += 2
+    assert case.replicas.late()
+
+
+def test_workers_that_lost_a_connection_and_nobody_are_late_after_a_while(case: Case) -> None:
+    case.replicas.hear({"kind": "adrift", "rank": 1})
+    assert case.replicas.can_spare([0])
+    case.now += MEETING + 1
+    assert case.replicas.late()
+
+
+def test_another_is_started_for_one_that_ended_before_it_was_ready_but_not_for_ever(case: Case) -> None:
+    case.lose(2)
+    for _ in range(TRIES):
+        case.replicas.fell(2)
+    assert case.nodes[1].starts() == [[2]] * TRIES
+    assert case.attempt.joining == set()
+    assert case.said == ["worker 2 ended 3 times before it was ready: the run goes on without it"]
+
+
+def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
+    case.lose(2)
+    case.started()
+    case.step(8)
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.attempt.codes[0] = 0
+    case.replicas.ends()
+    assert case.attempt.members == {0, 1, 3}
+    case.now += 1000
+    assert not case.replicas.late()
+    case.attempt.codes |= {1: 0, 3: 0}
+    case.replicas.fell(2)
+    assert case.attempt.over

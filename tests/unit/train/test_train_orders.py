@@ -1,0 +1,106 @@
+"""Orders of the agent to a worker, and connections that are closed under a process group."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.run.channel import pair, send
+from phalanx.train.orders import Connections, Order, Orders
+
+
+@pytest.fixture
+def agent_and_worker() -> Iterator[tuple[socket.socket, socket.socket]]:
+    agent, worker = pair()
+    with worker:
+        with agent:
+            yield agent, worker
+        for thread in threading.enumerate():  # who reads from it finds that nobody writes any more
+            if thread.name == "orders":
+                thread.join(10)
+                assert not thread.is_alive()
+
+
+def told(attempt: int, lost: bool) -> dict[str, object]:
+    return {"attempt": attempt, "workers": [0, 2], "told": 7, "lost": lost}
+
+
+def test_the_newest_order_counts_and_is_obeyed_once(agent_and_worker: tuple[socket.socket, socket.socket]) -> None:
+    agent, worker = agent_and_worker
+    orders = Orders(worker, lambda: None)
+    assert not orders.waiting
+    send(agent, told(4, lost=False), told(5, lost=True))
+    order = orders.take()
+    while order.attempt != 5:
+        order = orders.take()
+    assert order == Order(5, (0, 2), 7, True)
+    assert not orders.waiting
+
+
+def test_only_a_loss_tears_a_worker_out_of_what_it_waits_for(
+    agent_and_worker: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, worker = agent_and_worker
+    cut: list[int] = []
+    orders = Orders(worker, lambda: cut.append(1))
+    send(agent, told(4, lost=False))
+    orders.take()
+    assert cut == []
+    send(agent, told(5, lost=True))
+    orders.take()
+    send(agent, told(6, lost=False))  # the thread cuts before it reads on
+    orders.take()
+    assert cut == [1]
+
+
+def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    near = socket.create_connection(server.getsockname(), 5)
+    far, _ = server.accept()
+    far.settimeout(5)
+    return near, far
+
+
+def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before, before_far = connected(server)
+        connections = Connections()
+        with connections:
+            during, during_far = connected(server)
+        after, after_far = connected(server)
+        with before, before_far, during, during_far, after, after_far:
+            connections.cut()
+            assert during_far.recv(1) == b""
+            for near, far in ((before, before_far), (after, after_far)):
+                near.sendall(b"x")
+                assert far.recv(1) == b"x"
+
+
+def test_who_listens_goes_on_listening() -> None:
+    connections = Connections()
+    with connections, socket.create_server(("127.0.0.1", 0)) as server:
+        pass
+    connections.cut()
+    with connections:
+        server = socket.create_server(("127.0.0.1", 0))
+    with server:
+        connections.cut()
+        near, far = connected(server)
+        near.close()
+        far.close()
+
+
+def test_another_socket_with_the_number_of_one_that_was_closed_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = Connections()
+        with connections:
+            near, far = connected(server)
+        number = near.fileno()
+        near.close()
+        far.close()
+        near, far = connected(server)
+        with near, far:
+            assert number in (near.fileno(), far.fileno())
+            connections.cut()
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
