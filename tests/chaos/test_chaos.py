@@ -1,0 +1,170 @@
+"""`phalanx chaos` as people type it: a run goes through random kills, and one that does not come through is told."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import Ended, Lab, Values, wait_until
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+
+LONG: Values = {
+    "steps": 300,
+    "evaluate": {"every": 200},
+    "batch": {"global": 2, "micro": 1},
+    "checkpoint": {"every": 10},
+    "recovery": {"attempts": 3},
+    "callbacks": ["mischief:Mischief"],
+}
+MISCHIEF = """
+import os
+import subprocess
+
+
+class Mischief:
+    def step(self, run, event):
+        do = os.environ.get("MISCHIEF")
+        if do == "drift" and os.environ["PHALANX_ATTEMPT"] != "0":
+            next(run.model.parameters()).data.add_(1e-3)
+        if do == "leak" and event["step"] == 1:
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+"""What a user's own code may do wrong: go on from a state that no checkpoint has, start what outlives the run."""
+
+
+@pytest.fixture(scope="module")
+def recipe(lab: Lab) -> Path:
+    (lab.folder / "mischief.py").write_text(MISCHIEF)
+    return lab.recipe_file(LONG, "long")
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Lab, recipe: Path) -> Ended:
+    """The run without any fault, trained by our agent in this process."""
+    ended = lab.train(LONG, 2)
+    assert ended.code == ExitCode.DONE
+    return ended
+
+
+def places(lab: Lab, temporary: Path) -> dict[str, str]:
+    """Where temporary files go, and where torch keeps what it compiled, which is none of them."""
+    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(lab.cache / "inductor")}
+
+
+def chaos(lab: Lab, recipe: Path, where: Path, *words: str | Path, **variables: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of the command. Nothing of the lab's is left when it is over, and nothing in the folder for
+    temporary files."""
+    temporary = where.with_name("tmp")
+    temporary.mkdir()
+    given = ("chaos", recipe, "--run", where, "--nproc", "2", "--json", *words)
+    with lab.start(*given, variables={**places(lab, temporary), **variables}) as process:
+        out, errors = process.communicate(timeout=280)
+    assert "Traceback" not in errors
+    assert lab.processes() == set()
+    assert list(temporary.iterdir()) == []
+    return process.returncode, json.loads(out)
+
+
+def test_ten_random_kills_in_one_run_end_in_the_same_digest(
+    lab: Lab, recipe: Path, calm: Ended, tmp_path: Path
+) -> None:
+    """The command's own undisturbed run has the digest of ours."""
+    code, told = chaos(lab, recipe, tmp_path / "run", "--faults", "10", "--kinds", "kill", "--seed", "7")
+    assert told["reasons"] == []
+    assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
+    assert {fault["moment"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
+    assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
+    disturbed = lab.ended(Run(tmp_path / "run" / "disturbed"), code)
+    assert [event["what"] for event in disturbed.kind("fault")] == ["SIGKILL"] * 10
+    assert disturbed.result["restarts"] == 10
+
+
+@pytest.mark.slow
+def test_every_kind_of_fault_on_one_machine(lab: Lab, recipe: Path, tmp_path: Path) -> None:
+    code, told = chaos(lab, recipe, tmp_path / "run", "steps=1500", "--faults", "20")
+    assert told["reasons"] == []
+    assert code == ExitCode.DONE
+    assert len({fault["kind"] for fault in told["faults"]}) == 11
+
+
+@pytest.mark.slow
+def test_nodes_that_are_lost_cut_off_and_killed(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    more = ("--kinds", "kill,agent,node,split", "--faults", "5", "--nodes", "2", "--nproc", "1")
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--against", calm.run.path)
+    assert told["reasons"] == []
+    assert code == ExitCode.DONE
+
+
+@pytest.mark.slow
+def test_a_run_in_the_queue_outlives_the_queue(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    more = ("--kinds", "kill,agent,runner,supervisor", "--faults", "6", "--queue")
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--against", calm.run.path)
+    assert told["reasons"] == []
+    assert code == ExitCode.DONE
+
+
+@pytest.mark.slow
+def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
+    lab: Lab, recipe: Path, calm: Ended, tmp_path: Path
+) -> None:
+    more = ("--faults", "1", "--kinds", "kill", "--against", calm.run.path)
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="drift")
+    assert (code, told["passed"]) == (1, False)
+    said, stored = told["reasons"]
+    assert said.startswith("the digest is ")
+    assert said.endswith(f"and {calm.digest} without faults")
+    assert stored.startswith("the digest of the last checkpoint is ")
+
+
+@pytest.mark.slow
+def test_a_process_that_outlives_the_run_makes_it_fail(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    """A killed agent cannot sweep up behind its workers. What is left is told, and ended after all."""
+    more = ("--faults", "1", "--kinds", "agent", "--against", calm.run.path)
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="leak")
+    assert code == 1
+    assert told["digest"] == calm.digest
+    assert {reason.partition(" still runs: ")[2] for reason in told["reasons"]} == {"sleep 600"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_and_leaves_nothing(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    where, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    given = ("chaos", recipe, "--run", where, "--nproc", "2", "--against", calm.run.path, "--kinds", "stall")
+    with lab.start(*given, variables=places(lab, temporary)) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "fault 1 of 10" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.UNFINISHED
+    assert errors == "error: interrupted\n"
+    wait_until(lambda: lab.processes() == set(), 5, "everything to end")
+    assert sorted(tmp_path.iterdir()) == [temporary]
+    assert list(temporary.iterdir()) == []
+
+
+def refused(lab: Lab, recipe: Path, where: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
+    """What the command says of something that it does not begin."""
+    done = lab.command("chaos", recipe, "--run", where, *words)
+    assert not where.exists()
+    return done
+
+
+def test_a_run_of_other_workers_is_nothing_to_compare_with(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    done = refused(lab, recipe, tmp_path / "run", "--nproc", "1", "--against", calm.run.path, "--kinds", "kill")
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == f"error: --against {calm.run.path}: its workers were not 1, and the digest goes by that\n"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(lab: Lab, recipe: Path, tmp_path: Path) -> None:
+    done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc", "2")
+    assert done.returncode == ExitCode.RECIPE
+    assert done.stderr.startswith("error: without any fault the run does not end: ")
+    assert "Nobody" in done.stderr

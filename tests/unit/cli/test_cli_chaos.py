@@ -1,0 +1,97 @@
+"""`phalanx chaos` before any run: the list of faults is printed, and what cannot be is told."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx import cli
+from phalanx.cli.chaos import long_enough
+from phalanx.errors import UsageError
+from phalanx.jobs.chaos.plan import KINDS, Course, draw
+
+RECIPE = """
+name: small
+data: {source: {text: "text.txt"}}
+steps: 400
+checkpoint: {every: 20}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_a_dry_run_prints_the_same_list_again_and_makes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for seed in ("3", "3", "4"):
+        assert cli.main(["chaos", "r.yaml", "--nproc", "2", "--seed", seed, "--dry-run"]) == 0
+        printed.append(capsys.readouterr().out.splitlines())
+    assert printed[0] == printed[1]
+    assert printed[0][0] == "10 faults, seed 3; 2 workers, 400 steps, a checkpoint every 20"
+    assert len(printed[0]) == 11
+    assert printed[0][1:] != printed[2][1:]
+    assert sorted(path.name for path in folder.iterdir()) == ["r.yaml", "text.txt"]
+
+
+def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chaos", "r.yaml", "--faults", "3", "--kinds", "kill", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(fault["number"], fault["kind"], fault["struck"]) for fault in told["faults"]] == [
+        (number, "kill", None) for number in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--faults", "0"], 64, "--faults"),
+        (["--kinds", "kill,burn"], 64, "there is no kind 'burn'"),
+        (["--kinds", "stall"], 64, "stall needs another worker"),
+        (["--faults", "60"], 64, "60 faults are too many: in 400 steps the run saves 19 times"),
+        (["--queue", "--nodes", "2"], 64, "--queue has this machine only"),
+        (["--run", "text.txt"], 64, "text.txt: exists already"),
+        (["--run", "text.txt/run"], 64, "text.txt is a file"),
+        (["--against", "nowhere"], 64, "nowhere: no run here"),
+        (["checkpoint.every=auto"], 64, "give it here, such as checkpoint.every='20 steps'"),
+        (["stepz=3"], 78, "stepz"),
+        (["batch.global=3", "--nproc", "2"], 78, "batch.global"),
+    ],
+)
+def test_what_cannot_be_is_told_before_any_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    assert cli.main(["chaos", "r.yaml", *words]) == code
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == ["r.yaml", "text.txt"]
+
+
+def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chaos", "--help"]) == 0
+    told = capsys.readouterr().out.partition("Kinds:")[2].partition("Options:")[0]
+    assert set(KINDS) <= set(re.findall(r"\w+", told))
+    page = (Path(__file__).parents[3] / "docs" / "chaos.md").read_text()
+    first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)] == list(KINDS)
+
+
+def test_a_script_with_a_loop_of_its_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chaos", "loop.py"]) == 64
+    assert "chaos is for recipes" in capsys.readouterr().err
+
+
+def test_steps_that_are_over_too_soon_for_so_many_faults_are_told_with_a_number_that_would_do() -> None:
+    course = Course(steps=400, every=20, keep=3, attempts=3, world=2)
+    plan = draw(0, 10, ("kill",), course)
+    long_enough(plan, course, step=0.01)
+    with pytest.raises(
+        UsageError, match=r"10 faults in \d rounds take .* 400 steps are over in 400 ms: give it steps="
+    ):
+        long_enough(plan, course, step=0.001)

@@ -1,0 +1,222 @@
+"""Faults wait for what the run tells, strike only its own processes, and undo what they held."""
+
+import json
+import random
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.jobs.chaos.inject import MARK, SMALL, Scene, Struck, flip, full, no_core, pause, play, strike, wait
+from phalanx.jobs.chaos.plan import Fault, Moment, Phase
+from phalanx.jobs.chaos.story import Story, Usual, usual_of
+from phalanx.run import Run
+
+NOW = Moment(Phase.STEP, 0.0)
+
+
+class Told:
+    """A run that tells what a test says, with real processes as its workers."""
+
+    def __init__(self, run: Run):
+        self.run, self.story, self.mark = run, Story(run), str(uuid.uuid4())
+        self.now, self.struck = 0.0, list[Struck]()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        usual = Usual(step=1.0, save=2.0, restart=4.0)
+        self.scene = Scene(self.story, usual, self.mark, self.struck.append, clock=lambda: self.now)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        with open(self.run.events, "a") as file:
+            print(json.dumps({"t": 1.0, "kind": kind, **fields}), file=file)
+        self.story.read()
+
+    def worker(self, attempt: int, rank: int = 0, **environment: str) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(["sleep", "60"], env=environment or {MARK: self.mark})
+        self.processes.append(process)
+        until = time.monotonic() + 5.0
+        while not psutil.Process(process.pid).environ():  # which takes a moment to be seen
+            assert time.monotonic() < until
+        self.tell("worker", pid=process.pid, rank=rank, attempt=attempt)
+        return process
+
+    def comes(self, waiting: Iterator[float]) -> bool:
+        """Whether it is over at this time, with nothing new told."""
+        return next(waiting, None) is None
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Told]:
+    run = Run(tmp_path / "run")
+    run.create()
+    told = Told(run)
+    yield told
+    for process in told.processes:
+        process.kill()
+        process.wait()
+
+
+def becomes(process: psutil.Process, stopped: bool) -> None:
+    """A signal takes a moment; fails when nothing has come of it after five seconds."""
+    until = time.monotonic() + 5.0
+    while (process.status() == psutil.STATUS_STOPPED) is not stopped:
+        assert time.monotonic() < until
+
+
+def a_fault(kind: str, moment: Moment = NOW, rank: int = 0, luck: float = 0.5) -> Fault:
+    return Fault(1, kind, rank, moment, luck)
+
+
+def test_a_line_is_read_once_it_is_whole_and_a_torn_one_is_skipped(told: Told) -> None:
+    with open(told.run.events, "a") as file:
+        file.write('{"t": 1, "kind": "worker", "pid": 1, "rank": 0, "attempt": 0}\n{"t": 2, "ki')
+        file.flush()
+        assert [event["kind"] for event in told.story.read()] == ["worker"]
+        file.write('nd": "st\n{"t": 3, "kind": "step", "step": 4}\n')
+        file.flush()
+        assert [event["step"] for event in told.story.read()] == [4]
+    assert told.story.read() == []
+
+
+def test_what_an_attempt_did_does_not_count_for_the_next(told: Told) -> None:
+    told.worker(0)
+    told.tell("start")
+    told.tell("step", step=9)
+    told.tell("checkpoint", step=8)
+    told.worker(1)
+    story = told.story
+    assert (story.attempt, story.started, story.step, story.saved, len(story.workers)) == (1, False, None, 8, 1)
+
+
+def test_what_is_usual_is_the_median_of_a_run() -> None:
+    worker, start = {"t": 1.0, "kind": "worker"}, {"t": 1.5, "kind": "start"}
+    steps = [{"t": 2.0, "kind": "step", "seconds": seconds} for seconds in (0.1, 0.2, 9.0)]
+    assert usual_of([worker, worker, start, *steps]) == Usual(0.2, 0.0, 0.5)
+
+
+def test_a_step_is_waited_for_and_a_share_of_the_next(told: Told) -> None:
+    told.worker(0)
+    waiting = wait(Moment(Phase.STEP, 0.5, step=3), told.scene)
+    told.tell("step", step=2)
+    assert not told.comes(waiting)
+    told.tell("step", step=3)
+    told.now = 100.0
+    assert not told.comes(waiting)
+    told.now = 100.4
+    assert not told.comes(waiting)
+    told.now = 100.5
+    assert told.comes(waiting)
+
+
+def test_a_fresh_moment_waits_for_a_checkpoint_newer_than_those_before(told: Told) -> None:
+    told.worker(0)
+    told.scene.floor = 20
+    waiting = wait(Moment(Phase.STEP, 0.0, step=1, fresh=True), told.scene)
+    told.tell("step", step=30)
+    told.tell("checkpoint", step=20)
+    assert not told.comes(waiting)
+    told.tell("checkpoint", step=30)
+    assert told.comes(waiting)
+
+
+def test_a_save_is_waited_for_until_its_directory_is_there(told: Told) -> None:
+    told.worker(0)
+    told.tell("start")
+    told.tell("step", step=5)
+    stale, ours = (told.run.checkpoints / f"step-000000005.tmp-{tag}" for tag in ("deleted", "0"))
+    stale.mkdir()
+    waiting = wait(Moment(Phase.SAVE, 0.5, step=1), told.scene)
+    assert not told.comes(waiting)
+    ours.mkdir()
+    assert not told.comes(waiting)
+    told.now = 1.0
+    assert told.comes(waiting)
+
+
+def test_the_next_fault_waits_until_the_attempt_that_was_struck_is_followed_by_another(told: Told) -> None:
+    first = told.worker(0)
+    faults = [a_fault("kill", Moment(Phase.RESTART, 0.25)), a_fault("kill", Moment(Phase.RESTART, 0.25))]
+    playing = play(faults, told.scene)
+    next(playing)
+    told.now = 1.0
+    next(playing)
+    assert first.wait() == -9
+    told.now = 50.0
+    assert next(playing, None) is not None
+    second = told.worker(1)
+    next(playing)
+    assert second.poll() is None
+    told.now = 51.0
+    next(playing)
+    assert second.wait() == -9
+    assert [one.attempt for one in told.struck] == [0, 1]
+    assert [one.phase for one in told.struck] == [Phase.RESTART, Phase.RESTART]
+
+
+def test_a_process_without_the_mark_is_let_be(told: Told) -> None:
+    stranger = told.worker(0, OTHER="1")
+    with pytest.raises(psutil.NoSuchProcess):
+        next(strike(a_fault("kill"), told.scene), None)
+    assert stranger.poll() is None
+    assert told.struck == []
+
+
+def test_a_pause_ends_by_itself_and_when_it_is_broken_off(told: Told) -> None:
+    worker = psutil.Process(told.worker(0).pid)
+    for broken in (False, True):
+        pausing = pause(a_fault("pause"), told.scene)
+        next(pausing)
+        becomes(worker, stopped=True)
+        if broken:
+            pausing.close()
+        else:
+            told.now += 1.0
+            assert told.comes(pausing)
+        becomes(worker, stopped=False)
+
+
+def test_files_of_a_worker_may_grow_again_after_a_save_has_failed(told: Told) -> None:
+    worker = psutil.Process(told.worker(0).pid)
+    before = worker.rlimit(psutil.RLIMIT_FSIZE)
+    filling = full(a_fault("full"), told.scene)
+    assert not told.comes(filling)
+    assert worker.rlimit(psutil.RLIMIT_FSIZE)[0] == SMALL
+    told.tell("checkpoint_failed")
+    assert told.comes(filling)
+    assert worker.rlimit(psutil.RLIMIT_FSIZE) == before
+
+
+def test_damage_is_one_bit_of_the_newest_of_two_checkpoints_and_no_worker_goes_on(told: Told) -> None:
+    victim, other = told.worker(0, rank=1), told.worker(0, rank=0)
+    for step in (10, 20):
+        folder = told.run.checkpoints / f"step-{step:09d}"
+        playing = strike(a_fault("damage", rank=1), told.scene)
+        if step == 20:
+            assert next(playing, None) is not None  # one is not enough
+        folder.mkdir()
+        (folder / "a").write_bytes(bytes(1000))
+    next(playing, None)
+    assert victim.wait() == -9
+    becomes(psutil.Process(other.pid), stopped=True)
+    assert (told.run.checkpoints / "step-000000010" / "a").read_bytes() == bytes(1000)
+    assert sum((folder / "a").read_bytes()) in [1 << bit for bit in range(8)]
+
+
+def test_a_flipped_bit_is_another_for_another_luck(tmp_path: Path) -> None:
+    contents = set()
+    for luck in range(5):
+        (tmp_path / "a").write_bytes(bytes(4000))
+        assert flip(tmp_path, random.Random(luck)) == tmp_path / "a"
+        contents.add((tmp_path / "a").read_bytes())
+    assert len(contents) == 5
+
+
+def test_a_process_that_crashes_writes_no_core_file() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        no_core(process.pid)
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_CORE)[0] == 0
+        process.kill()
