@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ import yaml
 
 from phalanx.api import starting, supervise
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe
 from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events, steps_of
@@ -206,11 +206,13 @@ class Lab:
         return path
 
     @contextlib.contextmanager
-    def start(self, *arguments: str | Path, module: str = "phalanx") -> "Iterator[subprocess.Popen[str]]":
+    def start(
+        self, *arguments: str | Path, module: str = "phalanx", variables: Mapping[str, str] | None = None
+    ) -> "Iterator[subprocess.Popen[str]]":
         """The command line, `python -m phalanx ...`, as a process of its own, which does not outlive the block."""
         with subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
-            env={**os.environ, **self.variables(), "COLUMNS": "200"},
+            env={**os.environ, **self.variables(), "COLUMNS": "200", **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

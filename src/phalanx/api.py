@@ -5,7 +5,6 @@ The order of a start: everything that can be wrong is checked before anything is
 """
 
 import contextlib
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, this_machine
+from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
-from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
+from phalanx.jobs.agent import Agent, Outcome
+from phalanx.jobs.nodes import Crew
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.plan import (
     go_on,
     smaller_micro,
@@ -40,6 +42,7 @@ from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.run.events import NO_ROOM
+from phalanx.run.lock import locked
 from phalanx.train.schedule import factor
 
 
@@ -101,10 +104,12 @@ def starting(
     progress: Callable[[Progress], None],
     write: bool = True,
     preload: Callable[[str, Any], None] = lambda function, payload: None,
+    patience: float = 0.0,
 ) -> Iterator[Ready]:
     """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
-    that forks workers (`NurseryProcess.preload`)."""
+    that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
+    run."""
     machine = this_machine()
     world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
@@ -131,7 +136,7 @@ def starting(
         if new := not run.path.is_dir():
             ready = get_ready()
             create(run)
-        stack.enter_context(locked(run))
+        stack.enter_context(locked(run, patience))
         if not new:
             ready = get_ready()
             create(run)
@@ -273,31 +278,37 @@ def keep_tokenizer(ready: Ready) -> None:
         write_whole(ready.run.tokenizer, stored.read_text(encoding="utf-8"))
 
 
-@contextlib.contextmanager
-def locked(run: Run) -> Iterator[None]:
-    """Only one process may train a run. The lock is on the directory itself and goes with its holder."""
-    fd = os.open(run.path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"{run.path}: another process is training this run; wait, or choose another --run"
-            raise UsageError(busy) from None
-        yield
-    finally:
-        os.close(fd)
-
-
-def supervise(ready: Ready, nursery: NurseryProcess, show: Callable[[Event], None], force: bool) -> Outcome:
-    """Train a run that is ready, and write its result."""
+def supervise(
+    ready: Ready, nursery: NurseryProcess, show: Callable[[Event], None], force: bool, crew: Crew | None = None
+) -> Outcome:
+    """Train a run that is ready, on this node or on those of `crew`, and write its result."""
     run, recipe = ready.run, ready.recipe
     world = recipe.layout.world if not isinstance(recipe.layout, str) else 1
     command = {
         "function": "phalanx.train.worker:work",
         "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
     }
-    agent = Agent(run, nursery, show, recipe.recovery.attempts, recipe.recovery.silence)
+    machine = this_machine()
+    expected = machine.count if machine.device == "cuda" else None
+    agent = Agent(
+        run,
+        nursery,
+        show,
+        recipe.recovery.attempts,
+        recipe.recovery.silence,
+        crew=crew,
+        preflight=lambda: quick(run.path, expected),
+        elastic=goes_on_from_memory(recipe, machine.device),
+    )
     return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
+
+
+def goes_on_from_memory(recipe: Recipe, device: str) -> bool:
+    """Whether the other workers can go on when one is lost, with the same bits: all hold the whole state, and sums do
+    not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone."""
+    layout = recipe.layout
+    replicates = not isinstance(layout, str) and layout.replicate == layout.world > 1
+    return replicates and recipe.exchange.exact == "replicas" and device == "cpu"
 
 
 def to_the_end(
@@ -371,13 +382,17 @@ def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     """result.json: what the worker reported, or what the events tell when it did not come to that."""
     events = list(read_events(run.events))
     seconds = training_seconds(events)
+    grown = sum(event["kind"] == "start" and bool(event.get("grown")) for event in events)
     if outcome.result is not None:
-        return {**outcome.result, "seconds": seconds}
+        result = {**outcome.result, "seconds": seconds}
+        if grown:  # nothing was lost then
+            result["restarts"] -= grown
+        return result
     status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
     steps = last_step(run)
     good = [event for event in steps_of(events) if event["step"] <= steps and not event.get("skipped")]
     facts = {"format": RESULT_FORMAT, "status": status, "steps": steps}
     facts |= {"final_loss": good[-1]["loss"] if good else None, "tokens": sum(event["tokens"] for event in good)}
     starts = sum(event["kind"] == "start" for event in events)
-    facts |= {"seconds": seconds, "restarts": max(0, starts - 1), "digest": None}
+    facts |= {"seconds": seconds, "restarts": max(0, starts - grown - 1), "digest": None}
     return {**facts, "message": outcome.message}

@@ -27,20 +27,21 @@ from phalanx.api import (
     continuing,
     create,
     last_attempt,
-    locked,
     previous,
     to_the_end,
     write_run,
 )
 from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
-from phalanx.jobs.agent import Agent, NurseryProcess, Outcome
+from phalanx.jobs.agent import Agent, Outcome
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
 from phalanx.plan import choices_untried, go_on, resolve
 from phalanx.recipe import Recipe, check, expanded, load_recipe, refused
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
+from phalanx.run.lock import locked
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""

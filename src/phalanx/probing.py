@@ -17,7 +17,8 @@ from typing import Any
 from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.probe import Means, NotMeasured, probe
 from phalanx.errors import UsageError
-from phalanx.jobs.agent import Attempt, NurseryProcess, TrialError, verdict
+from phalanx.jobs.attempt import Attempt, verdict
+from phalanx.jobs.nursery_process import NurseryProcess, TrialError
 from phalanx.run.channel import drain, receive, send
 
 PATIENCE = 120.0

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Cluster, Machine, peak
+from phalanx.cluster.failures import DAY
 from phalanx.data import open_data
 from phalanx.errors import RecipeError
 from phalanx.foretelling import automatic_layout, foretold_here, probed
-from phalanx.jobs.agent import TrialError
+from phalanx.jobs.nursery_process import TrialError
 from phalanx.plan import (
     COMMON_WORLDS,
     Choice,
@@ -103,9 +104,16 @@ def first_resolution(
         "matmul_tflops": rates,
         "data_sheet_tflops": None if sheet is None else sheet.tflops,
         "data_sheet_source": None if sheet is None else sheet.source,
+        "failures_per_device_second": None if here is None else failures_of(here),
     }
     plan = plan_of(profile, choices, seconds, recipe)
     return recipe, {**plan, **foretold_parts(recipe, folder, here, world)}, cluster
+
+
+def failures_of(cluster: Cluster) -> float | None:
+    """Failures of a device a second, as the cluster's file tells for nodes."""
+    rate = cluster.reliability.failures_per_1000_node_days
+    return None if rate is None else rate / (1000.0 * DAY * cluster.node.count)
 
 
 def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster | None:

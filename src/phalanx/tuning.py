@@ -17,8 +17,8 @@ from phalanx.api import Ready, starting
 from phalanx.cluster import Machine, this_machine
 from phalanx.data import Progress
 from phalanx.errors import PhalanxError, RecipeError
-from phalanx.jobs.agent import NurseryProcess
 from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.units import duration
 from phalanx.plan.tuning import (
     Candidate,

@@ -8,12 +8,13 @@ import pytest
 
 import phalanx
 from phalanx import api
-from phalanx.api import changed, check_place, continuing, create, finished, last_step, locked, result_of, trial_recipe
+from phalanx.api import changed, check_place, continuing, create, finished, last_step, result_of, trial_recipe
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent import Outcome
 from phalanx.recipe import Recipe, dump_recipe, refused
 from phalanx.run import EventLog, Run
 from phalanx.run.directory import write_json
+from phalanx.run.lock import locked
 
 DAY = 86400.0
 

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
-from phalanx.jobs.agent import TrialError
+from phalanx.jobs.nursery_process import TrialError
 from phalanx.plan import Needs, Room
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Data, Source

@@ -22,6 +22,7 @@ _VERBS = {
     "train": ("phalanx.cli.train:train", "Train a recipe, or go on with a run that stopped."),
     "tune": ("phalanx.cli.tune:tune", "Try what makes a recipe faster on this machine; write the tuned recipe."),
     "probe": ("phalanx.cli.probe:probe", "Measure this machine, and write a cluster file."),
+    "doctor": ("phalanx.cli.doctor:doctor", "Is this machine fit to train? What is not, and why."),
     "plan": ("phalanx.cli.plan:plan", "Foretell a run on a cluster, and choose its layout."),
     "replay": ("phalanx.cli.replay:replay", "Predict published runs, to see how far predictions hold."),
     "report": ("phalanx.cli.report:report", "What a run did, and where the time went."),
@@ -29,8 +30,10 @@ _VERBS = {
     "generate": ("phalanx.cli.generate:generate", "Text from a run's checkpoint."),
     "evaluate": ("phalanx.cli.evaluate:evaluate", "Score a run's checkpoint on held-out data."),
     "profile": ("phalanx.cli.profile:profile", "Trace a few steps and print where the time goes."),
+    "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and stop jobs, here or on a cluster."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
+    "chaos": ("phalanx.cli.chaos:chaos", "Faults on purpose: does the run end in the same weights?"),
     "recipe": ("phalanx.cli.recipe:app", "Check a recipe; its JSON Schema for editors."),
 }
 """Every verb, where it lives, and its line in `phalanx --help`."""

@@ -19,7 +19,7 @@ def profile(
     from phalanx.api import starting
     from phalanx.cli.data import preparing
     from phalanx.errors import UsageError
-    from phalanx.jobs.agent import NurseryProcess
+    from phalanx.jobs.nursery_process import NurseryProcess
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,16 +35,38 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, prepare the data and print the resolved recipe; train nothing.")
     ] = False,
+    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help="local, slurm, ray or kubernetes.")] = "local",
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes; --nproc workers start on each.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPUs on each node, with --on.")] = None,
+    limit: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 2h, with --on.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="What only the engine knows.")
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(metavar="folder|COMMIT", help="With --on: a copy of the recipe's folder, or a commit, travels."),
+    ] = None,
 ) -> int:
     """Train a recipe; a run that stopped goes on from its last good checkpoint, a finished one if steps were raised.
 
     Ctrl-C saves and exits 75; a second one stops at once. Started by torchrun or srun (RANK and WORLD_SIZE are set),
     this process is one worker.
     """
-    from phalanx.cli.training import train_here, train_outside, train_own_loop
+    from phalanx.cli.training import follow_leader, train_here, train_outside, train_own_loop
+    from phalanx.run.membership import Membership
 
     given = overrides or []
-    outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if on != "local":
+        from phalanx.cli import submitting
+
+        more: dict[str, Any] = {"nodes": nodes, "devices": devices, "limit": submitting.seconds_of(limit)}
+        more["options"] = submitting.pairs(option or [], "--option")
+        job = submitting.recipe_job(recipe, given, run, nproc, force, None, code, **more)
+        assert job.run is not None
+        return submitting.train_on(on, job, job.run, dry_run, sys.stderr)
+    if nodes > 1 or option or devices is not None or limit is not None or code is not None:
+        raise UsageError("--nodes, --devices, --limit, --code and --option need --on slurm, ray or kubernetes")
+    outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PHALANX_NODES" not in os.environ
     if recipe.suffix == ".py":
         if dry_run:
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
@@ -55,4 +77,7 @@ def train(
         return train_own_loop(recipe, given, run, nproc, force, sys.stderr)
     if outside:
         return train_outside(recipe, given, run, force, sys.stderr)
-    return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr)
+    membership = Membership.from_environment(os.environ)
+    if membership.node:
+        return follow_leader(recipe, given, membership, sys.stderr)
+    return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr, membership)

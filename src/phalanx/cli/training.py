@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -12,18 +12,36 @@ from phalanx.api import Ready, finished, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.jobs.agent import NurseryProcess, TrialError
+from phalanx.jobs.member import Member
+from phalanx.jobs.nodes import Crew, Here
+from phalanx.jobs.nursery_process import NurseryProcess, TrialError
 from phalanx.joining import Shown, train_script
 from phalanx.observe.live import display_for, facts_of
 from phalanx.observe.units import duration
-from phalanx.recipe import dump_recipe, load_recipe
+from phalanx.recipe import dump_recipe, load_recipe, workers_for
+from phalanx.recipe.load import Loaded
 from phalanx.run import Run
+from phalanx.run.membership import Membership
+from phalanx.run.wire import Door, token_from
+
+ALONE = Membership()
+TAKING_OVER = 300.0
+"""Seconds for which a run on several nodes waits for its former leader: on a node that was cut off, it goes on until it
+has noticed, and on a network disk its lock goes with its lease."""
 
 
 def train_here(
-    path: Path, overrides: Sequence[str], run_path: Path | None, nproc: int | None, force: bool, dry: bool, out: TextIO
+    path: Path,
+    overrides: Sequence[str],
+    run_path: Path | None,
+    nproc: int | None,
+    force: bool,
+    dry: bool,
+    out: TextIO,
+    membership: Membership = ALONE,
 ) -> int:
-    """Start a run under our own agent and follow it; returns its exit code."""
+    """Start a run under our own agent and follow it; returns its exit code. With several nodes this is the leading
+    one, and `nproc` workers are started on each."""
     loaded = load_recipe(path, overrides)
     run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
     if not dry and (done := finished(run, loaded.recipe)):
@@ -31,9 +49,21 @@ def train_here(
         return int(ExitCode.DONE)
     try:
         with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
+            crew = stack.enter_context(crew_of(nursery, membership))
+            workers = workers_of(loaded, nproc, membership.nodes)
             with preparing() as progress:
                 ready = stack.enter_context(
-                    starting(loaded, run, nproc, nursery.call, force, progress, write=not dry, preload=nursery.preload)
+                    starting(
+                        loaded,
+                        run,
+                        workers,
+                        nursery.call,
+                        force,
+                        progress,
+                        write=not dry,
+                        preload=nursery.preload,
+                        patience=TAKING_OVER if membership.nodes > 1 else 0.0,
+                    )
                 )
             print(introduction(ready), file=out)
             if dry:
@@ -41,7 +71,8 @@ def train_here(
                 return int(ExitCode.DONE)
             display = display_for(out, ready.recipe.steps, facts_of(run))
             stack.callback(display.close)
-            outcome = supervise(ready, nursery, display.show, force)
+            outcome = supervise(ready, nursery, display.show, force, crew)
+            crew.code = outcome.code
     except TrialError as error:
         print(f"{error.trace or ''}error: {error}", file=sys.stderr)
         return 1
@@ -49,6 +80,46 @@ def train_here(
         print(f"error: {outcome.message}", file=out)
     print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
     return int(outcome.code)
+
+
+@contextlib.contextmanager
+def crew_of(nursery: NurseryProcess, membership: Membership) -> Iterator[Crew]:
+    """All nodes of a run, of which this is the leading one. When this ends with an error, the others end with its
+    code."""
+    here = Here(nursery.control, nursery.events, nursery.pulses)
+    with contextlib.ExitStack() as stack:
+        door = None
+        if membership.leader is not None:
+            door = stack.enter_context(Door(membership.leader, token_from()))
+        crew = stack.enter_context(Crew(here, membership.nodes, door))
+        try:
+            yield crew
+        except PhalanxError as error:
+            crew.code = error.code
+            raise
+
+
+def workers_of(loaded: Loaded, nproc: int | None, nodes: int) -> int | None:
+    """Workers of all nodes together; None leaves it to the recipe and this machine alone. UsageError when they cannot
+    be shared evenly."""
+    if nodes == 1:
+        return nproc
+    machine = this_machine()
+    each = nproc or (machine.count if machine.device == "cuda" else 1)
+    total = each * nodes if nproc is not None else workers_for(loaded.recipe, each * nodes)
+    if total % nodes:
+        raise UsageError(
+            f"{total} workers, as the recipe's layout says, cannot be shared evenly by {nodes} nodes: change either"
+        )
+    return total
+
+
+def follow_leader(path: Path, overrides: Sequence[str], membership: Membership, out: TextIO) -> int:
+    """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
+    wrong: the leading node ends of it before anybody can ask."""
+    load_recipe(path, overrides)
+    with Member(membership, token_from(), out) as member:
+        return int(member.work())
 
 
 def train_own_loop(

@@ -1,130 +1,43 @@
-"""The node's agent: starts the nursery, keeps one run's workers going, writes its events, decides about restarts.
+"""The leading agent: keeps one run's workers going on this node and others, writes its events, decides about restarts.
 
-It holds no torch. One agent, one writer of `events.jsonl`. A run ends with an exit code of `errors.ExitCode`; workers
-never outlive the agent, however it ends.
+It holds no torch. One agent leads, one writes `events.jsonl`; those of other nodes (`member.py`) do what it says. A run
+ends with an exit code of `errors.ExitCode`; workers never outlive their agent, however it ends.
 """
 
-import os
+import itertools
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
-from phalanx.errors import ExitCode, PhalanxError
-from phalanx.jobs.hang import Hang, held_still, quiet, size_of
+from phalanx.cluster.health.finding import Finding
+from phalanx.errors import ExitCode
+from phalanx.jobs.attempt import Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.hang import Hang, quiet, size_of
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
+from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.pace import WINDOW, straggler, too_early
+from phalanx.jobs.replicas import Replicas
+from phalanx.jobs.signals import Signals
 from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
-from phalanx.run.channel import Message, drain, pair, receive, send
-from phalanx.run.pulse import Pulses
-
-FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
-"""Codes of a worker after which starting it again would only repeat them."""
-
+from phalanx.run.channel import Message, drain
+from phalanx.run.hot import forget, remove_copies
 
 LOOK = 1.0
 """Seconds between two looks at signs of life."""
+COMING = 600.0
+"""Seconds for which a run waits for all its nodes to come."""
+RETURNING = 60.0
+"""Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
 
-class TrialError(Exception):
-    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
-    SIGKILL, which is what the kernel does to a process when memory runs out."""
-
-    def __init__(self, text: str, trace: str | None, killed: bool = False):
-        super().__init__(text)
-        self.trace = trace
-        self.killed = killed
-
-
-class Raised(PhalanxError):
-    """A PhalanxError of another process, with its code."""
-
-    def __init__(self, text: str, code: ExitCode):
-        super().__init__(text)
-        self.code = code
-
-
-class NurseryProcess:
-    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind."""
-
-    def __init__(self) -> None:
-        self.pulses = Pulses()
-        self.control, control_far = pair()
-        self.events, events_far = pair()
-        command = [sys.executable, "-m", "phalanx.jobs.nursery"]
-        inherited = (control_far.fileno(), events_far.fileno(), self.pulses.fd)
-        arguments = [*(str(number) for number in inherited), str(os.getpid())]
-        self.process = subprocess.Popen(
-            command + arguments,
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
-        )
-        control_far.close()
-        events_far.close()
-        self._ready = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.control.close()  # the nursery kills and reaps its children when it sees this
-        self.process.wait()
-        self.events.close()
-        self.pulses.close()
-
-    def wait_ready(self) -> None:
-        """Block until torch is imported there."""
-        if not self._ready:
-            messages = receive(self.control)
-            if messages is None:
-                raise TrialError("the process that loads torch died; its message stands above", None)
-            self._ready = True
-
-    def preload(self, function: str, payload: Any) -> None:
-        """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
-        them has to. It must start no thread, touch no tensor and raise nothing."""
-        self.wait_ready()
-        send(self.control, {"kind": "preload", "function": function, "payload": payload})
-
-    def call(self, function: str, payload: Any) -> Any:
-        """Run `module:function(payload)` in a fork of the nursery and return its value.
-
-        Raises `Raised` for the user's errors and `TrialError` for anything else.
-        """
-        self.wait_ready()
-        send(self.control, {"kind": "call", "function": function, "payload": payload})
-        messages = receive(self.control)
-        if messages is None:
-            raise TrialError("the process that runs trials died", None)
-        (reply,) = messages
-        if reply["kind"] == "returned":
-            return reply["value"]
-        if reply["code"] is not None:
-            raise Raised(reply["text"], ExitCode(reply["code"]))
-        raise TrialError(reply["text"], reply["trace"], reply.get("killed", False))
-
-
-@dataclass
-class Attempt:
-    """What one attempt has shown so far."""
-
-    world: int
-    codes: dict[int, int] = field(default_factory=dict)
-    saved: int = 0  # highest step of a checkpoint in it
-    steps: int = 0  # steps done in it
-    orphaned: bool = False  # the nursery died
-    step_seconds: float | None = None  # of the last step
-    hung: Hang | None = None
-    ending: str | None = None  # why its workers were killed
-    error: Message | None = None
-    result: dict[str, Any] | None = None
+ECHO = 5.0
+"""Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +52,8 @@ class Outcome:
 
 
 class Agent:
-    """Supervises one run. `show` gets every event as it is written. Entered as a context it owns the signals."""
+    """Supervises one run. `show` gets every event as it is written. `elastic`: when a worker is lost, the others go on
+    from memory. Entered as a context it owns the signals."""
 
     def __init__(
         self,
@@ -149,8 +63,15 @@ class Agent:
         attempts: int,
         silence: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
+        crew: Crew | None = None,
+        preflight: Callable[[], Sequence[Finding]] = lambda: (),
+        elastic: bool = False,
     ):
+        self.elastic = elastic
+        self.replicas: Replicas | None = None
+        self.preflight = preflight
         self.run = run
+        self.crew = crew or Crew(Here(nursery.control, nursery.events, nursery.pulses))
         self.silence = silence
         self.clock = clock
         self.nursery = nursery
@@ -159,36 +80,38 @@ class Agent:
         self.log = EventLog(run.events)
         self.stopping = False
         self.hurried = False  # asked to stop twice
-        self._received: list[int] = []
-        self._wake, self._wake_far = socket.socketpair()
+        self.signals = Signals()
+        self._terminated: float | None = None
+        self._meetings = itertools.count(1)
+        self._urged = 0  # signals to this process that mean: end
 
     def __enter__(self) -> Self:
-        # A handler may interrupt anything, so it only takes notes; the loop wakes up by the far end and acts.
-        self._wake_far.setblocking(False)
-        signal.set_wakeup_fd(self._wake_far.fileno(), warn_on_full_buffer=False)
-        self._previous = {
-            number: signal.signal(number, lambda number, _: self._received.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        }
+        self.signals.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
-        self._wake.close()
-        self._wake_far.close()
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:  # hot copies that an agent leaves when it dies are for the one after it
+            remove_copies(self.run)
+            forget(self.run)
+        self.signals.__exit__(*exception)
         self.log.close()
 
     def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
         self.nursery.wait_ready()
         saved, barren, number = 0, 0, first_attempt
+        patience = COMING
         while True:
+            if (absent := self.assemble(patience)) is not None:
+                return Outcome(ExitCode.UNFINISHED, None, absent)
+            patience = RETURNING
+            if (unfit := self.unfit()) is not None:
+                return Outcome(ExitCode.UNFIT_NODE, None, unfit)
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
                 code, message = ExitCode.UNFINISHED, "the process that forks workers died, and they with it"
+                self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
             if code is not None:
@@ -204,164 +127,280 @@ class Agent:
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
             self.emit("warning", text="starting again from the last good checkpoint")
-            number += 1
+            met = attempt.number - (self.replicas is not None and self.replicas.apart)
+            number = max(number, met) + 1
+
+    def unfit(self) -> str | None:
+        """Why this node should train nothing: a device that is gone. Whatever else looks bad is told, for it may still
+        do: a run that needs little is not stopped by a rule of thumb."""
+        for finding in self.preflight():
+            if finding.verdict.unfit:
+                if finding.check.startswith("devices"):
+                    return finding.reason
+                self.emit("warning", text=f"{finding.check}: {finding.reason}")
+        return None
+
+    def assemble(self, patience: float) -> str | None:
+        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop."""
+        until = self.clock() + patience
+        self.crew.admit()
+        if self.crew.missing:
+            self.emit("warning", text=f"waiting for {_named(self.crew.missing)}")
+        with selectors.DefaultSelector() as selector:
+            for sock in (self.signals.wake, *self.crew.doorbell):
+                selector.register(sock, selectors.EVENT_READ)
+            while self.crew.missing:
+                self.obey_signals()
+                if self.stopping:
+                    return f"asked to stop while {_named(self.crew.missing)} was not there"
+                if self.clock() >= until:
+                    return f"{_named(self.crew.missing)} did not come within {patience:.0f} s"
+                for key, _ in selector.select(LOOK):
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.recv(4096)
+                for _, old in self.crew.admit():
+                    if old is not None:
+                        old.wire.close()
+        return None
 
     def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
         """Start all workers and follow them until the last is gone, or the nursery that would tell."""
-        attempt = Attempt(world)
-        self.nursery.pulses.clear()
+        attempt = Attempt(world, dict(self.crew.ranks(world)), number)
+        attempt.logs = dict.fromkeys(range(world), number)
         start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
-        start |= {"environment": dict(environment), "logs": str(self.run.logs)}
+        start |= {"environment": dict(environment), "logs": str(self.run.logs), "elastic": self.elastic}
+        self.replicas = Replicas(attempt, start, self.clock, self.emit) if self.elastic else None
         try:
-            send(self.nursery.control, start)
-            self.follow(attempt, number)
+            if self.crew.count > 1:
+                start |= {"master": [self.crew.address, self.nursery.store()], "meeting": next(self._meetings)}
+                start["environment"] |= self.crew.network
+            for node, ranks in attempt.places.items():
+                node.clear()
+                try:
+                    node.send({**start, "first": ranks.start, "local": len(ranks)})
+                except ConnectionError:
+                    self.lose(node, attempt)
+            self.follow(attempt)
         except ConnectionError:
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
         return attempt
 
-    def follow(self, attempt: Attempt, number: int) -> None:
-        """Take what workers and nursery say until the last worker is gone. ConnectionError when the nursery is."""
+    def follow(self, attempt: Attempt) -> None:
+        """Take what workers and nurseries say until the last worker is gone. ConnectionError when our nursery is."""
         with selectors.DefaultSelector() as selector:
-            for sock in (self.nursery.control, self.nursery.events, self._wake):
+            for node in attempt.places:
+                for sock in node.sockets():
+                    selector.register(sock, selectors.EVENT_READ, node)
+            for sock in (self.signals.wake, *self.crew.doorbell):
                 selector.register(sock, selectors.EVENT_READ)
-            while len(attempt.codes) < attempt.world:
+
+            gone: set[Node] = set()
+
+            def lose(node: Node, how: str) -> None:
+                if node not in gone:
+                    gone.add(node)
+                    for sock in node.sockets():
+                        selector.unregister(sock)
+                    self.lose(node, attempt, how)
+
+            while not attempt.over:
                 self.obey_signals()
                 waiting = selector.select(LOOK)
                 if not waiting:  # who works has something to tell
-                    self.look(attempt, number)
+                    self.look(attempt)
                 for key, _ in waiting:
-                    ready = key.fileobj
-                    assert isinstance(ready, socket.socket)
-                    if ready is self._wake:
-                        ready.recv(4096)
+                    if key.data is None:
+                        assert isinstance(key.fileobj, socket.socket)
+                        key.fileobj.recv(4096)
                         continue
-                    messages = receive(ready)
+                    if key.data in gone:
+                        continue
+                    messages = key.data.receive(key.fileobj)
                     if messages is None:
-                        raise ConnectionError("the nursery is gone")
+                        lose(key.data, "its agent is gone")
+                        continue
                     for message in messages:
                         self.take(message, attempt)
+                for new, old in self.crew.admit():
+                    if old is not None and old in attempt.places:
+                        lose(old, "its agent started anew")
+                    if self.take_back(new, attempt):
+                        for sock in new.sockets():
+                            selector.register(sock, selectors.EVENT_READ, new)
+                if self.replicas is not None and self.replicas.late() and attempt.ending is None:
+                    self.end(attempt, "the workers that were left did not meet again in time")
+                self.compare(attempt)
+                for silent in self.crew.silent(self.clock()):
+                    if silent in attempt.places:
+                        lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
-    def look(self, attempt: Attempt, number: int) -> None:
+    def lose(self, node: Node, attempt: Attempt, how: str = "its agent is gone") -> None:
+        """Go on without a node: its workers count as ended, and the others cannot go on without them. ConnectionError
+        when it is this one."""
+        if not isinstance(node, There):
+            raise ConnectionError("the nursery is gone")
+        self.crew.lose(node)
+        ranks = set(attempt.places[node])
+        if self.replicas is not None:
+            self.replicas.gone(ranks)
+            lost = sorted(ranks & attempt.members)
+            if lost and self.spares(lost):
+                detail = f"node {node.name} was lost: {how}; {self.going_on(attempt, lost)}"
+                self.emit("fault", rank=lost[0], node=node.name, what="lost node", detail=detail)
+                self.replicas.spare(lost, LOST_PEER)
+                return
+            if not lost:
+                return
+        attempt.lost[node] = how
+        for rank in ranks & attempt.members:
+            attempt.codes.setdefault(rank, LOST_PEER)
+        if not attempt.over:
+            self.signal(signal.SIGKILL)
+
+    def take_back(self, node: There, attempt: Attempt) -> bool:
+        """Have a node that came back work again in the place where it was, if the others go on; whether it does."""
+        before = [old for old in attempt.places if isinstance(old, There) and old.index == node.index]
+        if self.replicas is None or self.stopping or not before or attempt.codes:
+            return False
+        ranks = attempt.places.pop(before[0])
+        attempt.places[node] = ranks
+        node.clear()
+        self.replicas.replace(node, ranks)
+        return True
+
+    def spares(self, ranks: Sequence[int]) -> bool:
+        """Whether the run can go on from memory without these workers."""
+        return self.replicas is not None and not self.stopping and self.replicas.can_spare(ranks)
+
+    def going_on(self, attempt: Attempt, lost: Sequence[int]) -> str:
+        """What happens next, for people."""
+        left = len(attempt.members) - len(lost)
+        return f"going on from memory with {left} {'worker' if left == 1 else 'workers'}"
+
+    def compare(self, attempt: Attempt) -> None:
+        """Name a worker that the others wait for step after step, once in an attempt."""
+        now = self.clock()
+        if attempt.world < 2 or now - attempt.compared < WINDOW:
+            return
+        beats = {rank: beat for rank, beat in attempt.signs()[0].items() if beat is not None}
+        if too_early(attempt.paces, beats):
+            return
+        found = straggler(attempt.paces, beats)
+        attempt.compared, attempt.paces = now, beats
+        if found is not None and found.rank not in attempt.slow:
+            attempt.slow.add(found.rank)
+            fields = {"rank": found.rank, "node": attempt.node_of(found.rank), "factor": round(found.factor, 3)}
+            self.emit("straggler", **fields, lost=round(found.lost, 6), share=round(found.share, 4))
+
+    def look(self, attempt: Attempt) -> None:
         """Whether the workers live. A hang is told with the stacks that they print when they are asked, and ended when
         it is certain or has lasted too long."""
-        beats = {rank: self.nursery.pulses.read(rank) for rank in range(attempt.world) if rank not in attempt.codes}
+        beats, held = attempt.signs()
         now = self.clock()
         if attempt.ending is not None:
             return
         if quiet(beats.values(), now) <= HEARTBEAT:
             attempt.hung = None
             return
-        found = stuck(beats, now, attempt.step_seconds, held_still(beats))
+        found = stuck(beats, now, attempt.step_seconds, held())
         if found is None:
             attempt.hung = None
         elif attempt.hung is None or attempt.hung.rank != found.rank:
-            log = worker_log(self.run.logs, number, found.rank)
+            log = worker_log(self.run.logs, attempt.logs[found.rank], found.rank)
             attempt.hung = Hang(found.rank, log, size_of(log))
             self.signal(signal.SIGUSR2)
         elif not attempt.hung.told:
             attempt.hung.told = True
             stack = attempt.hung.stack()
-            fields = {"rank": found.rank, "node": socket.gethostname(), "step": found.step, "doing": found.doing}
+            fields = {"rank": found.rank, "node": attempt.node_of(found.rank), "step": found.step, "doing": found.doing}
             self.emit("hang", **fields, silent=round(found.silent, 3), stopped=found.stopped, stack=stack)
         elif found.certain or found.silent > self.silence:
-            attempt.ending = found.words
             if not found.certain:
                 hint = f"recovery.silence is {self.silence:g} s: if nothing was stuck, but only slow, raise it"
                 self.emit("warning", text=hint)
-            self.signal(signal.SIGKILL)
+            self.end(attempt, found.words)
+
+    def end(self, attempt: Attempt, why: str) -> None:
+        """Kill the workers, to start again."""
+        attempt.ending = why
+        self.signal(signal.SIGKILL)
 
     def obey_signals(self) -> None:
-        """The first SIGINT, SIGTERM or SIGUSR1 asks workers to save and leave; a second SIGINT or SIGTERM stops
-        them at once."""
-        while self._received:
-            number = self._received.pop(0)
+        """The first SIGINT, SIGTERM or SIGUSR1, here or at another node's agent, asks workers to save and leave; a
+        second SIGINT or SIGTERM here stops them at once."""
+        while self.signals.received:
+            number = self.signals.received.pop(0)
+            now = self.clock()
+            again = number == signal.SIGTERM and self._terminated is not None and now - self._terminated < ECHO
+            if number == signal.SIGTERM:
+                self._terminated = now
+            self._urged += number != signal.SIGUSR1 and not again
             if not self.stopping:
                 self.stopping = True
                 self.signal(signal.SIGTERM)
                 self.emit("warning", text="stopping: saving a checkpoint first; once more stops at once")
-            elif number != signal.SIGUSR1:
+            elif self._urged > 1:
                 self.hurried = True
                 self.signal(signal.SIGKILL)
 
     def take(self, message: Message, attempt: Attempt) -> None:
         """One message of a worker or the nursery."""
         kind = message["kind"]
-        if kind == "exited":
-            attempt.codes[message["rank"]] = message["status"]
-            if message["status"] not in (0, ExitCode.UNFINISHED) and len(attempt.codes) < attempt.world:
-                self.signal(signal.SIGKILL)  # the others wait in a collective that can never end
+        if self.replicas is not None and kind != "exited":
+            self.replicas.hear(message)
+        if kind in ("returned", "raised", "ready", "adrift"):
+            return  # of a call that nobody waits for any more; or for the replicas alone
+        if kind == "asked":
+            self.signals.received.append(signal.SIGUSR1)
+        elif kind == "exited":
+            self.took_leave(message["rank"], message["status"], attempt)
         elif kind == "error":
             attempt.error = attempt.error or message
         elif kind == "result":
             attempt.result = message["value"]
         else:
-            if kind == "checkpoint":
+            if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
             if kind == "step":
                 attempt.steps += 1
                 attempt.step_seconds = message.get("seconds")
             self.emit(**message)
 
+    def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
+        """A worker has ended."""
+        if self.replicas is not None and rank in attempt.joining:
+            self.replicas.fell(rank)
+            return
+        if self.replicas is not None and status < 0 and self.spares([rank]):
+            log = worker_log(self.run.logs, attempt.logs[rank], rank)
+            detail = f"worker {rank} {how_ended(status)}{last_words(log)}; {self.going_on(attempt, [rank])}"
+            self.emit("fault", rank=rank, what=signal_name(-status), detail=detail)
+            self.replicas.spare([rank], status)
+            self.replicas.replace(next(node for node, ranks in attempt.places.items() if rank in ranks), [rank])
+            return
+        attempt.codes[rank] = status
+        bad = status not in (0, ExitCode.UNFINISHED)
+        if self.replicas is not None and not bad:
+            self.replicas.ends()
+        if not attempt.over and (bad or attempt.codes.keys() >= attempt.members):
+            # the others wait in a collective that can never end; or to take part in what has ended
+            self.signal(signal.SIGKILL)
+
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event and show it."""
         self.show(self.log.write(kind, **fields))
 
     def signal(self, number: int) -> None:
-        """Send a signal to all workers."""
-        send(self.nursery.control, {"kind": "signal", "number": int(number)})
+        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read."""
+        for node in self.crew.nodes:
+            try:
+                node.send({"kind": "signal", "number": int(number)})
+            except ConnectionError:
+                if node is self.crew.here:
+                    raise
 
 
-def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None, str | None]:
-    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
-    again, and why."""
-    codes = attempt.codes
-    if all(code == 0 for code in codes.values()):
-        return ExitCode.DONE, None
-    if attempt.ending is not None:
-        return None, attempt.ending
-    if attempt.error is not None:
-        final = ExitCode(attempt.error["code"])
-        if final in FINAL_CODES:
-            return final, attempt.error["text"]
-    if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
-        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
-    rank, code = first_to_fall(codes)
-    log = worker_log(logs, number, rank)
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    if code == LOST_PEER:
-        how = "lost the connection to another worker"
-    if code == -signal.SIGKILL:
-        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
-    return None, f"worker {rank} {how}{last_words(log)}"
-
-
-def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
-    """Rank and status of the worker that failed first; those that the agent killed died after it, and who only lost a
-    peer did not fail by itself."""
-    fallen = [(rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED)]
-    return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
-
-
-def fault(attempt: Attempt) -> dict[str, Any]:
-    """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
-    if attempt.ending is not None and attempt.hung is not None:
-        return {"rank": attempt.hung.rank, "what": "hang"}
-    rank, code = first_to_fall(attempt.codes)
-    what = "lost peer" if code == LOST_PEER else f"exit {code}"
-    return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
-
-
-def worker_log(logs: Path, attempt: int, rank: int) -> Path:
-    """Where a worker prints to."""
-    return logs / f"attempt-{attempt}-rank-{rank}.log"
-
-
-def last_words(log: Path, limit: int = 300) -> str:
-    """The last line that a worker printed, if any, and where its log lies."""
-    try:
-        lines = log.read_text(errors="replace").strip().splitlines()
-    except FileNotFoundError:
-        return ""
-    return f": {lines[-1][-limit:]} (log: {log})" if lines else ""
+def _named(missing: list[int]) -> str:
+    return f"node {missing[0]}" if len(missing) == 1 else f"nodes {', '.join(map(str, missing))}"

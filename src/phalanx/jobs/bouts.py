@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.jobs.agent import Attempt, NurseryProcess, verdict
+from phalanx.jobs.attempt import Attempt, verdict
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Event, Run
 from phalanx.run.channel import Message, drain, receive, send
 

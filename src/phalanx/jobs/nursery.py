@@ -4,10 +4,13 @@ Forking a process that has torch loaded takes milliseconds instead of the second
 while no thread runs, so this process starts none: not OpenMP's (no tensor is ever touched here) and not the store's
 (hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
 
-Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}`, `signal{number}`, `call{function,
-payload}`, `preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `returned{value}` or
-`raised{...}`. Workers write their events to a second socket, which they inherit and whose number stands in
-PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
+Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
+number of `local` workers, `master` address and port, `meeting`; for workers that take the places of lost ones `only`
+their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`), `store`,
+`signal{number}`, `call{function, payload}`, `preload{function, payload}`, `exit`. Nursery -> agent: `ready`,
+`exited{rank, status}`, `store{port}`, `returned{value}` or `raised{...}`. Workers write their events to a second
+socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life in memory that the agent
+made (`run/pulse.py`).
 """
 
 import contextlib
@@ -29,7 +32,7 @@ import psutil
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError
 from phalanx.run import pulse
-from phalanx.run.channel import Message, receive, send
+from phalanx.run.channel import Message, pair, receive, send
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Blocked in the nursery and in its children until they unblock them."""
@@ -49,6 +52,7 @@ class Nursery:
         self.events = events
         self.pulse = pulse
         self.children: dict[int, int] = {}
+        self.orders: dict[int, socket.socket] = {}
         self.port = 0
         self.starts = 0
 
@@ -85,8 +89,15 @@ class Nursery:
         kind = message["kind"]
         if kind == "start":
             self.start(message)
+        elif kind == "store":
+            self.port = self.port or self.start_store()
+            send(self.agent, {"kind": "store", "port": self.port})
         elif kind == "signal":
             self.kill(message["number"])
+        elif kind == "order":
+            for rank in self.orders.keys() & set(message["ranks"]):
+                with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
+                    send(self.orders[rank], message["words"])
         elif kind == "call":
             self.fork(CALL, lambda: self.call(message["function"], message["payload"]), {}, None)
         elif kind == "preload":
@@ -99,28 +110,37 @@ class Nursery:
         return True
 
     def start(self, message: Message) -> None:
-        """Fork the workers of one attempt, and before the first attempt of several workers the store."""
+        """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
         world = message["world"]
-        self.starts += 1
-        if world > 1 and not self.port:
+        first, local = message.get("first", 0), message.get("local", world)
+        later = "only" in message
+        self.starts += not later
+        if world > 1 and "master" not in message and not self.port:
             self.port = self.start_store()
-        for rank in range(world):
+        address, port = message.get("master", ("127.0.0.1", self.port))
+        for rank in message["only"] if later else range(first, first + local):
+            near, far = pair()
+            orders = str(far.fileno()) if message.get("elastic") else ""
             environment = {
                 **message["environment"],
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank - first),
                 "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port),
+                "LOCAL_WORLD_SIZE": str(local),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
                 "PHALANX_ATTEMPT": str(message["attempt"]),
-                "PHALANX_MEETING": str(self.starts),
+                "PHALANX_MEETING": str(message.get("meeting", self.starts)),
                 "PHALANX_EVENTS": str(self.events.fileno()),
                 pulse.VARIABLE: str(self.pulse),
+                "PHALANX_ORDERS": orders,
+                "PHALANX_COMES_LATER": "1" if later else "",
             }
             log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
             function, arguments = message["command"]["function"], message["command"]["payload"]
             self.fork(rank, partial(_run, function, arguments), environment, log)
+            far.close()
+            self.orders[rank] = near
 
     def start_store(self) -> int:
         """Fork the process that hosts the rendezvous store; return its port."""
@@ -173,6 +193,11 @@ class Nursery:
             if pid == 0:
                 return
             rank = self.children.pop(pid, None)
+            if rank is not None and (orders := self.orders.pop(rank, None)) is not None:
+                orders.close()
+            if rank == STORE:
+                self.port = 0  # the next attempt gets another; workers that have met need it no more
+                continue
             if rank is None or rank == CALL:
                 # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
                 if rank == CALL and status != 0:

@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.explain import nearest
+from phalanx.recipe.travelled import code_of
 
 HUGGING_FACE = "hf:"
 CONFIG = "config.json"
@@ -45,8 +46,10 @@ def import_object(path: str, folder: Path | None = None, key: str = "import path
         raise RecipeError(
             f"{key}: found {path!r}, expected an import path module:name, such as phalanx.models:transformer"
         )
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if folder is not None:
+        folder = code_of(folder)
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     try:
         value: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:

@@ -14,6 +14,7 @@ from phalanx.recipe.overrides import override
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.shape import keys_at
 from phalanx.recipe.text import Key, Places, parse, place_of
+from phalanx.recipe.travelled import home_of
 from phalanx.recipe.variables import expand, expanded, variables
 
 
@@ -55,7 +56,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
         folder, value, places = Path.cwd(), dict[str, Any](), Places()
     else:
         path = Path(path)
-        folder = path.absolute().parent
+        folder = home_of(path.absolute().parent)
         value, places = parse(read_text(path), str(path))
         value = {} if value is None else value
         if not isinstance(value, dict):

@@ -7,7 +7,16 @@ Unknown keys are refused. Every field has the default that DESIGN.md names, so a
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    StringConstraints,
+    model_validator,
+)
 
 
 class Part(BaseModel):
@@ -32,6 +41,18 @@ Steps = Annotated[
     ),
 ]
 """A number of optimizer steps, written `100` or `100 steps`."""
+
+
+def _percent(value: str) -> str:
+    if not 0 < float(value.strip().removesuffix("%")) <= 50:
+        raise ValueError("expected a share above 0% and up to 50%")
+    return value
+
+
+PERCENT_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$"
+
+Percent = Annotated[str, StringConstraints(pattern=PERCENT_PATTERN), AfterValidator(_percent)]
+"""A share of the time, written `1%`."""
 
 
 class Model(Part):
@@ -238,8 +259,9 @@ class Exchange(Part):
 class Checkpoint(Part):
     """Save every so many steps; keep the newest `keep`, and the best by held-out loss besides."""
 
-    every: Steps | None = 50
-    """Save every so many steps; null saves at the end only."""
+    every: Steps | Literal["auto"] | None = 50
+    """Save every so many steps; null saves at the end only. `auto` measures, while training, what a save costs, and
+    saves as often as is best at the rate of failures (Young 1974, Daly 2006)."""
     keep: PositiveInt = 3
     """Newest checkpoints that stay; the best by held-out loss stays besides."""
 
@@ -247,6 +269,9 @@ class Checkpoint(Part):
 class Recovery(Part):
     """When a run is started again, and how often without progress before it is given up."""
 
+    hot: Steps | Percent | None = "1%"
+    """Copy the state into the memory of the nodes every so many steps, or as often as takes such a share of the time
+    (`1%`); null never does. A worker or node that is lost then costs the steps since the last copy."""
     attempts: PositiveInt = 3
     """Failed attempts in a row without progress before the run is given up."""
     silence: Annotated[float, Field(gt=0)] = 600.0

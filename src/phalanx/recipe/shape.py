@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phalanx.recipe.schema import STEPS_PATTERN, Recipe
+from phalanx.recipe.schema import PERCENT_PATTERN, STEPS_PATTERN, Recipe
 from phalanx.recipe.text import Key, dotted
 
 Schema = dict[str, Any]
@@ -127,6 +127,8 @@ def form_in_words(schema: Schema) -> str:
         case "string":
             if schema.get("pattern") == STEPS_PATTERN:
                 return "`N steps`"
+            if schema.get("pattern") == PERCENT_PATTERN:
+                return "`N%`"
             return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
         case "array" if "prefixItems" in schema:
             items = schema["prefixItems"]

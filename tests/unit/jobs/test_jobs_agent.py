@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent import (
-    Agent,
-    Attempt,
-    NurseryProcess,
-    fault,
-    first_to_fall,
-    last_words,
-    verdict,
-)
+from phalanx.jobs.agent import Agent
+from phalanx.jobs.attempt import Attempt, fault, first_to_fall, last_words, verdict
 from phalanx.jobs.nursery import LOST_PEER
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, send
 from phalanx.run.pulse import Pulse, Pulses
@@ -219,7 +214,8 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
     outcome = agent.supervise(1, {}, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message == "the process that forks workers died, and they with it"
-    assert kinds(shown) == ["step"]
+    assert kinds(shown) == ["step", "fault"]
+    assert (shown[1]["rank"], shown[1]["what"]) == (0, "lost nursery")
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +308,17 @@ def test_a_second_one_stops_them_at_once_unless_it_only_asks_for_a_save(
     assert sent_signals(stage) == expected
 
 
+def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Agent, stage: Stage) -> None:
+    now = 100.0
+    agent.clock = lambda: now
+    for later in (0.0, 1.0, 60.0):
+        now = 100.0 + later
+        signal.raise_signal(signal.SIGTERM)
+        agent.obey_signals()
+        assert agent.hurried == (later == 60.0)
+    assert sent_signals(stage) == [signal.SIGTERM, signal.SIGKILL]
+
+
 def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(tmp_path / "run")
@@ -332,11 +339,11 @@ def looking(agent: Agent, now: float, silence: float = 600.0) -> Attempt:
         pulse.step = 7
         for sign in signs:
             pulse.beat(sign)
-    return Attempt(2, step_seconds=0.5)
+    return Attempt(2, {agent.crew.here: range(2)}, logs={0: 0, 1: 0}, step_seconds=0.5)
 
 
 def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: Agent, stage: Stage, shown: list[Any]) -> None:
-    agent.look(looking(agent, now=104.0), 0)
+    agent.look(looking(agent, now=104.0))
     assert sent_signals(stage) == []
     assert shown == []
 
@@ -348,10 +355,10 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
     log = agent.run.logs / "attempt-0-rank-1.log"
     log.write_text("printed before\n")
     attempt = looking(agent, now=108.0)
-    agent.look(attempt, 0)
+    agent.look(attempt)
     assert sent_signals(stage) == [signal.SIGUSR2]
     log.write_text("printed before\nthe stack\n")
-    agent.look(attempt, 0)
+    agent.look(attempt)
     (hang,) = shown
     assert {key: hang[key] for key in ("kind", "rank", "step", "doing", "silent", "stopped", "stack")} == {
         "kind": "hang",
@@ -362,7 +369,7 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
         "stopped": False,
         "stack": "the stack",
     }
-    agent.look(attempt, 0)
+    agent.look(attempt)
     assert len(shown) == 1
     assert attempt.ending is None
 
@@ -370,7 +377,7 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
 def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Agent, stage: Stage, tmp_path: Path) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
     for _ in range(3):
-        agent.look(attempt, 0)
+        agent.look(attempt)
     assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
     attempt.codes = {0: -9, 1: -9}
     code, message = verdict(attempt, tmp_path, 0)
@@ -381,7 +388,26 @@ def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Agent, stage: Stage,
 
 def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
-    agent.look(attempt, 0)
+    agent.look(attempt)
     Pulse(stage.pulses.fd, 1, clock=lambda: 107.9).beat("forward")
-    agent.look(attempt, 0)
+    agent.look(attempt)
     assert attempt.hung is None
+
+
+# --- preflight --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_whose_device_is_gone_trains_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.preflight = lambda: [Finding("devices/count", Verdict.BAD, "7 of 8 GPUs are left")]
+    outcome, numbers = supervise(agent, [], monkeypatch)
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
+
+
+def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Finding("disk", Verdict.BAD, "1 MB left"), Finding("memory", Verdict.WARN, "little left")]
+    agent.preflight = lambda: found
+    outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
+    assert outcome.code is ExitCode.DONE
+    assert [event["text"] for event in shown if event["kind"] == "warning"] == ["disk: 1 MB left"]

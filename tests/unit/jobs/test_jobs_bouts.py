@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.jobs.agent import NurseryProcess
 from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run
 
 

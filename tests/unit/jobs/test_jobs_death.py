@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.jobs.agent import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run.channel import send
 
 

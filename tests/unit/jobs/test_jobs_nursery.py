@@ -11,8 +11,8 @@ import pytest
 
 from lab import wait_until
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent import NurseryProcess, Raised, TrialError
 from phalanx.jobs.nursery import describe
+from phalanx.jobs.nursery_process import NurseryProcess, Raised, TrialError
 from phalanx.run.channel import receive, send
 
 

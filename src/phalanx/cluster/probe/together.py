@@ -12,6 +12,8 @@ from phalanx.cluster.probe.timing import Watch, watch_for
 
 WEIGHTS = {"collectives": 5.0, "overlap": 1.0, "products": 4.0, "operations": 4.0, "trained": 2.0}
 """How the time is shared out."""
+LEAST = 1 / 4
+"""Of its even share that a part gets even where the parts before it took all the time: each finds something."""
 
 
 def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
@@ -27,10 +29,11 @@ def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, An
     if device == "cpu":
         wanted += ["products", "operations", *([] if payload["quick"] else ["trained"])]
     begun, whole = watch.clock(), sum(WEIGHTS[name] for name in wanted)
+    least = LEAST * payload["seconds"] / whole
     found: dict[str, Any] = {"products": [], "operations": []}
     for name in wanted:
         left = payload["seconds"] - watch.agree(watch.clock() - begun)
-        part = {**payload, "seconds": max(0.0, left) * WEIGHTS[name] / whole}
+        part = {**payload, "seconds": max(left / whole, least) * WEIGHTS[name]}
         whole -= WEIGHTS[name]
         if name == "collectives":
             found[name] = collectives.measure(part, watch)

@@ -1,0 +1,233 @@
+"""`phalanx jobs`: the local queue, or another engine's own queue, behind the same words."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from phalanx.jobs.engine import Engine
+    from phalanx.jobs.spec import Status
+
+app = typer.Typer(add_completion=False, help="Submit, list, follow and stop jobs, here or on a cluster.")
+
+On = Annotated[str, typer.Option("--on", metavar="ENGINE", help="local, slurm, ray or kubernetes.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="As `phalanx jobs ls` shows it.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
+
+
+@app.command()
+def submit(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes; after --framework and `--`, a command."),
+    ],
+    on: On = "local",
+    name: Annotated[str | None, typer.Option(help="The job's name.", show_default="the recipe's or script's")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's directory.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Worker processes on each node.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPUs on each node.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cores on each node.")] = None,
+    limit: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 2h, of each attempt.")] = None,
+    priority: Annotated[int, typer.Option(help="Higher comes first; an hour of waiting is worth 1.")] = 0,
+    framework: Annotated[
+        str | None, typer.Option(metavar="NAME", help="torch, jax, tensorflow, mpi, mxnet or plain: run a command.")
+    ] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A variable for the job.")] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="A variable of this environment that nobody may read.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="What only this engine knows.")
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(metavar="folder|COMMIT", help="A copy of the recipe's folder, or a git commit, travels along."),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE", help="An array: a run for each value, or combination."),
+    ] = None,
+    at_most: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of an array, as many members run at once.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="As for `phalanx train`.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted.")] = False,
+) -> int:
+    """Put a recipe, or with --framework any program, into a queue. It is started again until it is done.
+
+    A training run: `phalanx jobs submit recipe.yaml steps=500`. An array of runs, all or none: `phalanx jobs submit
+    a.yaml b.yaml`, or `recipe.yaml --vary optim.lr=1e-3,3e-4`. Any program: `phalanx jobs submit --framework jax
+    --nproc 2 -- python script.py`.
+    """
+    from phalanx.cli import submitting, sweep
+    from phalanx.jobs.array import render_array
+    from phalanx.jobs.engine import open_engine
+
+    more: dict[str, Any] = {
+        "nodes": nodes,
+        "devices": devices if devices is not None else submitting.devices_here(on, nproc),
+        "cores": cores,
+        "limit": submitting.seconds_of(limit),
+        "priority": priority,
+        "environment": submitting.pairs(env or [], "--env"),
+        "secrets": tuple(secret or ()),
+        "options": submitting.pairs(option or [], "--option"),
+        "code": code,
+    }
+    recipes, overrides = sweep.recipes_and_overrides(what)
+    several = framework is None and (len(recipes) > 1 or bool(vary))
+    if (vary and not several) or (vary and recipes[0].suffix == ".py"):
+        raise UsageError("--vary is for recipes: a program's arguments are its own")
+    if at_most is not None and not several:
+        raise UsageError("--at-most is for arrays: give several recipes, or --vary")
+    if several:
+        jobs = sweep.array(
+            recipes,
+            overrides,
+            sweep.variations(vary or []),
+            run,
+            name,
+            at_most,
+            lambda path, given, where: submitting.recipe_job(path, given, where, nproc, force, None, **more),
+        )
+        engine = open_engine(on)
+        requests = render_array(engine, jobs)
+    else:
+        if framework is not None:
+            job = submitting.framework_job(framework, what, nproc, name, **more)
+        else:
+            job = submitting.recipe_job(recipes[0], overrides, run, nproc, force, name, **more)
+        engine = open_engine(on)
+        requests = [engine.render(job)]
+    if dry_run:
+        print("\n\n".join(map(str, requests)))
+    elif several:
+        submitting.submit_all(engine, requests, sys.stdout)
+    else:
+        submitting.submit(engine, requests[0], sys.stdout)
+    return int(ExitCode.DONE)
+
+
+@app.command("ls")
+def list_jobs(
+    array: Annotated[str | None, typer.Argument(metavar="[ARRAY]", help="Only the members of this array.")] = None,
+    on: On = "local",
+    as_json: Json = False,
+) -> None:
+    """All jobs, or those of an array; those that came first at the top."""
+    from phalanx.jobs.array import members
+    from phalanx.jobs.engine import open_engine
+
+    found = open_engine(on).jobs()
+    if array is not None and not (found := members(found, array)):
+        raise UsageError(f"{array}: {on} knows no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
+    if as_json:
+        print(json.dumps([asdict(status) for status in found], indent=2))
+        return
+    if not found:
+        print(f"no jobs in {on}'s queue; `phalanx jobs submit RECIPE` adds one")
+        return
+    rows: list[tuple[str, ...]] = [("id", "name", "state", "starts", "since", "why")]
+    rows += [_row(status, time.time()) for status in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
+
+
+@app.command()
+def show(job: Id, on: On = "local", as_json: Json = False) -> None:
+    """What is known of a job."""
+    from phalanx.jobs.engine import open_engine
+
+    status = open_engine(on).poll(job)
+    if as_json:
+        print(json.dumps(asdict(status), indent=2))
+        return
+    for key, value in asdict(status).items():
+        if value not in (None, ()):
+            print(f"{key:<10}{_told(key, value)}")
+
+
+@app.command()
+def logs(
+    job: Id,
+    on: On = "local",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Also of a training run only what the engine has.")] = False,
+) -> None:
+    """What a job has printed, in all its attempts: of a training run all workers' lines and events by time and rank."""
+    from phalanx.cli.job_logs import lines_of
+    from phalanx.jobs.engine import open_engine
+
+    for line in lines_of(open_engine(on), job, follow, raw):
+        print(line, flush=follow)
+
+
+@app.command()
+def signal(
+    job: Id,
+    name: Annotated[str, typer.Argument(metavar="SIGNAL", help="Such as USR1, which asks a run to save and stop.")],
+    on: On = "local",
+) -> None:
+    """Send a signal to what a job runs on each node."""
+    import signal as signals
+
+    from phalanx.jobs.engine import open_engine
+
+    wanted = name.upper().removeprefix("SIG")
+    if f"SIG{wanted}" not in signals.Signals.__members__:
+        raise UsageError(f"{name}: no such signal; expected such as USR1, TERM or INT")
+    open_engine(on).signal(job, signals.Signals[f"SIG{wanted}"])
+
+
+@app.command()
+def stop(
+    jobs: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="As `phalanx jobs ls` shows them, or an array's name.")
+    ],
+    on: On = "local",
+) -> None:
+    """End jobs for good, of an array all. One that trains saves first, so its run can go on later."""
+    from phalanx.jobs.engine import open_engine
+
+    engine: Engine = open_engine(on)
+    found = [ident for job in jobs for ident in _meant(engine, job)]  # all must be there before the first is stopped
+    for ident in found:
+        engine.cancel(ident)
+
+
+def _meant(engine: "Engine", word: str) -> list[str]:
+    """The job of this id, or the members of the array of this name."""
+    from phalanx.jobs.array import members
+
+    try:
+        return [engine.poll(word).id]
+    except UsageError:
+        found = [status.id for status in members(engine.jobs(), word)]
+        if not found:
+            raise
+        return found
+
+
+def _row(status: "Status", now: float) -> tuple[str, ...]:
+    from phalanx.observe.units import duration
+
+    moments = (status.ended, status.started, status.submitted)
+    since = next((moment for moment in moments if moment is not None), None)
+    why = status.reason or (f"exit code {status.code}" if status.code else "")
+    ago = duration(now - since) if since is not None else ""
+    return status.id, status.name, status.state, str(status.attempts), ago, why
+
+
+def _told(key: str, value: object) -> object:
+    if key in ("submitted", "started", "ended") and isinstance(value, float):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    return " ".join(value) if isinstance(value, tuple) else value

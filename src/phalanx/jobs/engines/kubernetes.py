@@ -1,0 +1,235 @@
+"""Jobs on Kubernetes: JobSets or TrainJobs, with Kueue where it is asked for. It talks to the API server through the
+official client; what is sent is made in kubernetes_manifest, what is answered is read in kubernetes_status.
+
+A job's id is NAMESPACE/KIND/NAME. Its lines come merged by time, with the node before each where there are several.
+Who ends with 77 is started again, but Kubernetes, not we, decides where: nothing here keeps it off a machine.
+"""
+
+import heapq
+import io
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.errors import UsageError
+from phalanx.jobs.engine import Request, no_such_job
+from phalanx.jobs.engines import kubernetes_manifest as manifest
+from phalanx.jobs.engines.kubernetes_client import Client, connect, send
+from phalanx.jobs.engines.kubernetes_errors import NotThere, explained
+from phalanx.jobs.engines.kubernetes_options import KINDS, LABEL, options_of
+from phalanx.jobs.engines.kubernetes_status import index_of, latest, status_of
+from phalanx.jobs.spec import Job, Status
+
+GROUPS = {
+    "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
+    "trainjob": {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"},
+}
+BELONGS = "jobset.sigs.k8s.io/jobset-name"
+"""The label of the Jobs and pods of a JobSet; a TrainJob's JobSet has its name."""
+MANAGED = ",".join(f"{key}={value}" for key, value in manifest.MANAGED_BY.items())
+PATIENCE = (10.0, 60.0)
+"""Seconds to connect, and to be answered."""
+
+
+class Kubernetes:
+    """The engine. `config` is a kubeconfig file, `context` one of its contexts; by default what `kubectl` would use, or
+    in a pod its service account."""
+
+    name = "kubernetes"
+
+    def __init__(
+        self,
+        config: Path | None = None,
+        context: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+        token: Callable[[], str] = lambda: secrets.token_hex(32),
+    ):
+        self._config, self._context = config, context
+        self._environ, self._token = environ, token
+        self._connected: tuple[Client, str] | None = None
+
+    def render(self, job: Job) -> Request:
+        """The manifests. Values of secrets are not in them."""
+        if job.code is not None:
+            raise UsageError(
+                f"job {job.name}: on Kubernetes code comes with the image (-o image=...) or lies on a volume "
+                "(-o pvc=CLAIM:/PATH); --code is for local, slurm and ray"
+            )
+        if job.at_most is not None:
+            raise UsageError(
+                f"job {job.name}: Kubernetes does not count the members of an array; a queue of Kueue's with a quota "
+                "(-o queue=NAME) lets only some run at once"
+            )
+        options = options_of(job)
+        objects = {"secret": manifest.secret(job, options), options.kind: manifest.workload(job, options)}
+        texts = {f"{name}.yaml": yaml.safe_dump(one, sort_keys=False, width=120) for name, one in objects.items()}
+        return Request(self.name, job, texts)
+
+    def submit(self, request: Request) -> str:
+        """Create what runs the job, then its Secret, which belongs to it and goes with it; until the Secret is there,
+        pods wait."""
+        objects = {name.removesuffix(".yaml"): yaml.safe_load(text) for name, text in request.files.items()}
+        secret = objects.pop("secret")
+        ((kind, workload),) = objects.items()
+        secret["stringData"] = self._values(request.job)
+        client, default = self._connect()
+        name, namespace = workload["metadata"]["name"], workload["metadata"].get("namespace", default)
+        what = f"submitting job {request.job.name} as {kind} {name} to namespace {namespace}"
+        custom, at = client.custom, {**GROUPS[kind], "namespace": namespace}
+        strict: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": PATIENCE}
+        with explained(what):
+            made = custom.create_namespaced_custom_object(**at, body=workload, **strict)
+        owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": name}
+        secret["metadata"]["ownerReferences"] = [owner | {"uid": made["metadata"]["uid"]}]
+        try:
+            with explained(f"{what}: making its Secret"):
+                client.core.create_namespaced_secret(namespace, secret, **strict)
+        except BaseException:
+            with explained(f"{what}: it could not be made whole, nor removed; `phalanx jobs stop` ends it"):
+                custom.delete_namespaced_custom_object(**at, name=name, _request_timeout=PATIENCE)
+            raise
+        return f"{namespace}/{kind}/{name}"
+
+    def poll(self, job: str) -> Status:
+        namespace, _, name = _parts(job)
+        workload = self._workload(job)
+        return status_of(job, workload, self._jobs(namespace, name), self._pods(namespace, name))
+
+    def jobs(self) -> list[Status]:
+        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it."""
+        client, namespace = self._connect()
+        found: list[Status] = []
+        missing = 0
+        for kind, group in GROUPS.items():
+            try:
+                with explained(f"listing the {kind}s of namespace {namespace}"):
+                    listed = client.custom.list_namespaced_custom_object(
+                        **group, namespace=namespace, label_selector=MANAGED, _request_timeout=PATIENCE
+                    )
+            except NotThere as error:  # one of the two kinds is enough
+                missing += 1
+                if missing == len(GROUPS):
+                    raise UsageError(
+                        f"neither JobSet nor Kubeflow Trainer is installed on this cluster: {error}"
+                    ) from error
+                continue
+            for workload in listed["items"]:
+                name = workload["metadata"]["name"]
+                jobs, pods = self._jobs(namespace, name), self._pods(namespace, name)
+                found.append(status_of(f"{namespace}/{kind}/{name}", workload, jobs, pods))
+        return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
+
+    def signal(self, job: str, number: int) -> None:
+        """Kubernetes has no signals but those of its own end: `kill` is run in each container, on its first process,
+        which the kernel shields from signals that it does not handle."""
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise UsageError(
+                f"{job}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
+                f"`phalanx jobs stop {job} --on kubernetes` ends the job"
+            )
+        namespace, _, name = _parts(job)
+        self._workload(job)
+        running = [pod for pod in self._pods(namespace, name) if pod.get("status", {}).get("phase") == "Running"]
+        if not running:
+            raise UsageError(f"{job}: it does not run, so that nothing can be signalled")
+        client, _ = self._connect()
+        for pod in running:
+            send(client, pod, manifest.CONTAINER, number)
+
+    def logs(self, job: str) -> Iterator[str]:
+        namespace, _, name = _parts(job)
+        self._workload(job)
+        pods = [pod for pod in self._pods(namespace, name) if pod.get("status", {}).get("phase") != "Pending"]
+        several = any(index_of(pod) for pod in pods)
+        lines = (self._lines(namespace, pod, f"[node {index_of(pod)}] " if several else "") for pod in pods)
+        for _, line in heapq.merge(*lines, key=lambda one: one[0]):
+            yield line
+
+    def cancel(self, job: str) -> None:
+        """Delete it; its pods may save for as long as the job's warning is, and its Secret goes with it."""
+        namespace, kind, name = _parts(job)
+        if self.poll(job).state.over:
+            return
+        client, _ = self._connect()
+        with explained(f"stopping {job}"), suppress(NotThere):  # it went away meanwhile
+            client.custom.delete_namespaced_custom_object(
+                **GROUPS[kind],
+                namespace=namespace,
+                name=name,
+                propagation_policy="Foreground",
+                _request_timeout=PATIENCE,
+            )
+
+    def _values(self, job: Job) -> dict[str, str]:
+        missing = [name for name in job.secrets if name not in self._environ]
+        if missing:
+            raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
+        return {manifest.TOKEN: self._token()} | {name: self._environ[name] for name in job.secrets}
+
+    def _workload(self, job: str) -> dict[str, Any]:
+        namespace, kind, name = _parts(job)
+        client, _ = self._connect()
+        try:
+            with explained(f"asking for {job}"):
+                found: dict[str, Any] = client.custom.get_namespaced_custom_object(
+                    **GROUPS[kind], namespace=namespace, name=name, _request_timeout=PATIENCE
+                )
+        except NotThere:
+            raise no_such_job(self.name, job) from None
+        return found
+
+    def _jobs(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
+        client, _ = self._connect()
+        return _listed(client.batch.list_namespaced_job, namespace, name)
+
+    def _pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
+        """Those of the last attempt, by node."""
+        client, _ = self._connect()
+        return latest(_listed(client.core.list_namespaced_pod, namespace, name))
+
+    def _lines(self, namespace: str, pod: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        """A pod's lines so far, each with the moment at which it was printed."""
+        client, _ = self._connect()
+        name = pod["metadata"]["name"]
+        with explained(f"reading the log of pod {name}"):
+            answer = client.core.read_namespaced_pod_log(
+                name,
+                namespace,
+                container=manifest.CONTAINER,
+                timestamps=True,
+                _preload_content=False,
+                _request_timeout=PATIENCE,
+            )
+            answer.auto_close = False  # the wrapper closes it
+            for raw in io.TextIOWrapper(answer, encoding="utf-8", errors="replace", newline="\n"):
+                moment, _, line = raw.rstrip("\n").partition(" ")
+                yield moment, prefix + line
+
+    def _connect(self) -> tuple[Client, str]:
+        """The client, and the namespace that the configuration names."""
+        if self._connected is None:
+            self._connected = connect(self._config, self._context, self._environ)
+        return self._connected
+
+
+def _listed(call: Callable[..., Any], namespace: str, name: str) -> list[Mapping[str, Any]]:
+    """The objects that belong to a job, as they are on the wire."""
+    with explained(f"asking for what belongs to {namespace}/{name}"):
+        answer = call(namespace, label_selector=f"{BELONGS}={name}", _preload_content=False, _request_timeout=PATIENCE)
+        items: list[Mapping[str, Any]] = json.loads(answer.data)["items"]
+    return items
+
+
+def _parts(job: str) -> tuple[str, str, str]:
+    """Namespace, kind and name; what is no id belongs to no job."""
+    parts = job.split("/")
+    if len(parts) != 3 or parts[1] not in KINDS or not LABEL.fullmatch(parts[0]) or not LABEL.fullmatch(parts[2]):
+        raise no_such_job("kubernetes", job)
+    return parts[0], parts[1], parts[2]

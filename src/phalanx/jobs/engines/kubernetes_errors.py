@@ -1,0 +1,64 @@
+"""What an API server refuses, and a cluster that does not answer, in words for who asked. It decides nothing."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.errors import UsageError
+
+MISSING = "the server could not find the requested resource"
+"""How an API server says that it does not know a kind of object; Trainer's and JobSet's are installed apart."""
+
+
+class NotThere(UsageError):
+    """The server knows no such object, or no such kind."""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """UsageError, beginning with what was done, for every way in which a request can fail."""
+    import urllib3
+    from kubernetes.client import ApiException
+
+    try:
+        yield
+    except ApiException as error:
+        kind = NotThere if error.status == 404 else UsageError
+        raise kind(f"{what}: {words(error.status, error.body) if error.status else error.reason}") from error
+    except urllib3.exceptions.HTTPError as error:
+        raise UsageError(f"{what}: the cluster does not answer: {_root(error)}") from error
+
+
+def words(status: int | None, body: str | bytes | None) -> str:
+    """One answer that is no success. `body` is a Status object, or whatever a proxy in between has sent."""
+    answer = _answer(body)
+    message = answer.get("message") or f"it answered with HTTP status {status}"
+    details = answer.get("details") or {}
+    kind = ".".join(filter(None, (str(details.get("kind") or ""), str(details.get("group") or ""))))
+    if status == 401:
+        return "the cluster does not know you; log in again, as `kubectl get pods` would ask you to"
+    if status == 403:
+        return f"you may not do this: {message}"
+    if status == 404:
+        missing = MISSING in message or not answer
+        return f"{message}; is this kind of object installed there?" if missing else message
+    if status == 409:
+        return f"there is one of that name already ({message}); stop it first, or take another name"
+    if status in (400, 422):
+        causes = [f"{one.get('field')}: {one.get('message')}" for one in details.get("causes") or ()]
+        return f"the cluster refuses it as wrong: {'; '.join(causes) or message}" + (f" ({kind})" if kind else "")
+    return f"the cluster could not do it (HTTP status {status}): {message}"
+
+
+def _answer(body: str | bytes | None) -> dict[str, Any]:
+    try:
+        found = json.loads(body or "")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _root(error: Exception) -> str:
+    """What stands behind the retries."""
+    return str(getattr(error, "reason", None) or error)

@@ -1,0 +1,120 @@
+"""One node of a job on Ray: the body of an actor, which starts the job's command once, hands on its lines and signals,
+and takes it along when it dies. It knows no Ray; the driver makes the actor of it."""
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx.compat import die_with_parent
+from phalanx.errors import ExitCode
+from phalanx.jobs.code import unpack
+from phalanx.jobs.engines.ray_task import CODE_FILE, LOST
+from phalanx.recipe.travelled import CODE
+
+BATCH = 1000
+"""Lines that are handed on at once."""
+
+
+class Node:
+    """The actor. Its methods may be called at the same time."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[str | None] = queue.Queue(10 * BATCH)  # who prints faster than is read has to wait
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.mkdtemp(prefix="phalanx-node-")
+
+    def port(self) -> int:
+        """A port above 1024 that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str], token: str) -> None:
+        """Start the command. A relative `folder` lies in the code that travelled to where the actor is."""
+        file = Path(self._folder) / "token"
+        file.touch(mode=0o600)
+        file.write_text(token)
+        copied: dict[str, str] = {}
+        if not os.path.isabs(folder):
+            copy = Path(self._folder) / "code"
+            unpack(Path(CODE_FILE).read_bytes(), copy)
+            folder, copied = str(copy / folder), {CODE: str(copy)}
+        if not Path(folder).is_dir():
+            self._lines.put(f"there is no folder {folder} on this machine; with --code folder it travels along")
+            self._lines.put(None)
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(os.getpid()), *command],
+            cwd=folder,
+            env={**os.environ, **environment, **copied, "PHALANX_TOKEN_FILE": str(file)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+
+    def read(self) -> tuple[list[str], int | None]:
+        """Lines since the last call, as soon as there is one; and the exit code when there will be no more."""
+        lines: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while len(lines) < BATCH:
+                line = self._lines.get(timeout=None if not lines else 0)
+                if line is None:
+                    return lines, self._end()
+                lines.append(line)
+        return lines, None
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the command; False when it does not run."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        self._process.send_signal(number)
+        return True
+
+    def kill(self) -> None:
+        """End the command and what it has started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for raw in process.stdout:
+                self._lines.put(raw.decode(errors="replace").removesuffix("\n"))
+        self._lines.put(None)
+
+    def _end(self) -> int:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._process is None:
+            return int(ExitCode.USAGE)
+        code = self._process.wait()
+        self.kill()  # what it left behind
+        return code
+
+
+def become(parent: int, command: list[str]) -> None:
+    """Become the command, which the kernel kills when the actor dies. A process of its own does this: between fork and
+    exec of the actor, its other threads may hold any lock."""
+    die_with_parent()
+    if os.getppid() != parent:  # it died before that was arranged
+        sys.exit(LOST)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), sys.argv[2:])

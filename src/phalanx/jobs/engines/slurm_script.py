@@ -1,0 +1,224 @@
+"""The scripts of a job on Slurm, as text: one that Slurm starts on the first node, and one that srun starts on each.
+Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
+
+All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
+`token.<attempt>`, `code.<attempt>.<node>`, `result`, and `unfit` when nodes are to be avoided. In `code` lies what
+travelled with it.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.engines.slurm_options import Options, Version, options_of
+from phalanx.jobs.spec import Job, placed
+
+BATCH, NODE, SECRETS, CODE = "batch.sh", "node.sh", "secrets.sh", "code"
+LOG, RESULT, UNFIT, CANCELLED, RUN = "log", "result", "unfit", "cancelled", "run"
+
+
+def scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
+    """Both scripts, by name. UsageError for what this version of Slurm cannot do."""
+    options = options_of(job, version)
+    job = placed(job, folder / CODE)
+    _check_folders(job, folder)
+    return {BATCH: batch(job, options, folder), NODE: node(job, options, folder)}
+
+
+def array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
+    """The scripts of a job array, whose members differ in what they run and in nothing that Slurm is asked for: one
+    batch script, and for each member its node script in a folder named by its index. UsageError as for `scripts`."""
+    texts = {}
+    for index, job in enumerate(jobs):
+        own = folder / str(index)
+        job = placed(job, own / CODE)
+        _check_folders(job, own)
+        texts[f"{index}/{NODE}"] = node(job, options_of(job, version), own)
+    whole = replace(jobs[0], name=jobs[0].array or jobs[0].name, folder=folder)
+    starts = tuple(placed(job, folder / str(index) / CODE).folder for index, job in enumerate(jobs))
+    return {BATCH: batch(whole, options_of(whole, version), folder, starts), **texts}
+
+
+def _check_folders(job: Job, folder: Path) -> None:
+    for path in (folder, job.folder):
+        if not str(path).isprintable():
+            raise UsageError(f"job {job.name}: the folder {str(path)!r} has a control character in its name")
+    if "\\" in str(folder):
+        raise UsageError(
+            f"the folder {folder} for jobs has a backslash in its name, which Slurm takes for something else"
+        )
+
+
+def batch(job: Job, options: Options, folder: Path, members: Sequence[Path] = ()) -> str:
+    """What runs on the first node: starts the step, passes the warning on, and decides what its end means. `members`:
+    where those of an array start; each has a folder in `folder`."""
+    output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
+    output = f"{output}/%a/{LOG}" if members else f"{output}/{LOG}"
+    most = f"%{job.at_most}" if job.at_most else ""
+    header = [*options.header, *([f"--array=0-{len(members) - 1}{most}"] if members else [])]
+    header += [f"--chdir={job.folder}", f"--output={output}"]
+    return BATCH_TEXT.format(
+        header="\n".join(f"#SBATCH {directive(option)}" for option in header),
+        name=job.name,
+        folder=shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if members else ""),
+        # a member's own number would do, but for one member, whose number means the whole array
+        id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if members else "$SLURM_JOB_ID",
+        cores=f"export SRUN_CPUS_PER_TASK={job.cores}\n" if job.cores else "",
+        step=" ".join(shlex.quote(word) for word in (*options.step, *_mounts(job, (folder, job.folder, *members)))),
+        requeues=options.max_requeues,
+        unfinished=int(ExitCode.UNFINISHED),
+        unfit=int(ExitCode.UNFIT_NODE),
+    )
+
+
+def node(job: Job, options: Options, folder: Path) -> str:
+    """What runs on each node: the command, whose exit code it writes down."""
+    words = job.command
+    if options.apptainer is not None:
+        binds = [f"--bind={path}:{path}" for path in (folder, job.folder)]
+        nvidia = ["--nv"] if job.devices else []
+        words = ("apptainer", "exec", *nvidia, *binds, f"--pwd={job.folder}", options.apptainer, *words)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    return NODE_TEXT.format(
+        name=job.name,
+        folder=shlex.quote(str(folder)),
+        start=shlex.quote(str(job.folder)),
+        environment="".join(f"{line}\n" for line in exports),
+        secrets=f'. "$folder/{SECRETS}"\n' if job.secrets else "",
+        command=shlex.join(words),
+        unfinished=int(ExitCode.UNFINISHED),
+        unfit=int(ExitCode.UNFIT_NODE),
+    )
+
+
+def secret_file(values: dict[str, str]) -> str:
+    """What `node.sh` reads the secrets from."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def directive(option: str) -> str:
+    """An option as it must stand behind #SBATCH, where sbatch, not a shell, reads quotes."""
+    if all(letter.isalnum() or letter in "-_=.,:/@+" for letter in option):
+        return option
+    return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _mounts(job: Job, folders: Sequence[Path]) -> list[str]:
+    """A container sees the job's folders by their own names, besides what is asked for."""
+    if "container-image" not in job.options:
+        return []
+    own = [f"{path}:{path}" for path in dict.fromkeys(folders)]
+    given = job.options.get("container-mounts")
+    return [f"--container-mounts={','.join([*([given] if given else []), *own])}", f"--container-workdir={job.folder}"]
+
+
+BATCH_TEXT = r"""#!/bin/bash
+{header}
+# Job {name}, one attempt: Slurm starts this on the first of its nodes.
+set -o pipefail
+trap : USR1 TERM # what asks the job to stop must not end this script, which has to say how it ended
+
+# shellcheck disable=SC2016 # names are meant as they stand
+folder={folder} options=({step})
+attempt=${{SLURM_RESTART_COUNT:-0}}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+# below the ports that the kernel hands out; another one for each attempt
+port=$((20000 + (SLURM_JOB_ID + attempt) % 10000))
+while (: <"/dev/tcp/${{nodes[0]}}/$port") 2>/dev/null; do port=$((port + 1)); done
+
+# a new name for each attempt: no node can have the old one's contents in its cache
+rm -f "$folder"/token.* "$folder"/code.*
+token=$folder/token.$attempt
+(umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
+
+export PHALANX_NODES=${{#nodes[@]}} PHALANX_LEADER=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
+{cores}
+srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
+  --nodes="${{#nodes[@]}}" --ntasks="${{#nodes[@]}}" --ntasks-per-node=1 "${{options[@]}}" \
+  bash "$folder/node.sh" "$attempt" &
+step=$!
+
+# the warning reaches this shell alone; the step may not have begun yet
+# shellcheck disable=SC2317 # the trap calls it
+warn() {{
+  until scancel --signal=USR1 "{id}.0" 2>/dev/null || ! kill -0 "$step" 2>/dev/null; do sleep 1; done
+}}
+trap warn USR1
+
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ends `wait`, too
+wait "$step"
+code=$?
+
+# The first node leads, so its code is the job's. Where it was killed because another failed, that one's is.
+leader=
+unfit=()
+others=
+for node in "${{nodes[@]}}"; do
+  read -r one 2>/dev/null <"$folder/code.$attempt.$node" || one=
+  [[ $node == "${{nodes[0]}}" ]] && leader=$one
+  [[ $one == {unfit} ]] && unfit+=("$node")
+  [[ -z $others && -n $one && $one != 0 && $one != {unfinished} && $one -lt 128 ]] && others=$one
+done
+if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code={unfinished}; fi # who is done says so
+if ((${{#unfit[@]}} > 0 && (code >= 128 || code == {unfinished}))); then code={unfit}; fi
+if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
+
+printf 'code %s\nattempt %s\nnodes %s\nended %s\n' "$code" "$attempt" "${{nodes[*]}}" "$EPOCHSECONDS" \
+  >"$folder/result.new"
+mv "$folder/result.new" "$folder/result"
+
+cancelled() {{
+  [[ -e $folder/cancelled ]] || scontrol show job "{id}" | grep '^ *JobState=CANCELLED' >/dev/null
+}}
+ask() {{
+  local up
+  for _ in {{1..60}}; do # the controller may be starting again just now
+    up=$(scontrol ping | grep -cw UP)
+    scontrol "$1" "{id}" && exit "$code"
+    if ((up > 0)); then break; fi
+    sleep 5
+  done
+}}
+if [[ $code == {unfinished} || $code == {unfit} ]] && ((attempt < {requeues})) && ! cancelled; then
+  if [[ $code == {unfinished} ]]; then
+    ask requeue
+  else
+    # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any
+    printf '%s\n' "${{unfit[@]}}" >"$folder/unfit"
+    ask requeuehold
+  fi
+fi
+rm -f "$folder"/token.* "$folder/secrets.sh"
+exit "$code"
+"""
+
+NODE_TEXT = r"""#!/bin/bash
+# Job {name}: srun starts this once on each node, with the number of the attempt.
+trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command decides, and its code is to be told
+
+# shellcheck disable=SC2016 # names are meant as they stand
+folder={folder} start={start}
+export PHALANX_NODE=$SLURM_PROCID
+
+finish() {{
+  # by this shell alone: a signal to the step may come just now, and would end any program that it starts
+  printf '%s\n' "$1" >"$folder/code.$2.$SLURMD_NODENAME" || exit "$1"
+  # to srun this is no failure: it would kill the other nodes while they save
+  if [[ $1 == {unfinished} ]]; then exit 0; fi
+  exit "$1"
+}}
+
+if ! cd -- "$start"; then
+  echo "$SLURMD_NODENAME does not see the job's folder; is it on a file system that all nodes share?" >&2
+  finish {unfit} "$1"
+fi
+# the words stand as they were given
+# shellcheck disable=all
+(
+{secrets}{environment}exec -- {command}
+)
+finish $? "$1"
+"""

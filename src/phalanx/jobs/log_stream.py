@@ -1,0 +1,136 @@
+"""What the workers of a run print and what happens in it, as one stream of lines with time, node and rank. It reads the
+run's directory alone, again and again while the run grows.
+
+Workers print into files, without times. What is there at the first look was printed at times that nobody knows, but for
+the last line of each file: that is when the file last changed. What comes later was printed since the look before, and
+gets the time at which its file changed.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.run import Event, Run
+
+LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
+"""The names of workers' logs (`attempt.worker_log`)."""
+UNKNOWN = "--:--:--"
+
+Say = Callable[[Event], Sequence[str]]
+"""An event in lines of text; none for one that nobody needs to read."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line. `t`: unix seconds; None for one of a worker's that was printed at an unknown time, before the next one
+    of the same worker that has one."""
+
+    t: float | None
+    who: str
+    text: str
+
+    def __str__(self) -> str:
+        stamp = UNKNOWN if self.t is None else time.strftime("%H:%M:%S", time.localtime(self.t))
+        return f"{stamp}  {self.who}  {self.text}"
+
+
+class Tail:
+    """Lines of a file as they are added to it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset, self._rest = 0, b""
+
+    @property
+    def torn(self) -> bool:
+        """Whether it ends within a line, as far as it was read."""
+        return bool(self._rest)
+
+    def read(self, whole: bool = False) -> list[str]:
+        """Lines since the last call; one that is not finished comes when it is, or when `whole` says that the file
+        grows no more."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        if whole and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return [_shown(line) for line in lines]
+
+
+class LogStream:
+    """The lines of a run that came after `since` (unix seconds)."""
+
+    def __init__(self, run: Run, since: float, say: Say, clock: Callable[[], float] = time.time):
+        self._run, self._since, self._say, self._clock = run, since, say, clock
+        self._events = Tail(run.events)
+        self._logs: dict[Path, Tail] = {}
+        self._nodes: dict[tuple[int, int], str] = {}
+        self._looked: float | None = None
+        self.begun = False
+        """Whether anything has happened since."""
+
+    def look(self, last: bool = False) -> list[Line]:
+        """What has come since the last look, in the order of time as far as it is known. `last`: nothing more will
+        come, so that unfinished lines count."""
+        now = self._clock()
+        found = self._happened()  # first: they tell where the workers are
+        found += self._printed(now, last)
+        self._looked = now
+        self.begun = self.begun or bool(found)
+        return [line for _, line in sorted(found, key=lambda each: each[0])]
+
+    def _happened(self) -> list[tuple[float, Line]]:
+        found = []
+        for text in self._events.read():
+            event = _event(text)
+            if event is None or event["t"] < self._since:
+                continue
+            self.begun = True
+            if event["kind"] == "worker":
+                self._nodes[int(event.get("attempt", 0)), int(event["rank"])] = str(event["node"])
+            found += [(event["t"], Line(event["t"], "run", text)) for text in self._say(event)]
+        return found
+
+    def _printed(self, now: float, last: bool) -> list[tuple[float, Line]]:
+        found = []
+        for path in sorted(self._run.logs.glob("attempt-*-rank-*.log")):
+            named = LOG.fullmatch(path.name)
+            changed = path.stat().st_mtime
+            if named is None or (path not in self._logs and changed < self._since):
+                continue
+            tail = self._logs.setdefault(path, Tail(path))
+            lines = tail.read(last)
+            attempt, rank = int(named[1]), int(named[2])
+            who = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
+            who += f" attempt {attempt}" if attempt else ""
+            if self._looked is None:  # all were printed before, and the file changed when the last one was
+                times: list[float | None] = [None] * len(lines)
+                if lines and not tail.torn:
+                    times[-1] = changed
+                found += [(changed, Line(t, who, text)) for t, text in zip(times, lines, strict=True)]
+            else:  # clocks of nodes and disks differ; it cannot have been before the last look, nor after this one
+                when = min(max(changed, self._looked), now)
+                found += [(when, Line(when, who, text)) for text in lines]
+        return found
+
+
+def _event(text: str) -> Event | None:
+    """An event; None for a line that a crash has torn."""
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event and "t" in event else None
+
+
+def _shown(line: bytes) -> str:
+    """A line as a terminal would leave it: what a carriage return overwrites is gone."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

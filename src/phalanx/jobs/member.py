@@ -1,0 +1,200 @@
+"""The agent of a node that does not lead: it starts, signals and watches its workers as the leading agent says.
+
+It decides nothing about the run. When the leader is gone it ends its workers and looks for it again for a while; a
+leader that comes back finds it ready for the next attempt.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
+from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.signals import Signals
+from phalanx.run import Run
+from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.hot import remove_copies
+from phalanx.run.membership import Membership
+from phalanx.run.wire import Wire, dial
+
+COMING = 600.0
+"""Seconds for which the leader may not be there yet: it may start later than the others."""
+RETURNING = 120.0
+"""Seconds for which a leader that was lost may come back."""
+LEADER_SILENCE = 15.0
+"""Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
+RETRY = 0.2
+"""Seconds between two attempts to reach the leader."""
+
+
+class Member:
+    """One node's agent below the leader's. Entered as a context it owns the signals."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        token: bytes,
+        out: TextIO,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        assert membership.leader is not None
+        self.membership, self.leader, self.token = membership, membership.leader, token
+        self.out, self.environment, self.clock = out, environment, clock
+        self.signals = Signals()
+        self._ranks: list[int] = []  # of this attempt's workers, by local rank
+        self._alive: set[int] = set()
+        self._run: Run | None = None
+
+    def __enter__(self) -> Self:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._run is not None:
+            remove_copies(self._run, self.environment)
+        self.signals.__exit__(*exception)
+
+    def work(self) -> ExitCode:
+        """Serve the leader until it says how the run ended; UNFINISHED when it does not come (back), or when this node
+        was told to stop while it was away."""
+        until = self.clock() + COMING
+        while True:
+            with NurseryProcess() as nursery:
+                nursery.wait_ready()
+                here = Here(nursery.control, nursery.events, nursery.pulses)
+                while nursery.process.poll() is None:
+                    wire = self._reach(until)
+                    if wire is None:
+                        return ExitCode.UNFINISHED
+                    try:
+                        code = self._serve(wire, here)
+                    except _Gone:  # make another
+                        until = self.clock() + RETURNING
+                        break
+                    finally:
+                        wire.close()
+                    if code is not None:
+                        return code
+                    print("lost the leading node; looking for it", file=self.out, flush=True)
+                    until = self.clock() + RETURNING
+                    self._end_workers(here)
+
+    def _reach(self, until: float) -> Wire | None:
+        """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
+        why = None
+        while self.clock() < until:
+            if self.signals.received:
+                return None
+            try:
+                wire = dial(self.leader, self.token)
+                wire.send(introduction(self.membership.node, self.membership.nodes))
+                return wire
+            except OSError as error:
+                why = error
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.signals.wake, selectors.EVENT_READ)
+                selector.select(RETRY)
+        host, port = self.leader
+        print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
+        return None
+
+    def _serve(self, wire: Wire, here: Here) -> ExitCode | None:
+        """Do what the leader says until it says how the run ended, or is gone (None). `_Gone` when the nursery is."""
+        heard = told = self.clock()
+        local = network_of(wire.sock.getsockname()[0], self.environment)
+        with selectors.DefaultSelector() as selector:
+            for each in (wire, *here.sockets(), self.signals.wake):
+                selector.register(each, selectors.EVENT_READ)
+            while True:
+                try:
+                    self._pass_signals(wire)
+                    ready = [key.fileobj for key, _ in selector.select(PING)]
+                    now = self.clock()
+                    if now - told >= PING:
+                        wire.send(signs(here, self._ranks, now))
+                        told = now
+                    for each in ready:
+                        if each is self.signals.wake:
+                            self.signals.wake.recv(4096)
+                        elif each is wire:
+                            messages = wire.receive()
+                            if messages is None:
+                                return None
+                            heard = now
+                            for message in messages:
+                                if message["kind"] == "leave":
+                                    return self._leave(message, here)
+                                self._obey(message, here, local)
+                        else:
+                            self._forward(wire, here, each)
+                except ConnectionError:
+                    return None
+                if now - heard > LEADER_SILENCE:
+                    return None
+
+    def _obey(self, message: Message, here: Here, local: Mapping[str, str]) -> None:
+        if message["kind"] == "ping":
+            return
+        if message["kind"] == "start":
+            payload = message["command"]["payload"]
+            self._run = Run(Path(payload["run"])) if "run" in payload else None
+            self._ranks = list(range(message["first"], message["first"] + message["local"]))
+            if "only" in message:
+                self._alive |= set(message["only"])
+            else:
+                here.clear()
+                self._alive = set(self._ranks)
+            message = {**message, "environment": {**message["environment"], **local}}
+        try:
+            here.send(message)
+        except ConnectionError:
+            raise _Gone from None
+
+    def _forward(self, wire: Wire, here: Here, sock: Any) -> None:
+        """What workers and nursery say, to the leader."""
+        messages = receive(sock)
+        if messages is None:
+            raise _Gone
+        for message in messages:
+            if message["kind"] == "exited":
+                self._alive.discard(message["rank"])
+        if sock is here.control:
+            # what a worker said before it ended must not come after its end
+            messages = [*drain(here.events), *messages]
+        wire.send(*messages)
+
+    def _pass_signals(self, wire: Wire) -> None:
+        """Whoever asks this node to stop asks the run to."""
+        if self.signals.received:
+            self.signals.received.clear()
+            wire.send({"kind": "asked"})
+
+    def _leave(self, message: Message, here: Here) -> ExitCode:
+        if "text" in message:
+            print(f"error: {message['text']}", file=self.out, flush=True)
+        self._end_workers(here)
+        return ExitCode(message["code"])
+
+    def _end_workers(self, here: Here) -> None:
+        """Kill what is left of an attempt, and take note of its end."""
+        with contextlib.suppress(ConnectionError):
+            send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+            while self._alive:
+                messages = receive(here.control)
+                if messages is None:
+                    break
+                self._alive -= {message["rank"] for message in messages if message["kind"] == "exited"}
+        for _ in drain(here.events):
+            pass
+        self._ranks, self._alive = [], set()
+
+
+class _Gone(Exception):
+    """This node's own nursery is gone."""

@@ -1,0 +1,257 @@
+"""The nodes of a run as the leading agent sees them: its own nursery, and other agents over the control channel.
+
+Whatever the node, the same messages go to it (`nursery.py` lists them) and the same come back; ranks are global. Which
+workers a node gets is decided here, and whether a node is still there.
+"""
+
+import contextlib
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Protocol, Self
+
+import psutil
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.hang import held_still
+from phalanx.jobs.sources import fingerprint
+from phalanx.run.channel import Message, receive, send
+from phalanx.run.pulse import Beat, Pulses
+from phalanx.run.wire import Door, Wire
+
+PING = 1.0
+"""Seconds between two signs of life of an agent."""
+NODE_SILENCE = 10.0
+"""Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
+ADDRESS_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class Node(Protocol):
+    """One node: where messages go to and come from. `name` is its host's."""
+
+    name: str
+
+    def sockets(self) -> Sequence[Any]:
+        """What to wait for with a selector."""
+
+    def send(self, *messages: Message) -> None:
+        """ConnectionError when it is gone."""
+
+    def receive(self, sock: Any) -> list[Message] | None:
+        """What came to one of the sockets; None when it is gone."""
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+        """The last signs of its workers, by the clock of this machine."""
+
+    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+        """Which of its workers somebody holds still."""
+
+    def clear(self) -> None:
+        """Forget signs of workers that were."""
+
+
+class Here:
+    """This node: its nursery's two sockets and the memory that its workers write signs to."""
+
+    def __init__(self, control: socket.socket, events: socket.socket, pulses: Pulses):
+        self.name = socket.gethostname()
+        self.control, self.events, self.pulses = control, events, pulses
+
+    def sockets(self) -> Sequence[Any]:
+        return (self.control, self.events)
+
+    def send(self, *messages: Message) -> None:
+        send(self.control, *messages)
+
+    def receive(self, sock: Any) -> list[Message] | None:
+        return receive(sock)
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+        return {rank: self.pulses.read(local) for local, rank in enumerate(ranks)}
+
+    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+        return held_still(beats)
+
+    def clear(self) -> None:
+        self.pulses.clear()
+
+
+class There:
+    """Another node: its agent at the far end of a wire, which sends its workers' signs every second."""
+
+    def __init__(self, wire: Wire, hello: Message, clock: Callable[[], float] = time.monotonic):
+        self.name: str = hello["host"]
+        self.index: int = hello["node"]
+        self.wire, self.clock = wire, clock
+        self.heard = clock()
+        self._beats: dict[int, Beat | None] = {}
+        self._held: set[int] = set()
+
+    def sockets(self) -> Sequence[Any]:
+        return (self.wire,)
+
+    def send(self, *messages: Message) -> None:
+        self.wire.send(*messages)
+
+    def receive(self, sock: Any) -> list[Message] | None:
+        messages = self.wire.receive()
+        if messages is None:
+            return None
+        self.heard = self.clock()
+        for message in messages:
+            if message["kind"] == "beats":
+                self._beats = {
+                    rank: Beat(pid, count, step, place, self.heard - age, busy)
+                    for rank, pid, count, step, place, age, busy in message["beats"]
+                }
+                self._held = set(message["held"])
+        return [message for message in messages if message["kind"] != "beats"]
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+        return {rank: self._beats.get(rank) for rank in ranks}
+
+    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+        return self._held & set(beats)
+
+    def clear(self) -> None:
+        self._beats, self._held = {}, set()
+        self.heard = self.clock()
+
+
+def signs(node: Here, ranks: Sequence[int], now: float) -> Message:
+    """The `beats` message of a node's workers; times as ages, since clocks of machines differ."""
+    beats = node.beats(ranks)
+    known = [(rank, beat) for rank, beat in beats.items() if beat is not None]
+    told = [[rank, beat.pid, beat.count, beat.step, beat.place, now - beat.t, beat.busy] for rank, beat in known]
+    return {"kind": "beats", "beats": told, "held": sorted(node.held(beats))}
+
+
+class Crew:
+    """All nodes of a run, this one first. Alone it is nothing but this node; with a `door`, others come through it."""
+
+    def __init__(self, here: Here, nodes: int = 1, door: Door | None = None):
+        self.here, self.count, self.door = here, nodes, door
+        self.others: dict[int, There] = {}
+        self.code: ExitCode = ExitCode.UNFINISHED
+        """What the others end with when this closes."""
+        self._over = threading.Event()
+        if door is not None:
+            threading.Thread(target=self._ping, name="ping", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self.door is not None:
+            self.admit()
+        for node in self.others.values():
+            with contextlib.suppress(ConnectionError):
+                node.send({"kind": "leave", "code": int(self.code)})
+            node.wire.close()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Those that are here, in order."""
+        return [self.here, *(self.others[index] for index in sorted(self.others))]
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of nodes that are not here."""
+        return [index for index in range(1, self.count) if index not in self.others]
+
+    def ranks(self, world: int) -> Iterator[tuple[Node, range]]:
+        """Each node with the ranks of its workers. All nodes must be here."""
+        share = world // self.count
+        for index, node in enumerate(self.nodes):
+            yield node, range(index * share, (index + 1) * share)
+
+    @property
+    def doorbell(self) -> Sequence[socket.socket]:
+        """What can be read from when somebody stands at the door."""
+        return () if self.door is None else (self.door.near,)
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this node: as they did. A name may lead elsewhere on its own machine."""
+        found: str = next(iter(self.others.values())).wire.sock.getsockname()[0]
+        return found
+
+    @property
+    def network(self) -> dict[str, str]:
+        """For workers of this node: the interface over which the others are reached."""
+        return network_of(self.address, os.environ)
+
+    def admit(self) -> list[tuple[There, There | None]]:
+        """Take in who stands at the door; returns the nodes that came, each with the older connection to it that it
+        replaces. One that is none of this run's is told why, and sent away."""
+        found = []
+        while self.door is not None and not self.door.arrived.empty():
+            wire, hello = self.door.arrived.get()
+            wrong = misfit(hello, introduction(hello.get("node"), self.count))
+            if wrong is not None or hello["node"] in (0, None) or not 0 < hello["node"] < self.count:
+                told = wrong or f"there is no node {hello.get('node')} among {self.count}"
+                with contextlib.suppress(ConnectionError):
+                    wire.send({"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": told})
+                wire.close()
+                continue
+            node = There(wire, hello)
+            found.append((node, self.others.get(node.index)))
+            self.others[node.index] = node
+        return found
+
+    def lose(self, node: There) -> None:
+        """Do without a node from now on, unless another connection to it has come already."""
+        node.wire.close()
+        if self.others.get(node.index) is node:
+            del self.others[node.index]
+
+    def silent(self, now: float) -> list[There]:
+        """Nodes whose agent has given no sign for too long."""
+        return [node for node in self.others.values() if now - node.heard > NODE_SILENCE]
+
+    def _ping(self) -> None:
+        """From a thread, since who leads may be busy for minutes before it trains."""
+        while not self._over.wait(PING):
+            for node in list(self.others.values()):
+                with contextlib.suppress(ConnectionError):  # who reads from it will notice
+                    node.send({"kind": "ping"})
+
+
+def introduction(node: int | None, nodes: int) -> Message:
+    """What an agent says of itself at the door: its place, and what must be equal on all nodes."""
+    facts = {"phalanx": version("phalanx"), "torch": version("torch").partition("+")[0]}
+    facts |= {"python": ".".join(platform.python_version_tuple()[:2]), "processor": platform.machine()}
+    facts["code"] = fingerprint()
+    return {"kind": "hello", "node": node, "nodes": nodes, "host": socket.gethostname(), **facts}
+
+
+def misfit(hello: Message, own: Message) -> str | None:
+    """Why an agent cannot be one of ours; None when it can. Versions must be equal, or bits would not be, and so must
+    Phalanx's own code, or workers would not even understand each other."""
+    for name in ("nodes", "phalanx", "torch", "python", "processor"):
+        if hello.get(name) != own[name]:
+            return f"{name} is {hello.get(name)} on {hello.get('host')}, and {own[name]} on the leading node"
+    if hello.get("code") != own["code"]:
+        who = f"node {hello.get('node')} ({hello.get('host')})"
+        return f"{who} runs other code of Phalanx {own['phalanx']} than the leading node: install the same on all nodes"
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address, which gloo and NCCL want by name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
+
+
+def network_of(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which workers talk over the interface of this address, unless who started us chose another."""
+    interface = interface_of(address)
+    wanted = [name for name in ADDRESS_VARIABLES if name not in environment]
+    return {} if interface is None else dict.fromkeys(wanted, interface)

@@ -1,0 +1,122 @@
+"""The process above one attempt of a job: `python -m phalanx.jobs.queue.runner FOLDER ATTEMPT`.
+
+It belongs to nobody, so that a supervisor may die and another come while the job goes on. It starts the job's command,
+passes signals on, warns before the time limit, ends whatever is left of the job when the command is over, and writes
+how it ended. When it is killed itself, so is the command.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from phalanx.compat import adopt_orphans, die_with_parent
+from phalanx.run.directory import write_json
+
+GRACE = 30.0
+"""Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
+OUTPUT = "output.log"
+
+
+def main() -> None:
+    """Run one attempt, as `attempt-N.json` in the folder says."""
+    home, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    orders = json.loads((home / f"attempt-{attempt}.json").read_text())
+    adopt_orphans()
+    wake, far = socket.socketpair()
+    far.setblocking(False)
+    signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+    received: list[int] = []
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(each, lambda number, _: received.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    begun = time.time()
+    try:
+        process = subprocess.Popen(
+            orders["command"],
+            cwd=orders["folder"],
+            env={**orders["environment"], **secrets_in(home)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    except OSError as error:
+        print(f"error: {error.filename or orders['command'][0]}: {error.strerror}", flush=True)
+        finish(home, attempt, begun, 127, f"could not be started: {error.strerror}")
+        return
+    limit, warning = orders["limit"], orders["warning"]
+    until = None if limit is None else time.monotonic() + limit
+    warn = None if until is None else max(time.monotonic(), until - warning)
+    reason = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(wake, selectors.EVENT_READ)
+        while process.poll() is None:
+            moments = [moment for moment in (warn, until) if moment is not None]
+            patience = max(0.0, min(moments) - time.monotonic()) if moments else None
+            if selector.select(patience):
+                wake.recv(4096)
+            while received:
+                number = received.pop(0)
+                process.send_signal(number)
+                if number == signal.SIGTERM:
+                    patience = time.monotonic() + max(GRACE, warning)
+                    until, reason = min(until or patience, patience), "was asked to stop"
+            now = time.monotonic()
+            if warn is not None and now >= warn:
+                warn, reason = None, "reached its time limit"
+                process.send_signal(signal.SIGTERM)
+            if until is not None and now >= until:
+                until = None
+                process.kill()
+    code = process.returncode
+    end_all()
+    finish(home, attempt, begun, code, reason if code else None)
+
+
+def secrets_in(home: Path) -> dict[str, str]:
+    """Values that only this process's user can read."""
+    with contextlib.suppress(FileNotFoundError):
+        found: dict[str, str] = json.loads((home / "secrets.json").read_text())
+        return found
+    return {}
+
+
+def end_all() -> None:
+    """Kill and reap everything that the job left below this process."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def finish(home: Path, attempt: int, begun: float, code: int, reason: str | None) -> None:
+    """Write how the attempt ended, whole."""
+    write_json(ending(home, attempt), {"code": code, "reason": reason, "begun": begun, "ended": time.time()})
+
+
+def ending(home: Path, attempt: int) -> Path:
+    """Where the end of an attempt is told."""
+    return home / f"ended-{attempt}.json"
+
+
+def read_ending(home: Path, attempt: int) -> dict[str, Any] | None:
+    """How an attempt ended; None while it has not."""
+    with contextlib.suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads(ending(home, attempt).read_text())
+        return found
+    return None
+
+
+if __name__ == "__main__":
+    main()

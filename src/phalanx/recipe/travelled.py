@@ -1,0 +1,34 @@
+"""Recipes that came with a job: code is read from the copy that travelled, data from where they always were.
+
+A job's copy of the recipe's folder is unpacked somewhere (PHALANX_CODE) and, where it is known, told what it is a copy
+of (PHALANX_CODE_OF). Both are set by `jobs` for what it starts; without them nothing here changes anything.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+CODE = "PHALANX_CODE"
+"""Variable that names the unpacked copy."""
+CODE_OF = "PHALANX_CODE_OF"
+"""Variable that names the folder that it is a copy of."""
+
+
+def home_of(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """What the relative paths of a recipe in `folder` are relative to: for one in the copy, the folder that it was
+    copied from, since data did not travel; where that cannot be seen from here, the copy."""
+    home = _moved(folder, environ.get(CODE), environ.get(CODE_OF))
+    return home if home is not None and home.is_dir() else folder
+
+
+def code_of(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the modules of a recipe whose folder this is are imported from: the copy, if there is one of it."""
+    return _moved(folder, environ.get(CODE_OF), environ.get(CODE)) or folder
+
+
+def _moved(folder: Path, old: str | None, new: str | None) -> Path | None:
+    """The place below `new` of what lies below `old`; None when it does not."""
+    if old is None or new is None:
+        return None
+    below = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(old)))
+    return None if ".." in below.parts else Path(new) / below

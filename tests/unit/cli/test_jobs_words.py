@@ -1,0 +1,85 @@
+"""`phalanx jobs` as people type it, on a queue that starts nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx import cli
+from phalanx.jobs import engine as engines
+from phalanx.jobs.engines.local import Local
+
+Type = Callable[..., str]
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
+    """Types a command of `phalanx jobs` and returns what it prints; it must end with this code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        engines, "open_engine", lambda name: Local(tmp_path / "state" / "queue", ensure=lambda *_: None)
+    )
+    (tmp_path / "exp").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "exp" / f"{name}.yaml").write_text(f"name: {name}\ndata: {{source: {{text: '*.txt'}}}}\n")
+
+    def typed(*words: str, code: int = 0) -> str:
+        assert cli.main(["jobs", *words]) == code
+        said = capsys.readouterr()
+        return said.err if code else said.out
+
+    return typed
+
+
+def names(typed: Type) -> list[tuple[str, str]]:
+    return [(job["name"], job["state"]) for job in json.loads(typed("ls", "--json"))]
+
+
+def test_a_dry_run_shows_what_would_travel_and_submits_nothing(typed: Type, tmp_path: Path) -> None:
+    said = typed("submit", "exp/one.yaml", "--code", "folder", "--dry-run")
+    assert "phalanx train one.yaml --run" in said
+    assert "# code that travels: 2 files, 84 bytes, sha256 " in said
+    assert names(typed) == []
+
+
+def test_several_recipes_are_an_array_that_is_listed_and_stopped_by_its_name(typed: Type, tmp_path: Path) -> None:
+    said = typed("submit", "exp/one.yaml", "exp/two.yaml", "steps=3", "--name", "both", "--at-most", "1")
+    assert said.splitlines() == [
+        f"job 1 (both.0) submitted to local, run {tmp_path}/runs/one",
+        f"job 2 (both.1) submitted to local, run {tmp_path}/runs/two",
+        "all together: phalanx jobs stop both --on local",
+    ]
+    typed("submit", "exp/one.yaml", "--name", "other")
+    assert [line.split()[1] for line in typed("ls", "both").splitlines()] == ["name", "both.0", "both.1"]
+    typed("stop", "both")
+    assert names(typed) == [("both.0", "cancelled"), ("both.1", "cancelled"), ("other", "queued")]
+
+
+def test_values_that_vary_make_a_job_each(typed: Type) -> None:
+    typed("submit", "exp/one.yaml", "--vary", "optim.lr=1e-3,3e-4", "--vary", "seed=1,2")
+    assert [name for name, _ in names(typed)] == ["one.0", "one.1", "one.2", "one.3"]
+    assert "run       " in typed("show", "4")
+    assert typed("show", "4").splitlines()[-1].endswith("runs/one-optim.lr=3e-4-seed=2")
+
+
+def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_path: Path) -> None:
+    (tmp_path / "exp" / "three.yaml").write_text("stpes: 3\n")
+    said = typed("submit", "exp/one.yaml", "exp/two.yaml", "exp/three.yaml", code=78)
+    assert "three.yaml:1: stpes" in said
+    assert names(typed) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("submit", "exp/one.yaml", "--at-most", "2"), "--at-most is for arrays"),
+        (("submit", "--framework", "torch", "--vary", "a=1,2", "--", "python", "x.py"), "--vary is for recipes"),
+        (("submit", "exp/one.yaml", "--code", "v1"), "--code v1: "),
+        (("ls", "nobody"), "knows no array of this name"),
+        (("stop", "nobody"), "knows no such job"),
+    ],
+)
+def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) -> None:
+    assert told in typed(*words, code=64)
+    assert names(typed) == []

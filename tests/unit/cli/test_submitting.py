@@ -1,0 +1,165 @@
+"""Jobs made of what people type, and a job that is followed."""
+
+import io
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.submitting import SILENCE, follow, framework_job, pairs, recipe_job, seconds_of
+from phalanx.errors import RecipeError, UsageError
+from phalanx.jobs.spec import State, Status
+from phalanx.joining import Shown
+from phalanx.run import EventLog, Run
+from phalanx.run.directory import write_json
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5h", 5400), ("15min", 900), ("2d", 172800), ("01:30:05", 5405), ("2m", 120)],
+)
+def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1:2", "h"])
+def test_what_is_no_time_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="is no time: expected such as"):
+        seconds_of(text)
+
+
+def test_options_are_pairs() -> None:
+    assert pairs(["a=1", "b=x=y"], "-o") == {"a": "1", "b": "x=y"}
+    with pytest.raises(UsageError, match="expected KEY=VALUE"):
+        pairs(["a"], "-o")
+
+
+def test_a_recipe_is_checked_before_it_becomes_a_job(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nstpes: 3\n")
+    with pytest.raises(RecipeError, match="stpes"):
+        recipe_job(recipe, [], None, None, False, None)
+
+
+def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n")
+    job = recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, nodes=2)
+    assert (job.name, job.nodes) == ("mine", 2)
+    assert job.command[1:] == (
+        *("-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
+        *("--nproc", "2", "--force"),
+    )
+
+
+RECIPE = "name: mine\ndata: {source: {text: '*.txt'}}\n"
+
+
+def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    job = recipe_job(tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "folder", environment={"A": "b"})
+    assert job.code is not None
+    assert (job.code.of, job.code.files, job.run) == (tmp_path, 1, Path("here").absolute())
+    assert job.command[1:] == ("-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
+    assert job.environment == {"A": "b", "PHALANX_CODE_OF": str(tmp_path)}
+
+
+def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    recipe = tmp_path / "recipe.yaml"
+    git("init", "--quiet")
+    for text in (RECIPE + "stpes: 3\n", RECIPE):
+        recipe.write_text(text)
+        git("add", ".")
+        git("commit", "--quiet", "-m", "another")
+    assert recipe_job(recipe, [], None, None, False, None, "HEAD").code is not None
+    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:3: stpes"):
+        recipe_job(recipe, [], None, None, False, None, "HEAD~1")
+
+
+def test_a_script_travels_with_the_folder_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "loop.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    job = recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "folder")
+    assert job.command[4:6] == ("deep/loop.py", "-v")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(UsageError, match="start from a folder that the script lies in"):
+        recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "folder")
+
+
+def test_a_frameworks_job_is_named_after_its_script() -> None:
+    job = framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
+    assert job.name == "my.script"
+    assert job.command[1:6] == ("-m", "phalanx.jobs.launch", "jax", "2", "--")
+    with pytest.raises(UsageError, match="needs a command"):
+        framework_job("torch", [], None, None)
+
+
+class Scripted:
+    """An engine that says one thing after the other."""
+
+    name = "scripted"
+
+    def __init__(self, *said: Status | UsageError):
+        self.said: Iterator[Any] = iter(said)
+
+    def poll(self, job: str) -> Status:
+        found = next(self.said)
+        if isinstance(found, UsageError):
+            raise found
+        assert isinstance(found, Status)
+        return found
+
+
+def status(state: State, **more: Any) -> Status:
+    return Status("7", "job", state, **more)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    write_json(run.result, {"status": "done", "digest": "abc"})
+    log = EventLog(run.events)
+    log.write("warning", text="an older one")
+    log.write("fault", rank=0, what="SIGKILL", detail="a newer one")
+    log.close()
+    return run
+
+
+def followed(run: Run, *said: Status | UsageError) -> tuple[Status, str]:
+    out = io.StringIO()
+    with Shown(run, out) as shown:
+        found = follow(Scripted(*said), "7", run, 1, shown, out, sleep=lambda seconds: None)  # type: ignore[arg-type]
+    return found, out.getvalue()
+
+
+def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
+    found, said = followed(run, status(State.QUEUED), status(State.RUNNING), status(State.DONE, code=0))
+    assert found.state is State.DONE
+    assert "a newer one" in said
+    assert "an older one" not in said
+
+
+def test_how_a_job_ended_is_told_with_its_code_and_why(run: Run) -> None:
+    found, said = followed(run, status(State.FAILED, code=93, reason="no progress"))
+    assert found.code == 93
+    assert "job 7 failed, exit code 93: no progress" in said
+
+
+def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> None:
+    silent = UsageError("slurm does not answer")
+    found, said = followed(run, silent, silent, status(State.DONE, code=0))
+    assert found.state is State.DONE
+    assert said.count("slurm does not answer; asking again for 10 min") == 1
+    with pytest.raises(UsageError, match="does not answer"):
+        followed(run, *[silent] * int(SILENCE + 2))

@@ -1,0 +1,90 @@
+"""Arrays as people type them: several recipes, and values that vary."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.submitting import recipe_job
+from phalanx.cli.sweep import array, recipes_and_overrides, variations
+from phalanx.errors import RecipeError, UsageError
+from phalanx.jobs.spec import Job
+
+
+def recipe(folder: Path, name: str, file: str | None = None) -> Path:
+    path = folder / f"{file or name}.yaml"
+    path.write_text(f"name: {name}\ndata: {{source: {{text: '*.txt'}}}}\n")
+    return path
+
+
+def make(path: Path, given: list[str], where: Path) -> Job:
+    return recipe_job(path, given, where, None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "recipes", "overrides"),
+    [
+        (["a.yaml"], ["a.yaml"], []),
+        (["a.yaml", "steps=3"], ["a.yaml"], ["steps=3"]),
+        (["a.yaml", "b.yml", "data.source.text=c.yaml"], ["a.yaml", "b.yml"], ["data.source.text=c.yaml"]),
+        (["a.yaml", "steps=3", "b.yaml"], ["a.yaml"], ["steps=3", "b.yaml"]),
+        (["loop.py", "b.yaml", "-v"], ["loop.py"], ["b.yaml", "-v"]),
+    ],
+)
+def test_leading_words_are_recipes_and_others_overrides(
+    words: list[str], recipes: list[str], overrides: list[str]
+) -> None:
+    assert recipes_and_overrides(words) == ([Path(each) for each in recipes], overrides)
+
+
+def test_values_that_vary_make_every_combination() -> None:
+    assert variations([]) == [()]
+    assert variations(["optim.lr=1e-3, 3e-4", "seed=1,2"]) == [
+        ("optim.lr=1e-3", "seed=1"),
+        ("optim.lr=1e-3", "seed=2"),
+        ("optim.lr=3e-4", "seed=1"),
+        ("optim.lr=3e-4", "seed=2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vary", "told"),
+    [
+        (["lr"], "expected KEY=VALUE"),
+        (["lr=1,,2"], "expected KEY=VALUE"),
+        (["seed=1,1"], "a value stands in it twice"),
+        (["seed=1", "seed=2"], "seed is given twice"),
+    ],
+)
+def test_what_varies_in_a_way_nobody_can_mean_is_refused(vary: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        variations(vary)
+
+
+def test_each_member_trains_in_a_run_of_its_own(tmp_path: Path) -> None:
+    jobs = array([recipe(tmp_path, "mine")], ["steps=3"], variations(["init=null,x/y z"]), None, None, 2, make)
+    assert [job.name for job in jobs] == ["mine.0", "mine.1"]
+    assert [job.run for job in jobs] == [Path(f"runs/mine-init={end}").absolute() for end in ("null", "x_y_z")]
+    assert jobs[1].command[4:7] == (str(tmp_path / "mine.yaml"), "steps=3", "init=x/y z")
+    assert {job.at_most for job in jobs} == {2}
+
+
+def test_several_recipes_train_beside_each_other_in_the_given_folder(tmp_path: Path) -> None:
+    recipes = [recipe(tmp_path, "one"), recipe(tmp_path, "two")]
+    jobs = array(recipes, [], variations([]), tmp_path / "sweep", "both", None, make)
+    assert [(job.name, job.run) for job in jobs] == [
+        ("both.0", tmp_path / "sweep" / "one"),
+        ("both.1", tmp_path / "sweep" / "two"),
+    ]
+
+
+def test_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
+    recipes = [recipe(tmp_path, "same", "a"), recipe(tmp_path, "same", "b")]
+    with pytest.raises(UsageError, match="members 0 and 1 would both train in"):
+        array(recipes, [], variations([]), None, None, None, make)
+
+
+def test_one_wrong_recipe_is_told_before_any_is_sent(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("name: wrong\nstpes: 3\n")
+    with pytest.raises(RecipeError, match="stpes"):
+        array([recipe(tmp_path, "one"), wrong], [], variations([]), None, None, None, make)

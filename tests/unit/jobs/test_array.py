@@ -1,0 +1,95 @@
+"""Arrays as values, and what becomes of one of which a member is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.array import array_of, members, render_array, submit_array
+from phalanx.jobs.engine import Request
+from phalanx.jobs.engines.local import Local
+from phalanx.jobs.spec import Job, State, Status
+
+
+class Recording:
+    """An engine that takes some jobs and refuses others."""
+
+    name = "recording"
+
+    def __init__(self, refused: str = "", stubborn: str = "", wrong: str = ""):
+        self.refused, self.stubborn, self.wrong = refused, stubborn, wrong
+        self.said: list[str] = []
+
+    def render(self, job: Job) -> Request:
+        if job.name == self.wrong:
+            raise UsageError(f"{job.name} can never run")
+        return Request(self.name, job)
+
+    def submit(self, request: Request) -> str:
+        if request.job.name == self.refused:
+            raise UsageError("there is no room")
+        self.said.append(f"submit {request.job.name}")
+        return request.job.name
+
+    def cancel(self, job: str) -> None:
+        if job == self.stubborn:
+            raise UsageError("the engine does not answer")
+        self.said.append(f"cancel {job}")
+
+
+def jobs(count: int = 3) -> tuple[Job, ...]:
+    each = [Job("x", ("run",), Path("/"), run=Path(f"/runs/{index}")) for index in range(count)]
+    return array_of("sweep", each)
+
+
+def submit(engine: Any) -> list[str]:
+    return submit_array(engine, render_array(engine, jobs()))
+
+
+def test_members_are_called_by_their_index() -> None:
+    assert [(job.name, job.array) for job in jobs(2)] == [("sweep.0", "sweep"), ("sweep.1", "sweep")]
+
+
+def test_two_members_that_would_train_in_one_run_are_refused() -> None:
+    twins = [Job("x", ("run",), Path("/"), run=Path(f"/runs/{name}")) for name in "aba"]
+    with pytest.raises(UsageError, match="members 0 and 2 would both train in /runs/a"):
+        array_of("sweep", twins)
+
+
+def test_nothing_is_sent_when_one_can_never_run() -> None:
+    engine = Recording(wrong="sweep.2")
+    with pytest.raises(UsageError, match=r"sweep\.2 can never run"):
+        submit(engine)
+    assert engine.said == []
+
+
+def test_when_one_is_refused_those_before_it_are_cancelled_and_it_is_told() -> None:
+    engine = Recording(refused="sweep.2")
+    with pytest.raises(UsageError) as refused:
+        submit(engine)
+    assert str(refused.value) == ("member 2 could not be submitted: there is no room; the 2 before it were cancelled")
+    assert engine.said == ["submit sweep.0", "submit sweep.1", "cancel sweep.0", "cancel sweep.1"]
+
+
+def test_a_member_that_could_not_be_cancelled_is_named() -> None:
+    engine = Recording(refused="sweep.2", stubborn="sweep.0")
+    with pytest.raises(UsageError, match=r"of those before it, sweep\.0 could not be cancelled"):
+        submit(engine)
+    assert engine.said[-1] == "cancel sweep.1"
+
+
+def test_a_queue_that_is_full_takes_no_part_of_an_array(tmp_path: Path) -> None:
+    engine = Local(tmp_path / "queue", ensure=lambda *_: None, most=2)
+    with pytest.raises(UsageError, match="member 2 could not be submitted: the queue is full"):
+        submit(engine)
+    assert [status.state for status in engine.jobs()] == [State.CANCELLED] * 2
+    engine.store.close()
+
+
+def test_members_are_found_by_the_arrays_name_or_by_its_id() -> None:
+    named = [("12_0", "sweep.0"), ("12_1", "sweep.1"), ("12", "sweep"), ("3", "sweep.x"), ("121_0", "other.0")]
+    statuses = [Status(ident, name, State.QUEUED) for ident, name in named]
+    for word in ("sweep", "12"):
+        assert [status.id for status in members(statuses, word)] == ["12_0", "12_1"]
+    assert members(statuses, "swee") == []

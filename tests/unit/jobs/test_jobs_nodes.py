@@ -1,0 +1,179 @@
+"""Which nodes a run has, who may be one of them, and which workers each gets."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of
+from phalanx.jobs.sources import fingerprint
+from phalanx.run.channel import pair
+from phalanx.run.membership import Membership
+from phalanx.run.pulse import Beat, Pulses
+from phalanx.run.wire import Door, Wire, dial
+
+TOKEN = b"0123456789abcdef0123456789abcdef"
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    ends, pulses = [*pair(), *pair()], Pulses()
+    yield Here(ends[0], ends[2], pulses)
+    for each in ends:
+        each.close()
+    pulses.close()
+
+
+@pytest.fixture
+def crew(here: Here) -> Iterator[Crew]:
+    with Door(("127.0.0.1", 0), TOKEN) as door, Crew(here, 3, door) as crew:
+        yield crew
+
+
+def come(crew: Crew, node: int, other: dict[str, Any] | None = None) -> Wire:
+    assert crew.door is not None
+    arrived = crew.door.arrived
+    before = arrived.qsize()
+    wire = dial((crew.door.address, crew.door.port), TOKEN)
+    wire.send({**introduction(node, 3), **(other or {})})
+    until(lambda: arrived.qsize() > before)
+    return wire
+
+
+def test_without_variables_a_machine_is_alone() -> None:
+    assert Membership.from_environment({}) == Membership(0, 1, None)
+
+
+def test_a_node_knows_its_place_and_the_leader() -> None:
+    environment = {"PHALANX_NODES": "4", "PHALANX_NODE": "2", "PHALANX_LEADER": "node-1.cluster:4711"}
+    assert Membership.from_environment(environment) == Membership(2, 4, ("node-1.cluster", 4711))
+    environment["PHALANX_LEADER"] = "[fe80::1]:4711"
+    assert Membership.from_environment(environment).leader == ("fe80::1", 4711)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PHALANX_NODES": "two"},
+        {"PHALANX_NODES": "2", "PHALANX_NODE": "2", "PHALANX_LEADER": "a:1"},
+        {"PHALANX_NODES": "2"},
+        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a"},
+        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a:port"},
+        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a:70000"},
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="PHALANX_"):
+        Membership.from_environment(environment)
+
+
+def test_nodes_come_in_any_order_and_get_their_ranks_by_index(crew: Crew, here: Here) -> None:
+    wires = [come(crew, 2), come(crew, 1)]
+    crew.admit()
+    assert crew.missing == []
+    found = [(getattr(node, "index", 0), list(ranks)) for node, ranks in crew.ranks(6)]
+    assert found == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
+    for wire in wires:
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"torch": "1.0"}, "torch is 1.0 on"),
+        ({"phalanx": "99"}, "phalanx is 99 on"),
+        ({"python": "2.7"}, "python is 2.7 on"),
+        ({"nodes": 5}, "nodes is 5 on"),
+        ({"code": "0123"}, f"runs other code of Phalanx {version('phalanx')} than the leading node: install the same"),
+        ({"node": 3}, "there is no node 3 among 3"),
+        ({"node": 0}, "there is no node 0 among 3"),
+        ({"node": None}, "there is no node None among 3"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why_and_sent_away(crew: Crew, other: dict[str, Any], why: str) -> None:
+    wire = come(crew, 1, other)
+    assert crew.admit() == []
+    (leave,) = [message for message in wire.receive() or [] if message["kind"] == "leave"]
+    assert (leave["code"], why in leave["text"]) == (ExitCode.UNFIT_NODE, True)
+    assert crew.missing == [1, 2]
+    wire.close()
+
+
+def test_a_node_that_comes_again_replaces_its_older_connection(crew: Crew) -> None:
+    first = come(crew, 1)
+    ((old, nothing),) = crew.admit()
+    assert nothing is None
+    second = come(crew, 1)
+    ((new, replaced),) = crew.admit()
+    assert replaced is old
+    crew.lose(old)
+    assert crew.others == {1: new}
+    for wire in (first, second):
+        wire.close()
+
+
+def test_the_others_are_told_how_the_run_ended(here: Here) -> None:
+    with Door(("127.0.0.1", 0), TOKEN) as door:
+        with Crew(here, 3, door) as crew:
+            wire = come(crew, 1)
+            crew.code = ExitCode.RECIPE
+        until(lambda: [message for message in wire.receive() or [{"kind": "gone"}] if message["kind"] != "ping"])
+        wire.close()
+
+
+def test_a_node_without_a_sign_for_too_long_is_found(crew: Crew) -> None:
+    wire = come(crew, 1)
+    ((node, _),) = crew.admit()
+    assert crew.silent(node.heard + NODE_SILENCE) == []
+    assert crew.silent(node.heard + NODE_SILENCE + 1) == [node]
+    wire.close()
+
+
+def test_signs_of_far_workers_are_told_by_the_clock_of_this_machine() -> None:
+    near, far = socket.socketpair()
+    node = There(Wire(near, b"key", leads=True), {"host": "n1", "node": 1}, clock=lambda: 500.0)
+    member = Wire(far, b"key", leads=False)
+    member.send({"kind": "beats", "beats": [[4, 77, 9, 3, "data", 2.5, 1.5]], "held": [4]}, {"kind": "step", "step": 3})
+    assert node.receive(node.wire) == [{"kind": "step", "step": 3}]
+    assert node.beats([4, 5]) == {4: Beat(77, 9, 3, "data", 497.5, 1.5), 5: None}
+    assert node.held(node.beats([4])) == {4}
+    for wire in (node.wire, member):
+        wire.close()
+
+
+def test_workers_talk_over_the_interface_of_the_jobs_address_unless_told_otherwise() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    assert network_of("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_the_fingerprint_is_that_of_names_and_contents_of_modules(tmp_path: Path) -> None:
+    def package(name: str, **files: str) -> Path:
+        folder = tmp_path / name
+        (folder / "room").mkdir(parents=True)
+        for stem, text in files.items():
+            (folder / "room" / f"{stem}.py").write_text(text)
+        return folder
+
+    first = package("first", a="1", b="2")
+    (first / "room/.#a.py").symlink_to("me@here")  # an editor's lock
+    (first / "room/a.pyc").write_bytes(b"3")
+    assert fingerprint(first) == fingerprint(package("same", a="1", b="2"))
+    others = [package("edited", a="1", b="3"), package("renamed", a="1", c="2"), package("moved", a="12", b="")]
+    assert len({fingerprint(each) for each in (first, *others)}) == 4
+
+
+def test_nodes_with_the_same_versions_fit() -> None:
+    assert misfit(introduction(1, 3), introduction(0, 3)) is None

@@ -1,0 +1,259 @@
+"""The engine against a stand-in for the API server, through the official client: what is created, what is answered, and
+what every refusal is called. No cluster is needed, and none was at hand."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_double import SCHEMAS, Double, job_of, kubeconfig
+
+from phalanx.errors import UsageError
+from phalanx.jobs.array import array_of, members, render_array, submit_array
+from phalanx.jobs.code import Code
+from phalanx.jobs.engines.kubernetes import Kubernetes
+from phalanx.jobs.spec import Job, State
+
+pytestmark = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"the schemas of JobSet and Trainer are not in {SCHEMAS}")
+
+
+@pytest.fixture
+def server() -> Double:
+    return Double()
+
+
+@pytest.fixture
+def engine(server: Double, tmp_path: Path) -> Iterator[Kubernetes]:
+    with server.serving() as address:
+        yield Kubernetes(kubeconfig(tmp_path, address), environ={"HF_TOKEN": "hf_abc"}, token=lambda: "drawn")
+
+
+def job(**fields: Any) -> Job:
+    options = {"image": "example.org/phalanx:1"} | fields.pop("options", {})
+    return Job(**{"name": "gpt", "command": ("phalanx", "train"), "folder": Path("/work"), "options": options} | fields)
+
+
+def submitted(engine: Kubernetes, **fields: Any) -> str:
+    return engine.submit(engine.render(job(**fields)))
+
+
+def add_pod(server: Double, index: int, log: str = "", phase: str = "Running") -> str:
+    """A pod as the Job controller makes it."""
+    group = job_of(server.objects["jobsets", "team-a", "gpt"])
+    name = f"{group['metadata']['name']}-{index}-abcde"
+    labels = {"jobset.sigs.k8s.io/jobset-name": "gpt", "batch.kubernetes.io/job-completion-index": str(index)}
+    metadata = {"name": name, "namespace": "team-a", "labels": labels, "uid": name}
+    server.objects["pods", "team-a", name] = {"metadata": metadata, "spec": {}, "status": {"phase": phase}}
+    server.logs[name] = log
+    return name
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_a_job_and_its_secret_are_created(engine: Kubernetes, server: Double, kind: str) -> None:
+    request = engine.render(job(secrets=("HF_TOKEN",), options={"kind": kind}))
+    assert engine.submit(request) == f"team-a/{kind}/gpt"
+    made = server.objects[f"{kind}s", "team-a", "gpt"]
+    sent = yaml.safe_load(request.files[f"{kind}.yaml"])
+    assert made["spec"] == sent["spec"]
+    secret = server.objects["secrets", "team-a", "gpt"]
+    assert secret["stringData"] == {"PHALANX_TOKEN": "drawn", "HF_TOKEN": "hf_abc"}
+    assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == [made["metadata"]["uid"]]
+
+
+def test_code_that_travels_is_refused_with_what_to_do_instead(engine: Kubernetes) -> None:
+    with pytest.raises(UsageError, match="comes with the image"):
+        engine.render(job(code=Code(b"", Path("/x"), ".", 0, 0)))
+    with pytest.raises(UsageError, match="does not count the members"):
+        engine.render(job(at_most=1))
+
+
+def test_an_array_is_several_workloads_and_none_when_one_is_refused(engine: Kubernetes, server: Double) -> None:
+    jobs = array_of("sweep", [job(run=Path(f"/runs/{name}")) for name in "ab"])
+    idents = submit_array(engine, render_array(engine, jobs))
+    assert idents == ["team-a/jobset/sweep-0", "team-a/jobset/sweep-1"]
+    found = members(engine.jobs(), "sweep")
+    assert [(status.name, status.run) for status in found] == [("sweep.0", "/runs/a"), ("sweep.1", "/runs/b")]
+    engine.cancel(idents[0])
+    with pytest.raises(UsageError, match=r"member 1 could not be submitted.*the one before it was cancelled"):
+        submit_array(engine, render_array(engine, jobs))
+    assert [status.name for status in engine.jobs()] == ["sweep.1"]
+
+
+def test_a_job_goes_to_the_namespace_it_names(engine: Kubernetes, server: Double) -> None:
+    assert submitted(engine, options={"namespace": "team-b"}) == "team-b/jobset/gpt"
+    assert ("jobsets", "team-b", "gpt") in server.objects
+
+
+def test_every_job_has_a_token_of_its_own(server: Double, tmp_path: Path) -> None:
+    with server.serving() as address:
+        engine = Kubernetes(kubeconfig(tmp_path, address))
+        for name in ("one", "two"):
+            submitted(engine, name=name)
+    tokens = {server.objects["secrets", "team-a", name]["stringData"]["PHALANX_TOKEN"] for name in ("one", "two")}
+    assert len(tokens) == 2
+    assert min(map(len, tokens)) >= 32
+
+
+def test_a_secret_that_is_not_in_the_environment_is_named_before_anything_is_sent(
+    engine: Kubernetes, server: Double
+) -> None:
+    with pytest.raises(UsageError, match="WANDB_API_KEY is not in your environment"):
+        submitted(engine, secrets=("WANDB_API_KEY",))
+    assert server.objects == {}
+
+
+def test_two_jobs_of_one_name_are_refused_and_the_first_stays(engine: Kubernetes, server: Double) -> None:
+    submitted(engine)
+    before = dict(server.objects)
+    with pytest.raises(UsageError, match=r'there is one of that name already .*"gpt" already exists'):
+        submitted(engine)
+    assert server.objects == before
+
+
+def test_when_the_secret_is_refused_nothing_is_left(engine: Kubernetes, server: Double) -> None:
+    server.refuse["POST", "secrets"] = (403, 'secrets is forbidden: User "somebody" cannot create resource "secrets"')
+    with pytest.raises(UsageError, match=r'making its Secret: you may not do this: .*cannot create resource "secrets"'):
+        submitted(engine)
+    assert server.objects == {}
+
+
+def test_an_unknown_field_is_refused_by_the_server(engine: Kubernetes, server: Double) -> None:
+    request = engine.render(job())
+    changed = request.files["jobset.yaml"].replace("coordinator:", "cordinator:")
+    with pytest.raises(UsageError, match=r"refuses it as wrong: strict decoding error: .*cordinator"):
+        engine.submit(replace(request, files={**request.files, "jobset.yaml": changed}))
+    assert server.objects == {}
+
+
+def test_a_wrong_value_is_named_with_its_field(engine: Kubernetes, server: Double) -> None:
+    request = engine.render(job(options={"kind": "trainjob"}))
+    changed = request.files["trainjob.yaml"].replace("numNodes: 1", "numNodes: -1")
+    with pytest.raises(UsageError, match=r"spec.trainer.numNodes: -1 is less than the minimum of 0"):
+        engine.submit(replace(request, files={**request.files, "trainjob.yaml": changed}))
+    assert server.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "told"),
+    [
+        (401, "Unauthorized", "does not know you"),
+        (403, "jobsets is forbidden", "you may not do this: jobsets is forbidden"),
+        (429, "too many requests", "HTTP status 429"),
+        (500, "etcdserver: request timed out", "could not do it .HTTP status 500.: etcdserver"),
+    ],
+)
+def test_refusals_are_told_in_words(engine: Kubernetes, server: Double, status: int, message: str, told: str) -> None:
+    server.refuse["POST", "jobsets"] = (status, message)
+    with pytest.raises(UsageError, match=told):
+        submitted(engine)
+
+
+def test_a_namespace_that_is_not_there_is_named(engine: Kubernetes) -> None:
+    with pytest.raises(UsageError, match='namespaces "nowhere" not found'):
+        submitted(engine, options={"namespace": "nowhere"})
+
+
+def test_a_cluster_without_jobset_says_so(engine: Kubernetes, server: Double) -> None:
+    server.kinds.remove("jobsets")
+    with pytest.raises(UsageError, match="could not find the requested resource; is this kind of object installed"):
+        submitted(engine)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_in_words(tmp_path: Path) -> None:
+    engine = Kubernetes(kubeconfig(tmp_path, "http://127.0.0.1:9"))
+    with pytest.raises(UsageError, match=r"the cluster does not answer: .*refused"):
+        engine.jobs()
+
+
+def test_without_a_kubeconfig_there_is_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no cluster is configured"):
+        Kubernetes(tmp_path / "none").jobs()
+
+
+def test_a_context_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no cluster is configured: .*elsewhere"):
+        Kubernetes(kubeconfig(tmp_path, "http://127.0.0.1:9"), context="elsewhere").jobs()
+
+
+def test_a_job_is_followed_from_waiting_to_its_end(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine, name="GPT")
+    assert engine.poll(found).state is State.QUEUED
+    add_pod(server, 0)
+    assert (engine.poll(found).state, engine.poll(found).name) == (State.RUNNING, "GPT")
+    done = {"type": "Completed", "status": "True", "lastTransitionTime": "2026-11-22T08:00:00Z"}
+    server.objects["jobsets", "team-a", "gpt"]["status"] = {"conditions": [done]}
+    assert (engine.poll(found).state, engine.poll(found).code) == (State.DONE, 0)
+
+
+def test_our_jobs_are_listed_and_nobody_elses(engine: Kubernetes, server: Double) -> None:
+    submitted(engine, name="one")
+    submitted(engine, name="two", options={"kind": "trainjob"})
+    server.objects["jobsets", "team-a", "two"] = {"metadata": {"name": "two", "labels": {}}, "spec": {}}
+    assert {status.id for status in engine.jobs()} == {"team-a/jobset/one", "team-a/trainjob/two"}
+
+
+def test_one_of_the_two_kinds_is_enough(engine: Kubernetes, server: Double) -> None:
+    submitted(engine)
+    server.kinds.remove("trainjobs")
+    assert [status.id for status in engine.jobs()] == ["team-a/jobset/gpt"]
+    server.kinds.remove("jobsets")
+    with pytest.raises(UsageError, match="neither JobSet nor Kubeflow Trainer is installed"):
+        engine.jobs()
+
+
+def test_lines_of_several_nodes_are_merged_by_time(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine, nodes=2)
+    add_pod(server, 0, "2026-11-22T07:00:01.5Z one\n2026-11-22T07:00:03.0Z  three: é\n")
+    add_pod(server, 1, "2026-11-22T07:00:02.25Z two\n2026-11-22T07:00:04.0Z four")
+    assert list(engine.logs(found)) == ["[node 0] one", "[node 1] two", "[node 0]  three: é", "[node 1] four"]
+
+
+def test_lines_of_one_node_are_as_they_were_printed(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    assert list(engine.logs(found)) == []
+    add_pod(server, 0, "2026-11-22T07:00:01Z \n2026-11-22T07:00:02Z a\tb\r\n")
+    assert list(engine.logs(found)) == ["", "a\tb\r"]
+
+
+def test_a_signal_is_sent_to_each_node(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine, nodes=2)
+    pods = [add_pod(server, 0), add_pod(server, 1)]
+    engine.signal(found, signal.SIGUSR1)
+    assert server.commands == [(pod, ["/bin/sh", "-c", "kill -10 1"]) for pod in pods]
+
+
+def test_a_signal_that_cannot_be_sent_is_an_error(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    with pytest.raises(UsageError, match="does not run"):
+        engine.signal(found, signal.SIGTERM)
+    add_pod(server, 0)
+    server.kill_fails = True
+    with pytest.raises(UsageError, match="could not be sent signal 15: no such process"):
+        engine.signal(found, signal.SIGTERM)
+    with pytest.raises(UsageError, match="`phalanx jobs stop"):
+        engine.signal(found, signal.SIGKILL)
+
+
+def test_cancelling_removes_a_job_with_its_secret(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    engine.cancel(found)
+    assert server.objects == {}
+    with pytest.raises(UsageError, match="kubernetes knows no such job"):
+        engine.poll(found)
+
+
+def test_a_job_that_is_over_is_left_as_it_is(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    server.objects["jobsets", "team-a", "gpt"]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    engine.cancel(found)
+    assert ("jobsets", "team-a", "gpt") in server.objects
+
+
+@pytest.mark.parametrize("name", ["gpt", "team-a/jobset/none", "team-a/pod/gpt", "../jobset/x", "a/jobset/x y"])
+def test_a_job_that_is_not_there_is_an_error_in_words(engine: Kubernetes, name: str) -> None:
+    for ask in (engine.poll, engine.cancel, lambda job: engine.signal(job, 15), lambda job: list(engine.logs(job))):
+        with pytest.raises(UsageError, match="kubernetes knows no such job; `phalanx jobs ls --on kubernetes`"):
+            ask(name)

@@ -1,0 +1,160 @@
+"""The lines of workers and the events of a run in one stream: what time, node and rank each gets."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.jobs.log_stream import Line, LogStream, Tail
+from phalanx.run import Event, EventLog, Run
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def events(run: Run, clock: Clock) -> Iterator[EventLog]:
+    log = EventLog(run.events, clock)
+    yield log
+    log.close()
+
+
+def say(event: Event) -> list[str]:
+    return [] if event["kind"] == "worker" else [event["kind"]]
+
+
+def prints(run: Run, rank: int, text: str, t: float, attempt: int = 0) -> None:
+    """A worker prints at a time."""
+    path = run.logs / f"attempt-{attempt}-rank-{rank}.log"
+    with open(path, "a") as file:
+        file.write(text)
+    os.utime(path, (t, t))
+
+
+def worker(events: EventLog, rank: int, node: str, attempt: int = 0) -> None:
+    events.write("worker", rank=rank, node=node, attempt=attempt, pid=1)
+
+
+def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(run: Run, events: EventLog, clock: Clock) -> None:
+    worker(events, 0, "n1")
+    events.write("start", t=1001.0)
+    events.write("end", t=1009.0)
+    prints(run, 0, "one\ntwo\n", 1005.0)
+    assert LogStream(run, 1000.0, say, clock).look() == [
+        Line(1001.0, "run", "start"),
+        Line(None, "n1 rank 0", "one"),
+        Line(1005.0, "n1 rank 0", "two"),
+        Line(1009.0, "run", "end"),
+    ]
+
+
+def test_while_it_is_followed_a_line_gets_the_time_at_which_it_appeared(
+    run: Run, events: EventLog, clock: Clock
+) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    assert stream.look() == []
+    worker(events, 1, "n2")
+    prints(run, 1, "a\nb\n", 1000.5)
+    clock.now = 1001.0
+    assert stream.look() == [Line(1000.5, "n2 rank 1", "a"), Line(1000.5, "n2 rank 1", "b")]
+    prints(run, 1, "c\n", 1001.25)
+    clock.now = 1002.0
+    assert stream.look() == [Line(1001.25, "n2 rank 1", "c")]
+    assert stream.look() == []
+
+
+@pytest.mark.parametrize(("changed", "shown"), [(900.0, 1000.0), (1700.0, 1002.0)])
+def test_a_clock_that_differs_moves_no_line_out_of_the_time_between_two_looks(
+    run: Run, clock: Clock, changed: float, shown: float
+) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    stream.look()
+    prints(run, 0, "x\n", changed)
+    clock.now = 1002.0
+    assert stream.look() == [Line(shown, "? rank 0", "x")]
+
+
+def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog, clock: Clock) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    stream.look()
+    worker(events, 0, "n1")
+    events.write("fault", t=1000.6)
+    prints(run, 0, "Traceback\n", 1000.5)
+    prints(run, 1, "later\n", 1000.7)
+    clock.now = 1001.0
+    assert [line.text for line in stream.look()] == ["Traceback", "fault", "later"]
+
+
+def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, clock: Clock) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    prints(run, 0, "whole\nhal", 990.0)
+    assert stream.look() == [Line(None, "? rank 0", "whole")]
+    prints(run, 0, "f\nnever end", 1000.0)
+    assert [line.text for line in stream.look()] == ["half"]
+    assert [line.text for line in stream.look(last=True)] == ["never end"]
+    assert stream.look(last=True) == []
+
+
+def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventLog, clock: Clock) -> None:
+    prints(run, 0, "old\n", 900.0)
+    events.write("end", t=900.0)
+    stream = LogStream(run, 950.0, say, clock)
+    assert (stream.look(), stream.begun) == ([], False)
+    prints(run, 0, "new\n", 1000.0, attempt=1)
+    assert [(line.who, line.text) for line in stream.look()] == [("? rank 0 attempt 1", "new")]
+    assert stream.begun
+
+
+def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
+    run: Run, events: EventLog, clock: Clock
+) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    worker(events, 0, "n1")
+    prints(run, 0, "first\n", 999.0)
+    stream.look()
+    worker(events, 0, "n3", attempt=1)
+    prints(run, 0, "second\n", 1000.0, attempt=1)
+    assert [line.who for line in stream.look()] == ["n3 rank 0 attempt 1"]
+
+
+def test_a_torn_event_is_read_when_it_is_whole_and_one_of_a_crash_is_left_out(run: Run, clock: Clock) -> None:
+    stream = LogStream(run, 0.0, say, clock)
+    run.events.write_text('{"t": 1, "kind": "start"}\n{"t": 2, "kind"')
+    assert [line.text for line in stream.look()] == ["start"]
+    with open(run.events, "a") as file:
+        file.write('\n{"t": 3, "kind": "end"}\n[1]\n')
+    assert [line.text for line in stream.look()] == ["end"]
+
+
+def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
+    run = Run(tmp_path / "later")
+    stream = LogStream(run, 0.0, say, clock)
+    assert stream.look() == []
+    run.create()
+    prints(run, 0, "x\n", 1000.0)
+    assert [line.text for line in stream.look()] == ["x"]
+
+
+def test_a_line_is_shown_as_a_terminal_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b" 10%\r 50%\r100%\nodd \xff\r\n")
+    assert Tail(tmp_path / "log").read() == ["100%", "odd \ufffd"]
+
+
+def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    assert str(Line(3661.0, "n1 rank 0", "x")) == "01:01:01  n1 rank 0  x"
+    assert str(Line(None, "n1 rank 0", "x")) == "--:--:--  n1 rank 0  x"
+    monkeypatch.undo()
+    time.tzset()

@@ -1,0 +1,185 @@
+"""What the ends of nodes mean on Ray, whether there is room for them, and what a log tells. No Ray is needed."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.code import Code, folder_code
+from phalanx.jobs.engines.ray import FILE, MODULE, TRAVELS, Ray
+from phalanx.jobs.engines.ray_node import Node
+from phalanx.jobs.engines.ray_task import Task, Told, own_lines, room, told, unfit, verdict
+from phalanx.jobs.spec import Job
+
+
+def task(**fields: Any) -> Task:
+    given = {"command": ("x",), "folder": "/work", "nodes": 2, "devices": 0, "cores": 1, "memory": None}
+    rest = {
+        "limit": None,
+        "warning": 5.0,
+        "environment": {},
+        "secrets": (),
+        "strategy": "STRICT_SPREAD",
+        "patience": 1.0,
+    }
+    return Task(**given | rest | {"max_restarts": 3} | fields)
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ([(0, 0), (1, 0)], 0),
+        ([(1, 77), (0, 75)], 77),  # who was first and said what it wants decides
+        ([(1, 93), (0, 75)], 93),
+        ([(1, 1), (0, 75)], 75),  # else node 0 does
+        ([(1, 1), (0, -15)], 1),
+        ([(1, -9), (0, -15)], 75),  # killed: nobody said anything
+        ([(1, 137), (0, 93)], 93),
+        ([(0, 0), (1, 3)], 3),
+        ([(0, 64)], 64),
+    ],
+)
+def test_the_code_of_an_attempt_is_that_of_who_has_most_to_say(ended: list[tuple[int, int]], code: int) -> None:
+    assert verdict(ended) == code
+
+
+def test_every_unfit_node_is_named() -> None:
+    assert unfit([(2, 77), (0, 75), (1, 77)]) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "machines", "enough"),
+    [
+        ("STRICT_SPREAD", [8, 0], False),
+        ("STRICT_SPREAD", [1, 4], True),
+        ("PACK", [2], True),
+        ("PACK", [1], False),
+        ("STRICT_PACK", [1, 1], False),
+        ("STRICT_PACK", [2, 1], True),
+    ],
+)
+def test_room_is_counted_as_the_strategy_says(strategy: str, machines: list[int], enough: bool) -> None:
+    wanted = task(strategy=strategy, devices=1)
+    assert (room(wanted, [{"CPU": 64, "GPU": gpus} for gpus in machines]) is None) is enough
+
+
+def test_what_is_missing_is_told() -> None:
+    why = room(task(devices=8, cores=4, memory=100), [{"CPU": 64, "GPU": 8, "memory": 1000}, {"CPU": 64}])
+    assert why == (
+        "2 nodes with 4 CPU, 8 GPU, 100 memory are wanted, each on a machine of its own; of 2 machines there is room "
+        "for 1"
+    )
+
+
+def test_a_task_is_read_as_it_was_written() -> None:
+    one = task(command=("a", "é'\"$"), memory=5, environment={"A": "b"}, secrets=("S",))
+    assert Task.read(one.text()) == one
+
+
+def test_a_log_tells_attempts_and_waiting() -> None:
+    waits, begun = "phalanx driver: waits for its machines: why", "phalanx driver: attempt 2 on 10.0.0.1, 10.0.0.2"
+    assert told([]) == Told()
+    assert told([waits]).waits
+    assert told(["x", waits, begun, "y"]) == Told(2, ("10.0.0.1", "10.0.0.2"), False)
+    assert told([begun, "phalanx driver: ended"]) == Told(2, ("10.0.0.1", "10.0.0.2"), False, "ended")
+
+
+def test_lines_before_the_jobs_own_are_left_out() -> None:
+    assert own_lines("Runtime env is setting up.\nRunning entrypoint for job a: b\none\n\n two\n") == [
+        "one",
+        "",
+        " two",
+    ]
+    assert own_lines("Runtime env is setting up.\n") == []
+    assert own_lines("") == []
+
+
+def job(**fields: Any) -> Job:
+    return Job(**{"name": "gpt", "command": ("x",), "folder": Path("/work")} | fields)
+
+
+def test_the_entrypoint_reaches_the_driver_through_a_shell_as_it_was() -> None:
+    nasty = ("$HOME", "a b", "'", '"', "`id`", "\\", "\n", "é", "")
+    sent = json.loads(Ray().render(job(command=("x", *nasty))).files[FILE])
+    python, _, module, order, text = shlex.split(sent["entrypoint"])
+    assert (python, module, order) == ("python", MODULE, "run")
+    assert Task.read(text).command == ("x", *nasty)
+
+
+def test_the_folder_travels_only_when_it_is_asked_to(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "model.py").write_text("x = 1\n")
+    code = folder_code(tmp_path, "deep")
+    for given, folder, shipped in ((None, str(tmp_path), None), (code, "deep", TRAVELS)):
+        sent = json.loads(Ray().render(job(folder=tmp_path, code=given)).files[FILE])
+        assert Task.read(shlex.split(sent["entrypoint"])[-1]).folder == folder
+        assert sent["runtime_env"].get("working_dir") == shipped
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (
+            {"secrets": ("HF_TOKEN",), "code": Code(b"", Path("/a"), ".", 0, 0)},
+            "HF_TOKEN cannot be handed on",
+        ),
+        ({"priority": 3}, "no priorities"),
+        ({"options": {"strategy": "NEAR"}}, "expected one of STRICT_SPREAD"),
+        ({"at_most": 2}, "does not count the members of an array"),
+        ({"options": {"patience": "-1"}}, "expected a whole number"),
+        ({"options": {"max-restarts": "x"}}, "expected a whole number"),
+        ({"options": {"image": "x"}}, "ray has no option 'image'"),
+        ({"command": ("x", "y" * 120_000)}, "put them into a file"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Ray().render(job(**fields))
+
+
+def test_a_ray_that_does_not_answer_is_an_error_in_words() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(UsageError, match="Ray does not answer"):
+        Ray("http://127.0.0.1:9", environ={}).jobs()
+
+
+def test_an_address_that_is_not_the_dashboards_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected the dashboard's"):
+        Ray(environ={"RAY_ADDRESS": "ray://head:10001"}).jobs()
+
+
+def run_node(folder: Path, *command: str) -> tuple[list[str], int]:
+    node = Node()
+    node.start(command, str(folder), {"A": "b"}, "token")
+    lines: list[str] = []
+    while True:
+        more, code = node.read()
+        lines += more
+        if code is not None:
+            return lines, code
+
+
+def test_a_node_hands_on_all_lines_and_the_code(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; print(os.environ['A'], open(os.environ['PHALANX_TOKEN_FILE']).read()); print('x\\n' * 2500)"
+    )
+    lines, code = run_node(tmp_path, sys.executable, "-c", script + "; sys.exit(75)")
+    assert (lines[0], len(lines), code) == ("b token", 2502, 75)
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert run_node(tmp_path, "no-such-program") == (["no-such-program: No such file or directory"], 64)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (line,), code = run_node(tmp_path / "none", sys.executable)
+    assert ("there is no folder" in line, code) == (True, 64)
+
+
+def test_the_token_is_removed_with_the_node(tmp_path: Path) -> None:
+    (line,), _ = run_node(tmp_path, sys.executable, "-c", "import os; print(os.environ['PHALANX_TOKEN_FILE'])")
+    assert not Path(line).exists()

@@ -1,0 +1,261 @@
+"""What the engine makes of Slurm's words, recorded from 22.05, with no Slurm at all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.engines.slurm import Slurm
+from phalanx.jobs.engines.slurm_status import fields, live_status, past_status, read_result
+from phalanx.jobs.spec import Job, State
+
+SHOWN = """JobId=6 JobName=gpt
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   Priority=4294901755 Nice=0 Account=(null) QOS=(null)
+   JobState={state} Reason={reason} Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode={code}
+   RunTime=00:00:02 TimeLimit=365-00:00:00 TimeMin=N/A
+   SubmitTime=2026-11-22T07:06:37 EligibleTime=2026-11-22T07:06:37
+   StartTime=2026-11-22T07:06:39 EndTime=2026-11-22T07:06:41 Deadline=N/A
+   Partition=main AllocNode:Sid=controller:0
+   ReqNodeList=(null) ExcNodeList=n4
+   NodeList={nodes}
+   BatchHost=n1
+   Command={command}
+   WorkDir=/a b=c
+   Comment=JobState=FAILED "b" $(x)
+   StdOut=/x/log
+   Power=
+"""
+RESULT = "code {code}\nattempt {attempt}\nnodes n1 n2\nended 1795331973\n"
+
+
+def shown(
+    state: str = "RUNNING",
+    reason: str = "None",
+    restarts: int = 0,
+    code: str = "0:0",
+    nodes: str = "n[1-2]",
+    command: str = "/x/batch.sh",
+) -> str:
+    return SHOWN.format(state=state, reason=reason, restarts=restarts, code=code, nodes=nodes, command=command)
+
+
+def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
+    found = fields(shown(command="/a folder/b=c/batch.sh"))
+    assert (found["JobState"], found["ExcNodeList"], found["NodeList"]) == ("RUNNING", "n4", "n[1-2]")
+    assert (found["Command"], found["WorkDir"]) == ("/a folder/b=c/batch.sh", "/a b=c")
+    assert not {"Account", "ReqNodeList", "Deadline", "Power", "Reason"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "result", "expected", "reason"),
+    [
+        ("RUNNING", "0:0", None, State.RUNNING, None),
+        ("COMPLETING", "0:0", 0, State.RUNNING, "completing"),
+        ("SUSPENDED", "0:0", None, State.RUNNING, "suspended"),
+        ("COMPLETED", "0:0", 0, State.DONE, "ended well"),
+        ("FAILED", "93:0", 93, State.FAILED, "ended with exit code 93"),
+        ("FAILED", "75:0", 75, State.UNFINISHED, "ended with exit code 75"),
+        ("FAILED", "2:0", None, State.FAILED, "Slurm calls it FAILED"),
+        ("CANCELLED", "0:15", 75, State.CANCELLED, "was cancelled"),
+        ("TIMEOUT", "0:0", 75, State.UNFINISHED, "its time limit ended it; it ended with exit code 75"),
+        ("TIMEOUT", "0:0", 143, State.UNFINISHED, "its time limit ended it"),
+        ("TIMEOUT", "0:0", None, State.UNFINISHED, "its time limit ended it"),
+        ("NODE_FAIL", "0:0", None, State.UNFINISHED, "a node failed"),
+        ("OUT_OF_MEMORY", "0:125", None, State.FAILED, "the memory that it asked for ran out"),
+        ("PREEMPTED", "0:0", None, State.QUEUED, None),
+    ],
+)
+def test_slurms_states_have_a_meaning(
+    state: str, code: str, result: int | None, expected: State, reason: str | None
+) -> None:
+    left = None if result is None else read_result(RESULT.format(code=result, attempt=0))
+    status = live_status("6", "gpt", fields(shown(state, code=code)), ("n1", "n2"), 5.0, left)
+    assert (status.state, status.reason) == (expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("Resources", "waits for nodes to become free"),
+        ("BeginTime", "was queued again a moment ago"),
+        ("PartitionNodeLimit", "more nodes than its partition gives"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n4", "nodes that it needs are out of service"),
+        ("NewWord", "NewWord"),
+    ],
+)
+def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
+    status = live_status("6", "gpt", fields(shown("PENDING", reason, nodes="")), (), 5.0, None)
+    assert status.state is State.QUEUED
+    assert status.reason is not None
+    assert says in status.reason
+    assert (status.attempts, status.started, status.ended) == (0, None, None)
+
+
+def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
+    left = read_result(RESULT.format(code=75, attempt=0))
+    status = live_status("6", "gpt", fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), (), 5.0, left)
+    assert (status.state, status.code, status.attempts, status.nodes) == (State.QUEUED, 75, 1, ("n1", "n2"))
+
+
+def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
+    left = read_result(RESULT.format(code=75, attempt=0))
+    status = live_status("6", "gpt", fields(shown("FAILED", restarts=1, code="0:9")), ("n1",), 5.0, left)
+    assert (status.state, status.code, status.attempts) == (State.FAILED, 137, 2)
+
+
+def test_what_slurm_has_forgotten_is_told_by_what_the_job_left() -> None:
+    done = past_status("6", "gpt", False, 5.0, read_result(RESULT.format(code=0, attempt=2)))
+    assert (done.state, done.code, done.attempts, done.nodes) == (State.DONE, 0, 3, ("n1", "n2"))
+    assert past_status("6", "gpt", True, 5.0, None).state is State.CANCELLED
+    assert past_status("6", "gpt", False, 5.0, None).state is State.UNFINISHED
+
+
+class Recorded:
+    """Slurm's programs: answers by the beginning of the command, and what was asked."""
+
+    def __init__(self, answers: dict[str, tuple[int, str, str]]):
+        self.answers = {"sbatch --version": (0, "slurm-wlm 22.05.8\n", "")} | answers
+        self.asked: list[str] = []
+
+    def __call__(self, argv: Sequence[str]) -> tuple[int, str, str]:
+        line = " ".join(argv)
+        self.asked.append(line)
+        return next(
+            (answer for start, answer in sorted(self.answers.items(), reverse=True) if line.startswith(start)),
+            (0, "", ""),
+        )
+
+
+def engine(folder: Path, answers: dict[str, tuple[int, str, str]], **environ: str) -> tuple[Slurm, Recorded]:
+    recorded = Recorded(answers)
+    return Slurm(recorded, folder / "state", environ), recorded
+
+
+def test_without_sbatch_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {"sbatch --version": (127, "", "sbatch: not found")})
+    with pytest.raises(UsageError, match="sbatch is not installed here"):
+        slurm.render(Job("a", ("true",), tmp_path))
+
+
+def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {}, TOKEN="swordfish")
+    request = slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",)))
+    assert list(tmp_path.iterdir()) == []
+    assert request.commands[1] == ("sbatch", "--parsable", str(tmp_path / "state" / "a-1" / "batch.sh"))
+    assert "swordfish" not in str(request)
+
+
+def test_a_folder_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {"sbatch --parsable": (0, "6\n", "")})
+    first = slurm.render(Job("a", ("true",), tmp_path))
+    taken = tmp_path / "state" / "a-1"
+    taken.mkdir(parents=True)
+    with pytest.raises(UsageError, match="submit it once more"):
+        slurm.submit(first)
+    assert taken.exists()
+    assert slurm.submit(slurm.render(first.job)) == "6"
+    assert (tmp_path / "state" / "a-2" / "id").read_text() == "6\n"
+
+
+def test_a_secret_that_is_not_set_is_missed_before_anything_is_written(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    with pytest.raises(UsageError, match="the secret TOKEN is not set"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_needs_pyxis(tmp_path: Path) -> None:
+    job = Job("a", ("true",), tmp_path, options={"container-image": "x"})
+    slurm, _ = engine(tmp_path, {"srun --help": (0, "  --container  Path to OCI container bundle\n", "")})
+    with pytest.raises(UsageError, match="needs pyxis"):
+        slurm.render(job)
+    slurm, _ = engine(tmp_path, {"srun --help": (0, "  --container-image=IMAGE  [pyxis]\n", "")})
+    slurm.render(job)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    with pytest.raises(UsageError, match="is not there"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path / "missing")))
+
+
+def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple[Slurm, Recorded, Path]:
+    """An engine with a job, number 6, in its folder."""
+    slurm, recorded = engine(tmp_path, {"sbatch --parsable": (0, "6;here\n", ""), **answers})
+    assert slurm.submit(slurm.render(Job("a", ("true",), tmp_path))) == "6"
+    recorded.asked.clear()
+    return slurm, recorded, tmp_path / "state" / "a-1"
+
+
+def mine(tmp_path: Path, state: str, **more: str) -> tuple[int, str, str]:
+    return 0, shown(state, command=str(tmp_path / "state" / "a-1" / "batch.sh"), **more), ""  # type: ignore[arg-type]
+
+
+def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
+    error = (1, "", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
+    slurm, _ = engine(tmp_path, {"sbatch --parsable": error})
+    with pytest.raises(UsageError, match="job a: Batch job submission failed: Invalid qos specification"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path)))
+    assert list((tmp_path / "state").glob("a-*")) == []
+
+
+def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tmp_path: Path) -> None:
+    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
+    slurm, recorded, folder = submitted(tmp_path, answers)
+    (folder / "unfit").write_text("n2\nn3\n")
+    slurm.poll("6")
+    assert recorded.asked[1:3] == ["scontrol update JobId=6 ExcNodeList=n4,n2,n3", "scontrol release 6"]
+    assert not (folder / "unfit").exists()
+
+
+def test_healing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    (folder / "unfit").write_text("n2\n")
+    slurm.poll("6")
+    assert not [line for line in recorded.asked if "update" in line]
+    assert (folder / "unfit").exists()
+
+
+def test_healing_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
+    answers = {
+        "scontrol show job 6": mine(tmp_path, "PENDING", nodes=""),
+        "scontrol update": (1, "", "slurm_update error: Access/permission denied\n"),
+    }
+    slurm, _, folder = submitted(tmp_path, answers)
+    (folder / "unfit").write_text("n2\n")
+    status = slurm.poll("6")
+    assert (status.state, status.reason) == (State.QUEUED, "job 6: slurm_update error: Access/permission denied")
+    assert (folder / "unfit").exists()
+
+
+def test_a_number_that_another_job_has_now_is_not_taken_for_ours(tmp_path: Path) -> None:
+    slurm, _, folder = submitted(tmp_path, {"scontrol show job 6": (0, shown("RUNNING"), "")})
+    (folder / "result").write_text(RESULT.format(code=0, attempt=0))
+    assert slurm.poll("6").state is State.DONE
+
+
+def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    slurm.cancel("6")
+    assert recorded.asked[-1] == "scancel 6"
+    assert (folder / "cancelled").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    slurm, recorded, folder = submitted(other, {"scontrol show job 6": (1, "", "Invalid job id specified")})
+    slurm.cancel("6")
+    assert "scancel 6" not in recorded.asked
+
+
+def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    for ask in (slurm.poll, slurm.cancel, lambda id: list(slurm.logs(id))):
+        with pytest.raises(UsageError, match="7: slurm knows no such job"):
+            ask("7")
+    assert slurm.jobs() == []
+
+
+def test_jobs_lie_in_the_users_state_folder() -> None:
+    assert Slurm(Recorded({}), environ={"PHALANX_STATE": "/s"}).folder == Path("/s/slurm")

@@ -1,0 +1,61 @@
+"""A recipe read from a copy: its code is the copy's, its data stay where they are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.recipe import load_recipe
+from phalanx.recipe.imports import import_object
+from phalanx.recipe.travelled import code_of, home_of
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    (tmp_path / "original" / "deep").mkdir(parents=True)
+    return tmp_path / "original"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    (tmp_path / "copy" / "deep").mkdir(parents=True)
+    return tmp_path / "copy"
+
+
+def test_places_in_the_copy_and_in_the_original_belong_together(original: Path, copy: Path) -> None:
+    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(original)}
+    assert (home_of(copy / "deep", told), code_of(original / "deep", told)) == (original / "deep", copy / "deep")
+    assert (home_of(copy, told), code_of(original, told)) == (original, copy)
+
+
+def test_other_folders_are_what_they_are(original: Path, copy: Path, tmp_path: Path) -> None:
+    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(original)}
+    for folder in (tmp_path, tmp_path / "copy-2", tmp_path / "else"):
+        assert (home_of(folder, told), code_of(folder, told)) == (folder, folder)
+    for environ in ({}, {"PHALANX_CODE": str(copy)}, {"PHALANX_CODE_OF": str(original)}):
+        assert (home_of(copy, environ), code_of(original, environ)) == (copy, original)
+
+
+def test_where_the_original_cannot_be_seen_the_copy_is_the_home(copy: Path, tmp_path: Path) -> None:
+    assert home_of(copy, {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(tmp_path / "elsewhere")}) == copy
+
+
+def test_a_link_to_the_copy_is_the_copy(original: Path, copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(copy)
+    told = {"PHALANX_CODE": str(tmp_path / "link"), "PHALANX_CODE_OF": str(original)}
+    assert home_of(copy.resolve(), told) == original
+
+
+def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
+    original: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, said in ((original, "edited since"), (copy, "as it was")):
+        (folder / "travelled_module.py").write_text(f"SAID = {said!r}")
+    (copy / "recipe.yaml").write_text("data: {source: {text: '${recipe.folder}/x.txt'}}")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PHALANX_CODE", str(copy))
+    monkeypatch.setenv("PHALANX_CODE_OF", str(original))
+    loaded = load_recipe(copy / "recipe.yaml")
+    assert loaded.folder == original
+    assert loaded.given["data"]["source"]["text"] == str(original / "x.txt")
+    assert import_object("travelled_module:SAID", loaded.folder) == "as it was"
