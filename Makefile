@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all lint format docs bench clean
+.PHONY: help venv train test test-all test-cluster cluster-up chaos lint format docs bench clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Make the virtual environment with all that development needs.
 
@@ -23,12 +23,25 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/browser tests/world
-	$(BIN)/python -m pytest -m "not slow" tests/chaos
+	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile tests/unit tests/browser tests/world
+	$(BIN)/python -m pytest -m "not slow" --durations 20 tests/chaos
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/browser tests/world
 	$(BIN)/python -m pytest tests/chaos
+
+test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
+	$(BIN)/python -m pytest tests/cluster
+
+cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the shell ends.
+	@$(BIN)/python tests/cluster/rig.py
+
+chaos: venv ## Kill a run a hundred times, others in every way that there is, and compare their digests.
+	rm -rf build/chaos
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml --faults 100 --kinds kill,crash,abort,nursery,agent --nproc 2 --run build/chaos/kills
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc 2 --run build/chaos/all
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,node,split --nodes 2 --run build/chaos/nodes
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,runner,supervisor --nproc 2 --queue --run build/chaos/queue
 
 lint: venv ## Check format, lint, types and layers.
 	$(BIN)/ruff format --check

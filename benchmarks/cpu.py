@@ -46,8 +46,8 @@ from engine_overhead import (
 )
 
 from phalanx.data import open_data
-from phalanx.jobs.agent import NurseryProcess
 from phalanx.jobs.bouts import World, WorldFailed, seconds_of
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 

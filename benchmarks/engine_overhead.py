@@ -46,7 +46,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.data import open_data, prepare_source
-from phalanx.jobs.agent import Agent, NurseryProcess
+from phalanx.jobs.agent import Agent
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import display_for, facts_of
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run

@@ -22,7 +22,7 @@ def assert_stopped(ended: Ended) -> int:
     return last
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_the_agent_saves_and_stops(lab: Lab, nproc: int, number: signal.Signals) -> None:
     ended = lab.train({}, nproc, faults=[SLOW], show=signal_at(3, number))
@@ -31,7 +31,7 @@ def test_a_signal_to_the_agent_saves_and_stops(lab: Lab, nproc: int, number: sig
     assert lab.train({}, nproc, ended.run).digest == lab.reference({}, nproc).digest
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_stopped_over_and_over_ends_in_the_same_weights(lab: Lab, nproc: int) -> None:
     run, stops = lab.place(), []
     for step in (2, 5, 8):
@@ -55,7 +55,7 @@ def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, nproc: int) -> Non
     assert lab.train({}, nproc, ended.run).digest == lab.reference({}, nproc).digest
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(lab: Lab, nproc: int) -> None:
     ended = lab.train({"task": "lab_tasks:StopsInEvaluation"}, nproc)
     assert assert_stopped(ended) in (5, 6)

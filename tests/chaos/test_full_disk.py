@@ -33,7 +33,9 @@ def failed(ended: Ended) -> list[int]:
     return [event["step"] for event in ended.kind("checkpoint_failed")]
 
 
-@pytest.mark.parametrize(("nproc", "ranks"), [(1, None), (2, [1]), (2, [0]), (3, None)])
+@pytest.mark.parametrize(
+    ("nproc", "ranks"), [(1, None), (2, [1]), (2, [0]), pytest.param(3, None, marks=pytest.mark.slow)]
+)
 def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_while(
     lab: Lab, nproc: int, ranks: list[int] | None
 ) -> None:

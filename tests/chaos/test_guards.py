@@ -72,7 +72,15 @@ def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
     assert [event["from_step"] for event in ended.kind("start")] == [0]
 
 
-@pytest.mark.parametrize(("step", "delay"), [(5, 0.0), (7, 0.005), (8, 0.001), (11, 0.0)])
+@pytest.mark.parametrize(
+    ("step", "delay"),
+    [
+        (5, 0.0),
+        pytest.param(7, 0.005, marks=pytest.mark.slow),
+        (8, 0.001),
+        pytest.param(11, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
     lab: Lab, folder: Path, step: int, delay: float
 ) -> None:

@@ -42,3 +42,15 @@ def test_a_worker_that_is_only_slow_is_left_alone(lab: Lab) -> None:
     ended = lab.train({"steps": 8}, 2, faults=[fault(7, "slow", ranks=[0], delay=3.0)])
     assert ended.kind("hang") == []
     assert ended.result["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_slower_than_its_peers_is_named_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.WINDOW", 0.5)
+    model = {"build": "lab_models:slow_on_one", "args": {"rank": 1}}
+    ended = lab.train({"model": model, "steps": 40}, 2)
+    (found,) = ended.kind("straggler")
+    assert found["rank"] == 1
+    assert found["factor"] > 1.25
+    assert 0.05 < found["lost"] < 1.0  # six micro-batches of 30 ms a step, less what the machine makes of it
+    assert 0.1 < found["share"] <= 1.0

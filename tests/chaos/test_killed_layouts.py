@@ -8,8 +8,8 @@ from lab import Lab, fault
 
 LAYOUTS: list[Any] = [
     ({"shard": 2}, 2),
-    ({"tensor": 2}, 2),
-    ({"context": 2}, 2),
+    pytest.param({"tensor": 2}, 2, marks=pytest.mark.slow),
+    pytest.param({"context": 2}, 2, marks=pytest.mark.slow),
     ({"pipeline": 2}, 2),
     pytest.param({"replicate": 2, "shard": 2}, 4, marks=pytest.mark.slow),
     pytest.param({"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
@@ -26,6 +26,7 @@ def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], 
     assert ended.digest == lab.reference(changes, workers).digest
 
 
+@pytest.mark.slow
 def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
     changes = {**EXPERTS, "layout": {"shard": 2, "expert": 2}}
     ended = lab.train(changes, 2, faults=[fault(7, ranks=[0])])

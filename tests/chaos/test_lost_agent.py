@@ -9,6 +9,8 @@ import pytest
 
 from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
+from phalanx.observe.history import read_history
+from phalanx.observe.ledger import ledger_of
 from phalanx.run import Run
 
 
@@ -26,7 +28,10 @@ def pids(ended: Ended) -> list[int]:
     return [event["pid"] for event in ended.kind("worker")]
 
 
-@pytest.mark.parametrize(("nproc", "step", "more"), [(2, 7, {}), (1, 9, {"when": "within", "delay": 0.004})])
+@pytest.mark.parametrize(
+    ("nproc", "step", "more"),
+    [(2, 7, {}), pytest.param(1, 9, {"when": "within", "delay": 0.004}, marks=pytest.mark.slow)],
+)
 def test_a_killed_agent_takes_everything_with_it_and_the_next_start_ends_the_same(
     lab: Lab, nproc: int, step: int, more: Values
 ) -> None:
@@ -66,6 +71,10 @@ def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_agai
     assert "Traceback" not in errors
     wait_until(lambda: gone(lab), 5)
     assert lab.train({}, 2, run).digest == lab.reference({}, 2).digest
+    (loss,) = ledger_of(read_history(run.events)).losses
+    assert loss.what == "rank 0: lost nursery"
+    assert loss.unavailable > 0
+    assert loss.starting > 0
 
 
 def test_workers_end_between_runs_of_one_nursery(lab: Lab) -> None:

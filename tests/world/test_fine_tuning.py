@@ -41,7 +41,11 @@ def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"adapter": {"rank": 4}}, {"adapter": None, "optim": {"lr": 2e-5}}], ids=["adapters", "whole"]
+    "changes",
+    [
+        pytest.param({"adapter": {"rank": 4}}, id="adapters"),
+        pytest.param({"adapter": None, "optim": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
+    ],
 )
 def test_it_learns_and_survives_a_kill_bit_by_bit(lab: Lab, example: Values, changes: Values) -> None:
     clean: Ended = lab.train(changes)

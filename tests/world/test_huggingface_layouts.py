@@ -107,7 +107,12 @@ def test_no_thread_runs_where_workers_are_forked_with_transformers_loaded(lab: L
     assert psutil.Process(lab.nursery.process.pid).num_threads() == 1
 
 
-ADAPTED = [("llama", "shard 2"), ("llama", "tensor 2"), ("gpt2", "tensor 2"), ("llama", "context 2")]
+ADAPTED = [
+    ("llama", "shard 2"),
+    pytest.param("llama", "tensor 2", marks=pytest.mark.slow),
+    ("gpt2", "tensor 2"),
+    ("llama", "context 2"),
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), [*ADAPTED, ("gpt2", "pipeline 2")])

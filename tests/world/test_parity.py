@@ -17,13 +17,23 @@ from phalanx.run import Run
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 
 TOLERANCE = 1e-5
+FEW = 2
+"""Workers; of layouts with more every third is tried in what `make test` can spare."""
+
+
+def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator]:
+    """What is left to `make test-all`: most layouts of many workers, and the further cases of all of these."""
+    many = [other for other in LAYOUTS if other.workers > FEW]
+    further = layout.workers > FEW and case is not None and case is not layout.cases[0]
+    return [pytest.mark.slow] if further or (layout in many and layout not in many[::3]) else []
+
+
 RUNS = [
     pytest.param(
         layout,
         case,
         id=f"{layout}-{case.name}",
-        # The second case of large layouts takes a minute more than `make test` can spare.
-        marks=[pytest.mark.slow] if layout.workers > 2 and case is not layout.cases[0] else [],
+        marks=marks(layout, case),
     )
     for layout in LAYOUTS
     for case in layout.cases
@@ -70,7 +80,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
     assert largest(*scores) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(each, id=str(each), marks=marks(each)) for each in LAYOUTS])
 def test_a_checkpoint_is_the_same_state_under_another_layout(
     lab: Lab, trained: dict[str, Ended], layout: Layout, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.cluster.probe import NotMeasured
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.agent import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.probing import SCRATCH, call, gather, save, scratch_in
 
 

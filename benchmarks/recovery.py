@@ -1,0 +1,234 @@
+"""How long a run stands still when a worker is killed: ours and torchrun's, in turns, in one run on one machine.
+
+    python benchmarks/recovery.py [--kills 12] [--width 128] [--layers 2]
+
+Two workers train the same transformer on the CPU and save every ten steps; the second one is killed by SIGKILL, again
+and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
+noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
+Ours is run without hot copies, so from the checkpoint; with them; and under `exact: replicas`, where the other worker
+goes on from memory and a new one joins it later. torchrun runs a plain DDP loop with torch.save; both agents have their
+default settings. Each of the loop's attempts has its own prefix in torchrun's store: without it the second or third
+restart hangs.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from phalanx.models import transformer
+from phalanx.run import Run, read_events
+
+EVERY = 10
+"""Steps between two checkpoints."""
+BETWEEN = (25, 34)
+"""Steps between two kills, in turns so that they strike at any distance from a checkpoint."""
+PATIENCE = 120.0
+OURS: dict[str, dict[str, object]] = {
+    "phalanx train, from the checkpoint": {"recovery": {"hot": None}},
+    "phalanx train, from a hot copy": {"recovery": {"hot": 2}},
+    "phalanx train, exact: replicas": {"exchange": {"exact": "replicas"}},
+}
+RECIPE = {
+    "name": "recovery",
+    "model": {"build": "phalanx.models:transformer"},
+    "data": {"source": {"text": "text.txt"}, "sequence": 64},
+    "evaluate": {"every": None},
+    "checkpoint": {"every": EVERY, "keep": 2},
+    "batch": {"global": 8, "micro": 4},
+    "precision": "fp32",
+    "threads": 1,
+    "steps": 100_000,
+    "compile": False,
+}
+Shape = dict[str, int]
+PEER = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from phalanx.models import transformer
+
+torch.set_num_threads(1)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# without a prefix of its own each restart reads addresses of the workers that died, and hangs
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("attempt" + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+torch.manual_seed(0)
+model = transformer(256, 64, **json.loads(sys.argv[2]))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+folder, step = sys.argv[1], 0
+saved = os.path.join(folder, "state.pt")
+if os.path.exists(saved):
+    state = torch.load(saved)
+    model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
+ddp = DistributedDataParallel(model)
+log = open(os.path.join(folder, f"rank-{rank}.jsonl"), "a", buffering=1)
+log.write(json.dumps({"pid": os.getpid(), "t": time.time()}) + "\\n")
+while True:
+    begun = time.time()
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(step * 2 + rank))
+    loss = torch.nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+    step += 1
+    log.write(json.dumps({"step": step, "t": time.time(), "seconds": time.time() - begun}) + "\\n")
+    if rank == 0 and step % 10 == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved + ".new")
+        os.replace(saved + ".new", saved)
+"""
+
+
+Step = tuple[float, float, int]
+
+
+class Contender:
+    """A run that goes on until it is stopped. `steps`: end, duration and number of each step so far."""
+
+    def __init__(self, command: list[str], folder: Path, steps: Callable[[], list[Step]]):
+        self.steps = steps
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.said = folder / "said"
+        with open(self.said, "wb") as said:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, env=environment)
+
+    def pause(self, victim: Callable[[], int], steps: int) -> tuple[float, int]:
+        """Let it train for so many steps, kill a worker, and tell for how long it stood still, and how many steps were
+        done again."""
+        before = len(self.steps())
+        self.until(lambda: len(self.steps()) >= before + steps)
+        pid, killed = victim(), time.time()
+        os.kill(pid, signal.SIGKILL)
+        seen = len(self.steps())
+        self.until(lambda: any(end - seconds > killed for end, seconds, _ in self.steps()[max(0, seen - 1) :]))
+        found = self.steps()
+        index = next(i for i, (end, seconds, _) in enumerate(found) if end - seconds > killed)
+        end, seconds, number = found[index]
+        return end - seconds - killed, max(step for _, _, step in found[:index]) + 1 - number
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > end:
+                said = self.said.read_text()[-2000:]
+                raise SystemExit(f"{self.process.args!r}: ended with {self.process.poll()} or took too long:\n{said}")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End it with all its workers."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            for each in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        self.process.wait()
+
+
+def lines_of(path: Path) -> list[dict[str, float]]:
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+@contextlib.contextmanager
+def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tuple[Contender, Callable[[], int]]]:
+    """`phalanx train` of the recipe, and the second worker's process."""
+    folder.mkdir()
+    (folder / "text.txt").write_text("never lost, whatever falls. " * 20_000)
+    (folder / "recipe.yaml").write_text(json.dumps(RECIPE | {"model": {"args": shape}} | changes))
+    run = Run(folder / "run")
+
+    def steps() -> list[Step]:
+        done = [event for event in read_events(run.events) if event["kind"] == "step"]
+        return [(event["t"], event["seconds"], event["step"]) for event in done]
+
+    def victim() -> int:
+        workers = [event for event in read_events(run.events) if event["kind"] == "worker" and event["rank"] == 1]
+        pid: int = workers[-1]["pid"]
+        return pid
+
+    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", "2"]
+    contender = Contender(command, folder, steps)
+    try:
+        yield contender, victim
+    finally:
+        contender.close()
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, shape: Shape) -> Iterator[tuple[Contender, Callable[[], int]]]:
+    """The plain loop under torchrun, and the second worker's process."""
+    folder.mkdir()
+    (folder / "loop.py").write_text(PEER)
+
+    def steps() -> list[Step]:
+        done = [line for line in lines_of(folder / "rank-0.jsonl") if "step" in line]
+        return [(line["t"], line["seconds"], int(line["step"])) for line in done]
+
+    def victim() -> int:
+        return int([line for line in lines_of(folder / "rank-1.jsonl") if "pid" in line][-1]["pid"])
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1000", "loop.py", str(folder), json.dumps(shape)]
+    contender = Contender(command, folder, steps)
+    try:
+        yield contender, victim
+    finally:
+        contender.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="turns among which the kills are divided")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    given = parser.parse_args()
+    shape: Shape = {"layers": given.layers, "width": given.width, "heads": 4}
+    starts = {name: partial(ours, changes=changes) for name, changes in OURS.items()} | {"torchrun": torchrun}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in starts}
+    with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as scratch:
+        for turn in range(given.rounds):
+            for number, (name, start) in enumerate(starts.items()):
+                with start(Path(scratch) / f"{number}-{turn}", shape) as (contender, victim):
+                    for kill in range(-(-given.kills // given.rounds)):
+                        found[name].append(contender.pause(victim, BETWEEN[kill % len(BETWEEN)]))
+    peer = statistics.median(seconds for seconds, _ in found["torchrun"])
+    rows = ["| | kills | median | least | most | done again | torchrun / this |", "|---|---|---|---|---|---|---|"]
+    for name, pauses in found.items():
+        seconds = [pause for pause, _ in pauses]
+        figures = [statistics.median(seconds), min(seconds), max(seconds)]
+        told = " | ".join(f"{figure:.3f} s" for figure in figures)
+        again = statistics.mean(steps for _, steps in pauses)
+        rows.append(f"| {name} | {len(seconds)} | {told} | {again:.1f} steps | {peer / figures[0]:.1f} |")
+    millions = (
+        sum(
+            parameter.numel()
+            for parameter in transformer(256, 64, shape["layers"], shape["width"], shape["heads"]).parameters()
+        )
+        / 1e6
+    )
+    print(
+        f"`{' '.join(['python', 'benchmarks/recovery.py', *sys.argv[1:]])}`, {datetime.date.today().isoformat()}, "
+        f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, {millions:.1f} M parameters."
+    )
+    print("", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Several agents, one for each node, here all on one machine: one of them, its machine or its network is lost, and the
+run ends in the same bits."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+
+
+class Nodes:
+    """The nodes of one run. `start(0)` is the leading one."""
+
+    def __init__(self, lab: Lab, run: Run, token: Path, changes: Values):
+        self.lab, self.run, self.token, self.changes = lab, run, token, changes
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.stack = contextlib.ExitStack()
+
+    def start(self, node: int, token: Path | None = None) -> "subprocess.Popen[str]":
+        variables = {"PHALANX_NODES": "2", "PHALANX_NODE": str(node), "PHALANX_LEADER": f"127.0.0.1:{self.port}"}
+        variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
+        recipe = self.lab.recipe_file(self.changes)
+        words = ("train", recipe, "--run", self.run.path, "--nproc", "1")
+        return self.stack.enter_context(self.lab.start(*words, variables=variables))
+
+    def end(self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60) -> Ended:
+        """How the run ended; the members end with its code."""
+        _, errors = leader.communicate(timeout=seconds)
+        for member in members:
+            out, said = member.communicate(timeout=20)
+            assert member.returncode == leader.returncode, (errors, out, said)
+        return Ended(self.run, leader.returncode, errors)
+
+
+@pytest.fixture
+def nodes(lab: Lab, tmp_path: Path) -> Iterator[Nodes]:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4)
+    nodes = Nodes(lab, lab.place(), token, {})
+    with nodes.stack:
+        yield nodes
+
+
+def fine(lab: Lab, ended: Ended) -> None:
+    """It ended as if nothing had happened, and left nothing behind."""
+    assert ended.code == ExitCode.DONE, ended.message
+    assert ended.digest == lab.reference({}, 2).digest
+    wait_until(lambda: alive(ended) == [] and lab.processes() == set(), 5, "everything to end")
+
+
+def faults_of(ended: Ended) -> list[str]:
+    return [event["what"] for event in ended.kind("fault")]
+
+
+def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -> None:
+    ended = nodes.end(nodes.start(0), nodes.start(1))
+    fine(lab, ended)
+    assert faults_of(ended) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_of_either_node_is_replaced(lab: Lab, nodes: Nodes, rank: int) -> None:
+    plan_faults(nodes.run, [fault(7, ranks=[rank])])
+    ended = nodes.end(nodes.start(0), nodes.start(1))
+    fine(lab, ended)
+    assert [(event["rank"], event["what"]) for event in ended.kind("fault")] == [(rank, "SIGKILL")]
+
+
+def test_an_agent_that_is_killed_and_started_again_rejoins(lab: Lab, nodes: Nodes) -> None:
+    plan_faults(nodes.run, [fault(7, "kill-agent", ranks=[1])])
+    leader, member = nodes.start(0), nodes.start(1)
+    member.wait(timeout=40)
+    assert member.returncode == -signal.SIGKILL
+    ended = nodes.end(leader, nodes.start(1))
+    fine(lab, ended)
+    assert faults_of(ended) == ["lost node"]
+
+
+@pytest.mark.slow
+def test_a_leader_that_is_killed_and_started_again_finds_its_nodes(lab: Lab, nodes: Nodes) -> None:
+    plan_faults(nodes.run, [fault(7, "kill-agent", ranks=[0])])
+    leader, member = nodes.start(0), nodes.start(1)
+    leader.wait(timeout=40)
+    assert leader.returncode == -signal.SIGKILL
+    ended = nodes.end(nodes.start(0), member)
+    fine(lab, ended)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: Lab, nodes: Nodes) -> None:
+    """An agent that is held still gives no sign, as behind a network that drops everything."""
+    plan_faults(nodes.run, [fault(1, "slow", delay=0.3, ranks=[0])])
+    leader, member = nodes.start(0), nodes.start(1)
+    wait_until(lambda: steps_seen(nodes.run) >= 3)
+    os.kill(member.pid, signal.SIGSTOP)
+    wait_until(lambda: "fault" in (nodes.run.events.read_text()), 30, "the node to be given up")
+    os.kill(member.pid, signal.SIGCONT)
+    ended = nodes.end(leader, member)
+    fine(lab, ended)
+    assert faults_of(ended) == ["lost node"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: Lab, nodes: Nodes) -> None:
+    plan_faults(nodes.run, [fault(1, "slow", delay=0.1)])
+    leader, member = nodes.start(0), nodes.start(1)
+    wait_until(lambda: steps_seen(nodes.run) >= 3)
+    os.kill(member.pid, signal.SIGTERM)
+    stopped = nodes.end(leader, member)
+    assert stopped.code == ExitCode.UNFINISHED, stopped.message
+    assert stopped.result["digest"] is not None
+    plan_faults(nodes.run, [])
+    fine(lab, nodes.end(nodes.start(0), nodes.start(1)))
+
+
+@pytest.mark.slow
+def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("fedcba9876543210" * 4)
+    leader = nodes.start(0)
+    stranger = nodes.start(1, other)
+    ended = nodes.end(leader, nodes.start(1))
+    fine_code, stranger_code = ended.code, stranger.poll()
+    assert fine_code == ExitCode.DONE
+    assert stranger_code is None  # it looks for a leader that knows its token
+    os.kill(stranger.pid, signal.SIGTERM)
+    _, said = stranger.communicate(timeout=20)
+    assert stranger.returncode == ExitCode.UNFINISHED
+    assert "Traceback" not in said
+
+
+def test_a_recipe_that_is_wrong_ends_all_nodes_with_its_code(lab: Lab, nodes: Nodes) -> None:
+    nodes.changes = {"steps": -1}
+    leader = nodes.start(0)
+    ended = nodes.end(leader, nodes.start(1), seconds=30)
+    assert ended.code == ExitCode.RECIPE

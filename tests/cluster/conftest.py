@@ -1,0 +1,31 @@
+"""The Slurm of the session. Where there can be none, the tests are skipped, and the reason is told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rig import Rig, obstacle
+
+from phalanx.jobs.engines.slurm import Slurm
+
+
+@pytest.fixture(scope="session")
+def rig() -> Iterator[Rig]:
+    why = obstacle()
+    if why is not None:
+        pytest.skip(f"NOTHING IS TESTED ON A REAL SLURM: {why}")
+    with Rig() as rig:
+        yield rig
+
+
+@pytest.fixture(scope="session")
+def secret() -> str:
+    """The value of the variable SECRET of who submits."""
+    return "swordfish '\"$(id)\\"
+
+
+@pytest.fixture(scope="session")
+def slurm(rig: Rig, secret: str, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
+    """The engine, with a folder whose name needs quoting."""
+    folder: Path = tmp_path_factory.mktemp("shared") / "it's $(here) 100%d"
+    return Slurm(rig.run, folder, {"SECRET": secret})

@@ -1,0 +1,145 @@
+"""`phalanx train --on slurm` on a real Slurm: the same run as on one machine, whatever happens to its nodes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rig import Rig
+
+from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+
+
+@pytest.fixture
+def run(lab: Lab) -> Run:
+    return lab.place()
+
+
+@pytest.fixture
+def variables(lab: Lab, tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, **lab.variables(), "PHALANX_STATE": str(tmp_path / "state"), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def started(rig: Rig, variables: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Command lines on the login node, which do not outlive the test."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    rig.run(["scancel", "--user=root"])
+
+
+def train(
+    rig: Rig,
+    lab: Lab,
+    run: Run,
+    variables: dict[str, str],
+    started: list["subprocess.Popen[str]"],
+    changes: Values,
+    *more: str,
+) -> "subprocess.Popen[str]":
+    words = ["train", str(lab.recipe_file(changes)), "--run", str(run.path), "--nproc", "1", "--on", "slurm"]
+    command = rig.inside([sys.executable, "-m", "phalanx", *words, "--nodes", "2", *more])
+    pipe = subprocess.PIPE
+    started.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
+    return started[-1]
+
+
+def ended(process: "subprocess.Popen[str]", run: Run, seconds: float) -> Ended:
+    _, said = process.communicate(timeout=seconds)
+    return Ended(run, process.returncode, said)
+
+
+def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(
+    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+) -> None:
+    found = ended(train(rig, lab, run, variables, started, {}), run, 90)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.reference({}, 2).digest
+    assert found.message is not None
+    assert found.digest in found.message
+    assert {event["node"] for event in found.kind("worker")} == {"n1", "n2"}
+
+
+def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
+    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+) -> None:
+    found = ended(train(rig, lab, run, variables, started, {}, "--code", "folder"), run, 90)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.reference({}, 2).digest
+    environment = run.read_json(run.environment) or {}
+    assert environment["folder"] == str(lab.folder)  # data stay where they are
+    assert environment["variables"]["PHALANX_CODE"].startswith(variables["PHALANX_STATE"])
+
+
+def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(
+    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+) -> None:
+    changes = {"exchange": {"exact": "replicas"}}
+    found = ended(train(rig, lab, run, variables, started, changes), run, 90)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.reference(changes, 1).digest
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("how", ["kill_node", "cut"])
+def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
+    rig: Rig,
+    lab: Lab,
+    run: Run,
+    variables: dict[str, str],
+    started: list["subprocess.Popen[str]"],
+    which: int,
+    how: str,
+) -> None:
+    plan_faults(run, [fault(1, "slow", delay=0.2)])
+    process = train(rig, lab, run, variables, started, {})
+    wait_until(lambda: steps_seen(run) >= 7, 60, "the run to be in the middle")
+    node = sorted({event["rank"]: event["node"] for event in Ended(run, 0, None).kind("worker")}.items())[which][1]
+    getattr(rig, how)(node)
+    try:
+        found = ended(process, run, 150)
+        assert found.code == ExitCode.DONE, found.message
+        assert found.digest == lab.reference({}, 2).digest
+        last = [event["node"] for event in found.kind("worker")][-2:]
+        assert node not in last
+    finally:
+        rig.revive(node)
+
+
+def restart_the_controller(rig: Rig) -> None:
+    rig.stop_controller()
+    rig.start_controller()
+
+
+def requeue(rig: Rig) -> None:
+    """What preemption does, too."""
+    _, listed, _ = rig.run(["squeue", "--noheader", "--format=%i"])
+    assert rig.run(["scontrol", "requeue", listed.split()[0]])[0] == 0
+
+
+@pytest.mark.parametrize("happens", [restart_the_controller, requeue])
+def test_whatever_slurm_does_to_the_job_it_ends_in_the_same_digest(
+    rig: Rig,
+    lab: Lab,
+    run: Run,
+    variables: dict[str, str],
+    started: list["subprocess.Popen[str]"],
+    happens: Callable[[Rig], None],
+) -> None:
+    plan_faults(run, [fault(1, "slow", delay=0.2)])
+    process = train(rig, lab, run, variables, started, {})
+    wait_until(lambda: steps_seen(run) >= 5, 60, "the run to be in the middle")
+    happens(rig)
+    found = ended(process, run, 150)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.reference({}, 2).digest

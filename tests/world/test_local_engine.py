@@ -1,0 +1,259 @@
+"""The local queue, for real: every promise of an engine, and what only a queue of one's own can do."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine_contract import EngineContract
+from lab import wait_until
+from phalanx.cluster import this_machine
+from phalanx.errors import UsageError
+from phalanx.jobs.engines.local import AGAIN, Local
+from phalanx.jobs.queue.supervisor import MARK
+from phalanx.jobs.spec import Job, State
+
+
+def processes(queue: Path) -> list[psutil.Process]:
+    """Everything that belongs to a queue: its supervisors, and processes of its jobs."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = str(queue) in process.cmdline() or str(process.environ().get(MARK, "")).startswith(f"{queue}:")
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    queue = tmp_path_factory.mktemp("queue")
+    yield queue
+    wait_until(lambda: processes(queue) == [], 15, "the supervisor to leave with the last job")
+
+
+@pytest.fixture
+def engine(queue: Path) -> Iterator[Local]:
+    engine = Local(queue)
+    yield engine
+    engine.store.close()
+
+
+def supervisors(queue: Path) -> list[psutil.Process]:
+    found = []
+    for each in processes(queue):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = each.cmdline()
+            if "phalanx.jobs.queue.supervisor" in words and words[0] != "/bin/sh":  # which starts one
+                found.append(each)
+    return found
+
+
+def supervisor(queue: Path) -> psutil.Process:
+    return supervisors(queue)[0]
+
+
+class TestContract(EngineContract):
+    """Every promise of an engine."""
+
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(300)"
+
+
+def python(folder: Path, code: str, name: str = "job", cores: int = 1) -> Job:
+    return Job(name, (sys.executable, "-c", code), folder, cores=cores)
+
+
+def test_a_job_goes_on_when_its_supervisor_is_killed_and_the_next_one_finds_it(
+    engine: Local, queue: Path, tmp_path: Path
+) -> None:
+    code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('done', os.getpid())"
+    ident = engine.submit(engine.render(python(tmp_path, code)))
+    wait_until(lambda: engine.poll(ident).state is State.RUNNING)
+    wait_until(lambda: engine.store.get(int(ident)).runner is not None)  # type: ignore[union-attr]
+    supervisor(queue).kill()
+    (tmp_path / "go").touch()
+    second = engine.submit(engine.render(python(tmp_path, "print('second')", name="second")))
+    for each in (ident, second):
+        wait_until(lambda each=each: engine.poll(each).state.over)
+        assert (engine.poll(each).state, engine.poll(each).attempts) == (State.DONE, 1)
+
+
+LOOKS: dict[str, Callable[[Local, str], object]] = {
+    "poll": lambda engine, ident: engine.poll(ident),
+    "jobs": lambda engine, ident: engine.jobs(),
+    "logs": lambda engine, ident: list(engine.logs(ident)),
+    "signal": lambda engine, ident: engine.signal(ident, signal.SIGWINCH),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_looks_starts_one_supervisor_where_none_lives_and_jobs_go_on(
+    engine: Local, queue: Path, tmp_path: Path, look: str
+) -> None:
+    code = "import os, sys, time\nif os.path.exists('begun'): sys.exit(0)\nopen('begun', 'x')\n"
+    code += "while not os.path.exists('go'): time.sleep(0.01)\nsys.exit(75)"
+    ident = engine.submit(engine.render(python(tmp_path, code)))
+    wait_until(lambda: (tmp_path / "begun").exists())
+    wait_until(lambda: engine.store.get(int(ident)).runner is not None)  # type: ignore[union-attr]
+    for each in supervisors(queue):
+        each.kill()
+    wait_until(lambda: supervisors(queue) == [])
+    for _ in range(3):
+        another = Local(queue)
+        LOOKS[look](another, ident)
+        another.store.close()
+    (tmp_path / "go").touch()
+    seen = []
+    while not engine.store.get(int(ident)).state.over:  # type: ignore[union-attr]
+        seen.append(len(supervisors(queue)))
+        assert len(seen) < 300
+        time.sleep(0.02)
+    assert max(seen) == 1
+    assert (engine.poll(ident).state, engine.poll(ident).attempts) == (State.DONE, 2)
+
+
+def test_who_looks_again_and_again_starts_a_supervisor_that_cannot_live_only_now_and_then(tmp_path: Path) -> None:
+    now, asked = 100.0, []
+
+    def ensure(folder: Path, idle: bool) -> bool:
+        asked.append(idle)
+        return True
+
+    engine = Local(tmp_path / "queue", ensure=ensure, clock=lambda: now)
+    engine.jobs()
+    assert asked == []  # nobody needs one
+    ident = engine.submit(engine.render(python(tmp_path, "pass")))
+    engine.poll(ident)
+    engine.poll(ident)
+    assert asked == [True, False]
+    now += AGAIN
+    engine.poll(ident)
+    assert asked == [True, False, False]
+    engine.store.close()
+
+
+@pytest.mark.parametrize("victim", ["the process above it", "the job itself"])
+def test_a_job_that_is_killed_starts_again_and_leaves_nothing_behind(
+    engine: Local, queue: Path, tmp_path: Path, victim: str
+) -> None:
+    child = "import subprocess, sys, time, os; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])"
+    code = f"{child}\nif os.path.exists('again'): sys.exit(0)\nopen('again', 'x')\n{SLEEPER}"
+    ident = engine.submit(engine.render(python(tmp_path, code)))
+    wait_until(lambda: list(engine.logs(ident)) == ["up"])
+    row = engine.store.get(int(ident))
+    assert row is not None
+    assert row.runner is not None
+    above = psutil.Process(row.runner)
+    (above if victim == "the process above it" else above.children()[0]).kill()
+    wait_until(lambda: engine.poll(ident).state.over)
+    assert (engine.poll(ident).state, engine.poll(ident).attempts) == (State.DONE, 2)
+    wait_until(lambda: [each for each in processes(queue) if "time.sleep(300)" in str(each.cmdline())] == [], 5)
+
+
+def test_a_job_that_is_killed_again_and_again_is_given_up(engine: Local, tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    ident = engine.submit(engine.render(python(tmp_path, code)))
+    wait_until(lambda: engine.poll(ident).state.over)
+    status = engine.poll(ident)
+    assert (status.state, status.attempts, status.reason) == (State.FAILED, 3, "was killed by SIGKILL")
+
+
+def test_a_time_limit_first_asks_and_then_kills(engine: Local, tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, lambda *_: print('asked', flush=True)); print('up', flush=True)"
+    job = Job(
+        "slow", (sys.executable, "-c", f"{code}\nwhile True: time.sleep(1)"), tmp_path, cores=1, limit=3, warning=1.5
+    )
+    ident = engine.submit(engine.render(job))
+    wait_until(lambda: "asked" in list(engine.logs(ident)))
+    wait_until(lambda: engine.poll(ident).attempts > 1)  # killed, and started again
+    engine.cancel(ident)
+    wait_until(lambda: engine.poll(ident).state.over)
+
+
+def test_jobs_that_do_not_fit_beside_each_other_wait_their_turn(engine: Local, tmp_path: Path) -> None:
+    cores = this_machine().cores
+    code = "import os; d = os.open('one', os.O_CREAT | os.O_EXCL); import time; time.sleep(0.3); os.unlink('one')"
+    idents = [engine.submit(engine.render(python(tmp_path, code, f"job-{index}", cores))) for index in range(3)]
+    for ident in idents:
+        wait_until(lambda ident=ident: engine.poll(ident).state.over)
+        assert engine.poll(ident).state is State.DONE
+    starts = [engine.poll(ident).started or 0.0 for ident in idents]
+    assert starts == sorted(starts)
+
+
+def test_a_waiting_job_is_cancelled_without_ever_running(engine: Local, tmp_path: Path) -> None:
+    cores = this_machine().cores
+    first = engine.submit(engine.render(python(tmp_path, SLEEPER, "first", cores)))
+    second = engine.submit(engine.render(python(tmp_path, "open('ran', 'x')", "second", cores)))
+    wait_until(lambda: engine.poll(first).state is State.RUNNING)
+    engine.cancel(second)
+    assert (engine.poll(second).state, engine.poll(second).attempts) == (State.CANCELLED, 0)
+    engine.cancel(first)
+    wait_until(lambda: engine.poll(first).state.over)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_queue_refuses_another_job(tmp_path: Path) -> None:
+    engine = Local(tmp_path / "queue", ensure=lambda *_: None, most=2)
+    for name in ("a", "b"):
+        engine.submit(engine.render(python(tmp_path, "pass", name)))
+    with pytest.raises(UsageError, match="the queue is full: 2 jobs wait"):
+        engine.submit(engine.render(python(tmp_path, "pass", "c")))
+    engine.store.close()
+
+
+@pytest.mark.parametrize("change", ["nodes", "devices", "cores"])
+def test_a_job_that_never_fits_is_refused(engine: Local, tmp_path: Path, change: str) -> None:
+    job = Job("big", ("true",), tmp_path, **{change: 999})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="999"):
+        engine.render(job)
+
+
+def test_secrets_lie_where_only_their_user_can_read_them_and_go_with_the_job(engine: Local, tmp_path: Path) -> None:
+    os.environ["OPEN_SESAME"] = "hush"
+    try:
+        job = Job("hidden", (sys.executable, "-c", SLEEPER), tmp_path, cores=1, secrets=("OPEN_SESAME",))
+        ident = engine.submit(engine.render(job))
+    finally:
+        del os.environ["OPEN_SESAME"]
+    home = engine.store.home(int(ident))
+    file = home / "secrets.json"
+    assert json.loads(file.read_text()) == {"OPEN_SESAME": "hush"}
+    assert (file.stat().st_mode & 0o777, home.stat().st_mode & 0o777) == (0o600, 0o700)
+    wait_until(lambda: "up" in list(engine.logs(ident)))
+    assert not any("hush" in str(each.info["cmdline"]) for each in psutil.process_iter(["cmdline"]))
+    engine.cancel(ident)
+    wait_until(lambda: engine.poll(ident).state.over)
+    wait_until(lambda: not file.exists(), 5)
+
+
+def test_a_secret_that_is_not_there_is_told_before_anything_is_queued(engine: Local, tmp_path: Path) -> None:
+    before = len(engine.jobs())
+    with pytest.raises(UsageError, match="NOT_THERE"):
+        engine.submit(engine.render(Job("job", ("true",), tmp_path, secrets=("NOT_THERE",))))
+    assert len(engine.jobs()) == before
+
+
+def test_a_file_that_is_no_queue_is_told(tmp_path: Path) -> None:
+    (tmp_path / "queue.db").write_text("something else entirely, and long enough to be read as a header")
+    with pytest.raises(UsageError, match="this is no queue of Phalanx"):
+        Local(tmp_path)
+
+
+def test_a_row_that_was_edited_by_hand_is_told_with_its_number(tmp_path: Path) -> None:
+    engine = Local(tmp_path / "queue", ensure=lambda *_: None)
+    ident = engine.submit(engine.render(python(tmp_path, "pass")))
+    engine.store._db.execute("UPDATE jobs SET spec = '{\"name\": 1}' WHERE id = ?", (ident,))
+    with pytest.raises(UsageError, match=f"job {ident} is not as Phalanx wrote it"):
+        engine.poll(ident)
+    engine.store.close()

@@ -1,0 +1,23 @@
+"""A run whose recipe and code are a copy, and whose data are where they always were."""
+
+from pathlib import Path
+
+from lab import Lab
+from phalanx.jobs.code import folder_code, unpack
+
+
+def test_a_run_from_a_copy_takes_code_from_it_and_data_from_the_original(lab: Lab, tmp_path: Path) -> None:
+    recipe = lab.recipe_file({}, "carried")
+    copy = tmp_path / "copy"
+    unpack(folder_code(lab.folder).tar, copy)
+    (copy / "few.txt").unlink()
+    (copy / "faults.py").write_text((copy / "faults.py").read_text() + "\nprint('from', __file__)\n")
+    run = lab.place()
+    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(lab.folder)}
+    with lab.start("train", copy / recipe.name, "--run", run.path, variables=told) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert lab.ended(run, 0).digest == lab.reference().digest
+    assert (run.logs / "attempt-0-rank-0.log").read_text() == f"from {copy / 'faults.py'}\n"
+    environment = run.read_json(run.environment) or {}
+    assert environment["folder"] == str(lab.folder)  # `phalanx generate` and the like need no copy
