@@ -9,7 +9,7 @@ from phalanx.cluster.description import Collective, Overlap, Product, Timed
 from phalanx.cluster.probe.collectives import KINDS, bus_factor
 from worlds import World
 
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 3.0, "memory_bytes": 2**34}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 10.0, "memory_bytes": 2**34}
 
 
 def collectives(rank: int, world: int) -> Any:
@@ -27,7 +27,7 @@ def together(rank: int, world: int) -> Any:
     if rank == 1:
         ready = operations.Pool
         operations.Pool = lambda *given: time.sleep(0.15) or ready(*given)
-    small = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+    small = {"seconds": 30.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
     return measure({**ASKED, **small, "processes": world})
 
 
