@@ -6,7 +6,7 @@ so that a second plan needs no torch.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,9 +94,16 @@ def plan(
     return plan_run(loaded, cluster, gpus, Path.cwd())
 
 
-def plan_run(loaded: Loaded, cluster: str | None, gpus: int | None = None, folder: Path | None = None) -> Planned:
+def plan_run(
+    loaded: Loaded,
+    cluster: str | None,
+    gpus: int | None = None,
+    folder: Path | None = None,
+    profiled: Callable[[Loaded, Facts], Profile] = profile_of,
+) -> Planned:
     """Foretell a recipe on a cluster (a name of the catalogue or a file), on `gpus` of its devices (default all), with
-    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open.
+    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open, from the
+    profile that `profiled` has of its model.
 
     RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
     what would. UsageError: the cluster has not so many devices.
@@ -108,7 +115,7 @@ def plan_run(loaded: Loaded, cluster: str | None, gpus: int | None = None, folde
         with loaded.locating():
             check(recipe, loaded.folder, devices, loaded.at)
     facts = foretold(recipe.data, loaded.folder)
-    profile = profile_of(loaded, facts)
+    profile = profiled(loaded, facts)
     found, rates, room = _searched(recipe, profile, where, devices)
     if not found.options:
         raise RecipeError(_why_nothing(recipe, found, where, devices, room))

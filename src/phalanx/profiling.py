@@ -1,14 +1,18 @@
 """The profile of a recipe's model: followed once, and remembered, so that who asks again needs no torch."""
 
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from phalanx.data import Facts
-from phalanx.data.foretold import foretold
+from phalanx.compat import die_with_parent
 from phalanx.errors import RecipeError
 from phalanx.plan.profile import Profile, from_plain, to_plain
 from phalanx.recipe import Recipe, import_object
@@ -16,11 +20,14 @@ from phalanx.recipe.arguments import arguments
 from phalanx.recipe.load import Loaded
 from phalanx.run.cache import remembered
 
+if TYPE_CHECKING:
+    from phalanx.data import Facts
+
 Numbers = Literal["half", "single", "mixed"]
 """In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
 
 
-def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profile:
+def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half") -> Profile:
     """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
     recipe = loaded.recipe
     key = {
@@ -35,7 +42,39 @@ def profile_of(loaded: Loaded, facts: Facts, numbers: Numbers = "half") -> Profi
     return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts, numbers))))
 
 
-def _followed(loaded: Loaded, facts: Facts, numbers: Numbers) -> Profile:
+@contextmanager
+def followed_beside(loaded: Loaded) -> Iterator["Callable[[Loaded, Facts], Profile]"]:
+    """A process beside this one follows the recipe's model, so that importing torch takes none of our time; what comes
+    is `profile_of`, which waits for it. Whatever goes wrong there goes wrong again in `profile_of`, which tells it."""
+    if not sys.modules.keys().isdisjoint({"numpy", "torch"}):  # their threads would be lost, and little gained
+        yield profile_of
+        return
+    process = os.fork()
+    if process == 0:
+        try:
+            from phalanx.data.foretold import foretold
+
+            die_with_parent()
+            profile_of(loaded, foretold(loaded.recipe.data, loaded.folder))
+        finally:
+            os._exit(0)
+    waiting = True
+
+    def waited(loaded: Loaded, facts: "Facts") -> Profile:
+        nonlocal waiting
+        os.waitpid(process, 0)
+        waiting = False
+        return profile_of(loaded, facts)
+
+    try:
+        yield waited
+    finally:
+        if waiting:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> Profile:
     """The profile of a recipe's model, by running through it without memory."""
     import torch
     from torch import nn
@@ -108,6 +147,8 @@ def _code(build: str, folder: Path) -> str:
 
 def follow(payload: dict[str, Any]) -> None:
     """Follow the model of a recipe, so that its profile is remembered. For a process of its own: it imports torch."""
+    from phalanx.data.foretold import foretold
+
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     facts = foretold(recipe.data, folder)
     for numbers in ("single", "mixed") if recipe.precision == "auto" else (numbers_of(recipe.precision),):

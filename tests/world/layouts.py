@@ -93,6 +93,14 @@ class Layout:
             product *= self.values.get(name, 1)
         return product
 
+    @property
+    def batch(self) -> Values:
+        """As few micro-batches as accumulate, or fill a pipeline: what costs time here is how often workers wait for
+        each other."""
+        whole, groups = TRAINING["batch"]["global"], self.values.get("replicate", 1) * self.values.get("shard", 1)
+        count = 4 if "pipeline" in self.values else 2
+        return {"global": whole, "micro": whole // groups // count}
+
     def __str__(self) -> str:
         sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "overlap"]
         more = [str(self.values["schedule"])] if "schedule" in self.values else []

@@ -48,7 +48,7 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(lab: Lab, kind: str, layout: Values | None = None, **more: Any) -> Values:
     changes: Values = {"model": {"build": save(lab, kind)}, "steps": 10, "evaluate": {"every": 10}, **more}
-    changes["checkpoint"] = {"every": None}
+    changes |= {"checkpoint": {"every": None}, "batch": {"global": 8, "micro": 2}}
     return changes | ({} if layout is None else {"layout": layout})
 
 

@@ -57,7 +57,7 @@ def trained(lab: Lab) -> dict[str, Ended]:
 def run_of(lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case) -> Ended:
     key = f"{layout}-{case.name}"
     if key not in trained:
-        trained[key] = lab.train({**case.changes, "layout": layout.values}, layout.workers)
+        trained[key] = lab.train({**case.changes, "batch": layout.batch, "layout": layout.values}, layout.workers)
     assert trained[key].code == ExitCode.DONE, trained[key].message
     return trained[key]
 

@@ -43,7 +43,7 @@ def plan(
     """
     with uncollected():
         from phalanx.errors import UsageError
-        from phalanx.planning import plan_run, text_of
+        from phalanx.profiling import followed_beside
         from phalanx.recipe import load_recipe
         from phalanx.run.directory import write_whole
 
@@ -56,7 +56,10 @@ def plan(
             if path is not None and path.is_dir():
                 raise UsageError(f"{name} {path}: is a folder; expected a file")
         loaded = load_recipe(recipe, overrides or [])
-        found = plan_run(loaded, cluster, gpus, Path.cwd())
+        with followed_beside(loaded) as profiled:
+            from phalanx.planning import plan_run, text_of
+
+            found = plan_run(loaded, cluster, gpus, Path.cwd(), profiled)
     write_whole(out, text_of(loaded, overrides or [], found))
     if trace is not None:
         write_whole(trace, _trace(found))

@@ -60,7 +60,8 @@ WAYS: tuple[Recompute, ...] = ("none", "selective", "full")
 def profile(payload: dict[str, Any]) -> dict[str, Any]:
     """What `recipe` (sources prepared) needs for a sample: parameters, FLOPs, and the peak bytes of forward and
     backward, for each of the `losses` and each way of recomputing among `ways`; None where that way ran out of memory
-    or does not go with the model. `{"out_of_memory": 1.0}` when that is so of a forward alone."""
+    or does not go with the model. `{"out_of_memory": 1.0}` when that is so of a forward alone. Computes with so many
+    `threads`."""
     try:
         return _profile(payload)
     except Exception as error:
@@ -81,6 +82,7 @@ def imagined(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
+    torch.set_num_threads(payload["threads"])  # more, beside other work, would wait for each other
     model, task, data = _open(payload, values)
     device = from_environment({}).device if values else torch.device("cpu")
     if not values:

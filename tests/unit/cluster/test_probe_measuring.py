@@ -1,5 +1,6 @@
 """What is measured, really measured once, as small as can be: the rows are whole, and every kind can be computed."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from phalanx.cluster.probe import operations, overheads, products, reference
 from phalanx.cluster.probe.kinds import kinds, moved
 from phalanx.cluster.probe.pool import Pool, cache_bytes
 from phalanx.cluster.probe.products import Shape, linear_shapes, operands, shapes, spread_shapes
+from phalanx.cluster.probe.timing import Watch
 from phalanx.cluster.probe.trained import MORE, SMALL, Case, prepare
 
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.5, "memory_bytes": 2**34}
@@ -19,6 +21,13 @@ ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.5, "memory_b
 @pytest.fixture(scope="module")
 def pool() -> Pool:
     return Pool("cpu", 2**24)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    """For which each thing takes a millisecond, so that time is left for all of them on however busy a machine."""
+    ticks = itertools.count()
+    return Watch(clock=lambda: next(ticks) / 1000)
 
 
 def test_a_pool_gives_other_memory_each_time_until_it_is_gone_through() -> None:
@@ -125,8 +134,8 @@ def test_flops_of_attention_are_counted_as_causal(pool: Pool) -> None:
     assert work.back_flops == 2.5 * work.flops
 
 
-def test_products_are_measured() -> None:
-    rows = products.measure({**ASKED, "shapes": [(64, 32, 16, "nt"), (64, 64, 64, "tn")]})
+def test_products_are_measured(watch: Watch) -> None:
+    rows = products.measure({**ASKED, "shapes": [(64, 32, 16, "nt"), (64, 64, 64, "tn")]}, watch)
     found = [Product.model_validate(row) for row in rows]
     assert [(each.m, each.layout, each.precision) for each in found] == [
         (64, "nt", "fp32"),
@@ -136,16 +145,16 @@ def test_products_are_measured() -> None:
     ]
 
 
-def test_operations_are_measured() -> None:
-    rows = operations.measure({**ASKED, "sizes": [2**16], "kinds": ["add", "_fused_adamw_"]})
+def test_operations_are_measured(watch: Watch) -> None:
+    rows = operations.measure({**ASKED, "sizes": [2**16], "kinds": ["add", "_fused_adamw_"]}, watch)
     found = {(each.kind, each.precision): each for each in map(Timed.model_validate, rows)}
     assert set(found) == {("add", "fp32"), ("add", "bf16"), ("_fused_adamw_", "fp32")}
     assert found["add", "fp32"].bytes == 3 * 2**16
     assert found["add", "fp32"].shape == (16, 1024)
 
 
-def test_what_is_trained_is_measured_forward_and_backward() -> None:
-    rows = operations.measure_trained({**ASKED, "cases": [("attention", (1, 2, 32, 16))]})
+def test_what_is_trained_is_measured_forward_and_backward(watch: Watch) -> None:
+    rows = operations.measure_trained({**ASKED, "cases": [("attention", (1, 2, 32, 16))]}, watch)
     found = [Timed.model_validate(row) for row in rows]
     assert [(each.kind, each.precision) for each in found] == [
         ("attention", "fp32"),

@@ -79,7 +79,7 @@ def payload(folder: Path, builder: str = "Net", sequence: int = 64, **more: Any)
         "data": {"source": {"prepared": str(folder / "data")}, "sequence": sequence},
     }
     values = Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True)
-    return {"recipe": values, "folder": str(folder), **more}
+    return {"recipe": values, "folder": str(folder), "threads": 1, **more}
 
 
 def layers(width: int, depth: int) -> nn.Module:

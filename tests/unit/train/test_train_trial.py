@@ -39,6 +39,7 @@ def payload(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "recipe": Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True),
         "folder": str(folder),
+        "threads": 1,
         **more,
     }
 
