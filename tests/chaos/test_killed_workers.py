@@ -42,7 +42,7 @@ def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str,
     left_whole(ended.run)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_without_accumulation_too(lab: Lab, nproc: int) -> None:
     changes = {"batch": {"micro": 12 // nproc}}
     killed = lab.train(changes, nproc, faults=[fault(7, ranks=[nproc - 1], when="within", delay=0.005)])

@@ -259,7 +259,10 @@ def alone(lab: Lab, folder: Path, script: str, *arguments: str) -> "subprocess.P
 
 @pytest.mark.parametrize(
     ("name", "number", "code"),
-    [("language", signal.SIGTERM, ExitCode.UNFINISHED), ("vision", signal.SIGKILL, -signal.SIGKILL)],
+    [
+        ("language", signal.SIGTERM, ExitCode.UNFINISHED),
+        pytest.param("vision", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_an_example_alone_is_interrupted_and_finished(
     lab: Lab, scripts: Path, name: str, number: signal.Signals, code: int
@@ -283,7 +286,7 @@ def test_an_example_alone_is_interrupted_and_finished(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["language", pytest.param("vision", marks=pytest.mark.slow)])
 def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -22,9 +22,11 @@ FEW = 2
 
 
 def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator]:
-    """What is left to `make test-all`: most layouts of many workers, and the further cases of all of these."""
+    """What is left to `make test-all`: most layouts of many workers, and the further cases of all
+    of these and of the pipeline's other schedules."""
     many = [other for other in LAYOUTS if other.workers > FEW]
-    further = layout.workers > FEW and case is not None and case is not layout.cases[0]
+    again = layout.workers > FEW or "schedule" in layout.values
+    further = again and case is not None and case is not layout.cases[0]
     return [pytest.mark.slow] if further or (layout in many and layout not in many[::3]) else []
 
 

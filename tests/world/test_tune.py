@@ -71,7 +71,7 @@ def test_nothing_is_left_behind(tuned: tuple[Tuned, list[str]], lab: Lab) -> Non
     assert not list(Path().glob(".phalanx*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_it_leaves_no_process_and_no_file(
     lab: Lab, recipe: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

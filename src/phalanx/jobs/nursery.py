@@ -296,10 +296,12 @@ def main() -> None:
     # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
     # comes before a worker has its handler waits for it instead of being lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    gc.disable()  # nearly all that is imported stays, and to look for garbage in it takes a sixth of the time
     load_torch()
     import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
 
     share_memory()
+    gc.enable()
     Nursery(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd), pulse_fd).run()
 
 
