@@ -43,7 +43,7 @@ def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) ->
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim": {"clip": 0.5}},
+        {"optim": {"clip": 0.5}, "steps": 6},
         {"exchange": {"bucket": 0.004}, "batch": {"micro": 3}},
         pytest.param({"precision": "fp16", "steps": 6}, marks=pytest.mark.slow),
         pytest.param(

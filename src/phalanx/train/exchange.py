@@ -68,11 +68,12 @@ class Bucket:
         """Move the parameters' gradients into the slab; one that has none counts as zero."""
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.slab.views, strict=True):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 view.zero_()
             else:
                 views.append(view)
-                gradients.append(local(parameter.grad))
+                gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
                 parameter.grad = None
         if views:
             foreach("copy_", views, gradients)
