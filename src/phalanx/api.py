@@ -241,11 +241,20 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
         )
     if old.batch.micro != new.batch.micro:
         notes.append(f"batch.micro {old.batch.micro} -> {new.batch.micro}: so that the workers can share the batch")
-    if old.layout != new.layout and new.exchange.exact != "replicas":
+    if new.exchange.exact == "replicas":
+        if _replica(old) != _replica(new):
+            what = "in more than the number of replicas"
+            notes.append(f"the layout changed {what}: the digest will differ by rounding, also under exact: replicas")
+    elif old.layout != new.layout:
         worlds = {recipe.layout.world for recipe in (old, new) if isinstance(recipe.layout, Layout)}
         what = "layout" if len(worlds) == 1 else "number of workers"
         notes.append(f"the {what} changed under exchange.exact = world: the digest will differ by rounding")
     return notes
+
+
+def _replica(recipe: Recipe) -> Layout | None:
+    """How one replica is laid out."""
+    return recipe.layout.model_copy(update={"replicate": 1}) if isinstance(recipe.layout, Layout) else None
 
 
 def finished(run: Run, recipe: Recipe) -> str | None:

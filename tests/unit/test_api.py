@@ -215,6 +215,17 @@ def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -
     assert continuing(resolved(**exact), resolved(layout={"replicate": 3}, **exact)) == []
 
 
+def test_under_replicas_only_the_number_of_replicas_may_change_without_a_word() -> None:
+    sharded = resolved(layout={"shard": 2}, exchange={"exact": "replicas"})
+    more = resolved(layout={"replicate": 4, "shard": 2}, exchange={"exact": "replicas"})
+    (note,) = continuing(sharded, resolved(layout={"replicate": 2}, exchange={"exact": "replicas"}))
+    assert note == (
+        "the layout changed in more than the number of replicas: the digest will differ by rounding, also under "
+        "exact: replicas"
+    )
+    assert continuing(sharded, more) == []
+
+
 def test_a_run_that_goes_on_as_it_was_has_nothing_to_be_told() -> None:
     assert continuing(resolved(), resolved(checkpoint={"every": 7})) == []
 

@@ -8,6 +8,11 @@ REPLICAS: Values = {"exchange": {"exact": "replicas"}}
 MICRO_2 = merged(REPLICAS, {"batch": {"micro": 2}})
 
 
+def sharded(replicas: int, changes: Values | None = None, shard: int = 2) -> Values:
+    """Replicas, each sharded over so many workers."""
+    return merged(REPLICAS, {"layout": {"replicate": replicas, "shard": shard}, **(changes or {})})
+
+
 @pytest.mark.parametrize("nproc", [2, 3, 4, 6])
 def test_same_digest_on_any_number_of_workers(lab: Lab, nproc: int) -> None:
     ended, alone = lab.reference(REPLICAS, nproc), lab.reference(REPLICAS, 1)
@@ -33,6 +38,50 @@ def test_same_digest_where_shares_are_not_whole_branches_of_the_tree(lab: Lab, n
 def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) -> None:
     changes = merged(REPLICAS, changes)
     assert lab.reference(changes, 4).digest == lab.reference(changes, 1).digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": {"clip": 0.5}, "steps": 6},
+        {"exchange": {"bucket": 0.004}, "batch": {"micro": 3}},
+        pytest.param({"precision": "fp16", "steps": 6}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optim": {"name": "lamb"}, "precision": "bf16", "model": {"args": {"dropout": 0.1}}, "steps": 6},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["clipped", "small-buckets", "fp16", "lamb-bf16-dropout"],
+)
+def test_same_digest_for_any_number_of_sharded_replicas(lab: Lab, changes: Values) -> None:
+    one, two = (lab.train(sharded(replicas, changes), 2 * replicas) for replicas in (1, 2))
+    assert one.digest == two.digest
+    assert one.losses == two.losses
+    assert [event["grad_norm"] for event in one.kind("step")] == [event["grad_norm"] for event in two.kind("step")]
+    assert [event["loss"] for event in one.kind("eval")] == [event["loss"] for event in two.kind("eval")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "shard"), [(3, 2), (2, 3), (4, 2)])
+def test_same_digest_for_many_sharded_replicas(lab: Lab, replicas: int, shard: int) -> None:
+    """Three ranks cannot share most parameters evenly."""
+    changes = {"batch": {"global": 24}}
+    several = lab.reference(sharded(replicas, changes, shard), replicas * shard)
+    assert several.digest == lab.reference(sharded(1, changes, shard), shard).digest
+
+
+def test_sharded_replicas_train_as_one_process_does(lab: Lab) -> None:
+    alone = lab.reference(REPLICAS, 1)
+    assert lab.reference(sharded(2), 4).losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("path", [(2, 1), (1, 2)])
+def test_same_digest_when_sharded_replicas_go_on_in_another_number(lab: Lab, path: tuple[int, int]) -> None:
+    run = lab.place()
+    lab.lose(sharded(path[0]), 2 * path[0], run, [fault(6, ranks=[1], attempt=0)])
+    ended = lab.train(sharded(path[1]), 2 * path[1], run)
+    assert ended.digest == lab.reference(sharded(2), 4).digest
+    assert not [event for event in ended.kind("warning") if "digest will differ" in event["text"]]
 
 
 @pytest.mark.parametrize("path", [(2, 1, 3), (3, 6, 1), (1, 4, 2)])

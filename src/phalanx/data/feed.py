@@ -15,9 +15,14 @@ AHEAD_BYTES = 1 << 26
 """About so much may lie read ahead, but always two steps."""
 
 
-def share(count: int, rank: int, world: int) -> range:
-    """Which of `count` micro-batches are this rank's: consecutive ones, as evenly as it goes."""
-    return range(count * rank // world, count * (rank + 1) // world)
+def share(count: int, rank: int, world: int, turns: int = 1) -> range:
+    """Which of `count` micro-batches are this rank's: consecutive ones, as evenly as it goes.
+
+    With `turns`, so many neighbours take a micro-batch each in a round, and consecutive rounds are theirs: which
+    micro-batches make a round, and who of the neighbours has which, does not depend on `world`.
+    """
+    rounds, group, groups = count // turns, rank // turns, world // turns
+    return range(rounds * group // groups * turns + rank % turns, rounds * (group + 1) // groups * turns, turns)
 
 
 class Samples(Protocol):
@@ -29,23 +34,32 @@ class Samples(Protocol):
 class Feed(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
-    Sample i of a step belongs to micro-batch i // micro; a rank owns its `share` of them. Up to `depth` steps are read
-    ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for. `close` ends
-    the thread; so does leaving a `with`.
+    Sample i of a step belongs to micro-batch i // micro; a rank owns its `share` of them, with `turns`. Up to `depth`
+    steps are read ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for.
+    `close` ends the thread; so does leaving a `with`.
 
     The thread fills the store, then sleeps until half of it is used up: waking it for every step would cost several
     times what reading a small step does.
     """
 
     def __init__(
-        self, data: Samples, *, global_batch: int, micro: int, rank: int, world: int, consumed: int, depth: int = 16
+        self,
+        data: Samples,
+        *,
+        global_batch: int,
+        micro: int,
+        rank: int,
+        world: int,
+        consumed: int,
+        turns: int = 1,
+        depth: int = 16,
     ):
-        if global_batch % micro or global_batch < micro * world:
+        if global_batch % (micro * turns) or global_batch < micro * world:
             raise ValueError(f"a global batch of {global_batch} has no micro-batches of {micro} for {world} ranks")
         self._data = data
-        mine = share(global_batch // micro, rank, world)
-        self._global, self._micro, self._mine = global_batch, micro, len(mine) * micro
-        self._next = consumed + mine.start * micro
+        self._mine = share(global_batch // micro, rank, world, turns)
+        self._global, self._micro = global_batch, micro
+        self._next = consumed
         self._depth = depth
         self._ready: deque[list[Batch]] = deque()
         self._changed = Condition()
@@ -91,12 +105,16 @@ class Feed(Iterator[list[Batch]]):
                 self._changed.notify_all()
 
     def _read(self) -> list[Batch]:
-        """This rank's share of the next step: read at once, then cut into micro-batches (views, not copies)."""
-        batch = self._data.train(self._next, self._mine)
+        """This rank's share of the next step: read at once where it lies together, then cut into micro-batches (views,
+        not copies)."""
+        mine, micro, step = self._mine, self._micro, self._next
         self._next += self._global
+        if mine.step > 1:
+            return [self._data.train(step + number * micro, micro) for number in mine]
+        batch = self._data.train(step + mine.start * micro, len(mine) * micro)
         return [
-            {name: values[start : start + self._micro] for name, values in batch.items()}
-            for start in range(0, self._mine, self._micro)
+            {name: values[start : start + micro] for name, values in batch.items()}
+            for start in range(0, len(mine) * micro, micro)
         ]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
-from phalanx.plan.resolve import COMMON_WORLDS, Choice, parts_of
+from phalanx.plan.resolve import Choice, parts_of, shared_among
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
@@ -109,11 +109,7 @@ def activation_bytes(recipe: Recipe, peak: int, micro: int, world: int) -> int:
 
 def sizes(recipe: Recipe, world: int) -> list[int]:
     """Micro-batches that may be chosen, the largest first: they divide what a worker gets of the batch, and leave a
-    pipeline enough of them. RecipeError when there are none.
-
-    Under `exact: replicas` there must be enough micro-batches for other world sizes to share, whatever the world is
-    now: otherwise the choice, and with it the bits, would depend on it.
-    """
+    pipeline enough of them. RecipeError when there are none."""
     if recipe.batch.micro != "auto":
         return [recipe.batch.micro]
     share = recipe.batch.global_ // shared_among(recipe, world)
@@ -130,14 +126,6 @@ def sizes(recipe: Recipe, world: int) -> list[int]:
         f"batch.micro: no micro-batch lets {layout.schedule} run {stages} stages on {layout.pipeline} ranks with the "
         f"{share} samples of a step; raise batch.global, to {stages * (recipe.batch.global_ // share)} or a multiple"
     )
-
-
-def shared_among(recipe: Recipe, world: int) -> int:
-    """Among how many the batch must be divisible."""
-    parts = parts_of(recipe, world)
-    if recipe.exchange.exact != "replicas":
-        return parts
-    return math.lcm(*(size for size in COMMON_WORLDS if recipe.batch.global_ % size == 0), parts)
 
 
 def stages_of(layout: Layout) -> int:

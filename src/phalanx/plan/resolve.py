@@ -72,9 +72,7 @@ def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list
     threads = choose_threads(recipe, cores, world)
     micro = Choice("batch.micro", recipe.batch.micro, "given")
     if recipe.batch.micro == "auto":
-        parts = parts_of(recipe, world)
-        if recipe.exchange.exact == "replicas":
-            parts = math.lcm(*(size for size in COMMON_WORLDS if recipe.batch.global_ % size == 0), parts)
+        parts = shared_among(recipe, world)
         micro = Choice("batch.micro", max(1, recipe.batch.global_ // parts), "a worker's whole share at once")
     precision = Choice("precision", recipe.precision, "given")
     if recipe.precision == "auto":
@@ -114,6 +112,20 @@ def parts_of(recipe: Recipe, world: int) -> int:
     """Among how many groups of workers the batch is divided."""
     layout = recipe.layout
     return layout.replicate * layout.shard if isinstance(layout, Layout) else world
+
+
+def shared_among(recipe: Recipe, world: int) -> int:
+    """Among how many the batch must be divisible.
+
+    Under `exact: replicas` there must be enough micro-batches for other numbers of replicas to share, whatever it is
+    now: otherwise the choice, and with it the bits, would depend on it.
+    """
+    parts = parts_of(recipe, world)
+    if recipe.exchange.exact != "replicas":
+        return parts
+    shard = recipe.layout.shard if isinstance(recipe.layout, Layout) else 1
+    common = [size * shard for size in COMMON_WORLDS]
+    return math.lcm(*(size for size in common if recipe.batch.global_ % size == 0), parts)
 
 
 def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:

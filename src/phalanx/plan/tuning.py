@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.plan.memory import PART, activation_bytes, state_bytes
-from phalanx.plan.resolve import COMMON_WORLDS, parts_of
+from phalanx.plan.resolve import parts_of, shared_among
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
@@ -294,10 +294,7 @@ def _next_micro(recipe: Recipe, most: int) -> int | None:
     """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `replicas`
     promises to allow."""
     batch = recipe.batch.global_
-    parts = parts_of(recipe, 1)
-    if recipe.exchange.exact == "replicas":
-        parts = math.lcm(parts, *(size for size in COMMON_WORLDS if batch % size == 0))
-    return max((size for size in divisors(batch // parts) if size <= most), default=None)
+    return max((size for size in divisors(batch // shared_among(recipe, 1)) if size <= most), default=None)
 
 
 def _micro(recipe: Recipe) -> int:

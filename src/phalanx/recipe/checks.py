@@ -88,8 +88,9 @@ def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str,
     sharded = layout.shard * layout.context
     if sharded % layout.expert:
         yield "layout.expert", f"found {layout.expert}, which must divide shard x context = {sharded}"
-    if recipe.exchange.exact == "replicas" and layout.replicate != layout.world:
-        yield "layout", "exchange.exact = replicas needs whole replicas: give layout.replicate only, or exact: world"
+    others = layout.replicate * layout.shard != layout.world or layout.expert > 1
+    if recipe.exchange.exact == "replicas" and others:
+        yield "layout", "exchange.exact = replicas goes with replicate and shard only: give these, or exact: world"
     if recipe.optim.name == "muon" and layout.tensor > 1:
         yield "layout.tensor", "muon works on whole matrices, which tensor ranks do not have; use layout.shard or adamw"
     if recipe.compile == "graphs" and layout.replicate != layout.world:

@@ -245,7 +245,7 @@ class Memory(Part):
 
 
 class Exchange(Part):
-    """How gradients travel. `exact`: `replicas` = same bits on any number of processes, `world` = same bits again
+    """How gradients travel. `exact`: `replicas` = same bits on any number of replicas, `world` = same bits again
     on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
 
     strategy: Literal["auto", "allreduce"] = "auto"

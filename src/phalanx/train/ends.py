@@ -14,7 +14,7 @@ from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.gang import Parts, reject
-from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients
+from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.model import Seeds, has_batch_norm
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
@@ -40,18 +40,22 @@ def make_stepper(
     parameters = list(divided.trainable().values())
     gradients: Gradients = LocalGradients(parameters)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
-    if mesh.pipeline is None and mesh.fsdp is None and (mesh.replicate is not None or (replicas and micro_batches > 1)):
+    several = mesh.replicate is not None or (replicas and micro_batches > 1)
+    if mesh.pipeline is None and (mesh.rounds or (mesh.fsdp is None and several)):
         gradients = GradientExchange(
             parameters,
-            rank=mesh.data,
-            world=mesh.data_size,
-            micro_batches=micro_batches,
+            rank=mesh.at["replicate"],
+            world=mesh.layout.replicate,
+            micro_batches=micro_batches // mesh.turns,
             replicas=replicas,
             capacity=recipe.exchange.bucket * 2**20,
             group=mesh.replicate,
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
         )
-    if not mesh.only_replicates:
+    if mesh.rounds:
+        assert mesh.fsdp is not None
+        gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())
+    elif not mesh.only_replicates:
         gradients = DividedGradients(divided, gradients if isinstance(gradients, GradientExchange) else None)
     return Stepper(
         optimizer,

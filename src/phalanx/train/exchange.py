@@ -17,11 +17,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.compat import all_gather_into, foreach
 from phalanx.data.feed import share
 from phalanx.errors import RecipeError
 from phalanx.train.norms import total_norm
+from phalanx.train.optimizers.local import like, local
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.tree import Node, cover, merges_after, total
 
@@ -31,10 +33,12 @@ ALIGNMENT = 16
 
 @dataclass
 class Slab:
-    """One buffer for the gradients of a bucket: `flat` [length], and a view of it for each parameter."""
+    """One buffer for the gradients of a bucket: `flat` [length], a view of it for each parameter, and what these views
+    are as gradients: sharded as the parameter is."""
 
     flat: Tensor
     views: list[Tensor]
+    gradients: list[Tensor]
 
 
 @dataclass
@@ -64,11 +68,12 @@ class Bucket:
         """Move the parameters' gradients into the slab; one that has none counts as zero."""
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.slab.views, strict=True):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 view.zero_()
             else:
                 views.append(view)
-                gradients.append(parameter.grad)
+                gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
                 parameter.grad = None
         if views:
             foreach("copy_", views, gradients)
@@ -82,9 +87,10 @@ def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length:
     """A zeroed buffer with a view for each parameter, of the parameter's own memory layout: fused optimizers go over
     both as they lie in memory (channels_last, for one, is not in the order of the indices)."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
-    strides = [torch.empty_like(p).stride() for p in parameters]
-    parts = zip(parameters, strides, starts, strict=True)
-    return Slab(flat, [flat.as_strided(p.shape, stride, start) for p, stride, start in parts])
+    here = [local(p) for p in parameters]
+    parts = zip(here, [torch.empty_like(p).stride() for p in here], starts, strict=True)
+    views = [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
+    return Slab(flat, views, [like(p, view) for p, view in zip(parameters, views, strict=True)])
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int, slots: int = 0) -> list[Bucket]:
@@ -94,7 +100,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
-        nbytes = parameter.numel() * parameter.element_size()
+        nbytes = local(parameter).numel() * parameter.element_size()
         last = groups[-1][-1] if groups else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
         if not alike or size + nbytes > capacity:
@@ -109,8 +115,8 @@ def _bucket(parameters: list[nn.Parameter], world: int, slots: int) -> Bucket:
     starts, used = [], 0
     for parameter in parameters:
         starts.append(used)
-        used += _round_up(parameter.numel(), ALIGNMENT)
-    length = _round_up(used + slots, world * ALIGNMENT)
+        used += _round_up(local(parameter).numel(), ALIGNMENT)
+    length = _round_up(max(used + slots, 1), world * ALIGNMENT)  # a rank may hold no row of any of them
     return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length))
 
 
@@ -126,7 +132,8 @@ class GradientExchange:
     all counts as zero. Under `world`, what is written into `slots` (fp32, of the number asked for) before the last
     backward is summed with the gradients; it is None where they could not travel in one operation.
 
-    Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). RecipeError when one
+    Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. RecipeError when one
     backward makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
@@ -162,6 +169,7 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
+            if not isinstance(parameter, DTensor)  # FSDP may still be writing then; `end` comes after it
         ]
 
     def close(self) -> None:
@@ -203,8 +211,8 @@ class GradientExchange:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-            for parameter, view in zip(bucket.parameters, bucket.slab.views, strict=True):
-                parameter.grad = view
+            for parameter, gradient in zip(bucket.parameters, bucket.slab.gradients, strict=True):
+                parameter.grad = gradient
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole sum (0-d)."""

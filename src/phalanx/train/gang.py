@@ -144,6 +144,7 @@ class Gang:
             micro=recipe.batch.global_ // parts.stepper.micro_batches,
             rank=parts.divided.mesh.data,
             world=parts.divided.mesh.data_size,
+            turns=parts.divided.mesh.turns,
             consumed=progress.samples,
         ) as feed:
             self.watch.start()

@@ -1,7 +1,8 @@
 """Gradients of a step, summed over all micro-batches and workers, however the model is divided.
 
-Three ways with one face: `LocalGradients` of one worker alone; `exchange.GradientExchange` between replicas of the
-whole model; `DividedGradients` of a model of which each worker holds a part. `begin` and `end` stand around each
+Four ways with one face: `LocalGradients` of one worker alone; `exchange.GradientExchange` between replicas of the
+whole model; `ShardedReplicas` of replicas that are sharded each, under `exact: replicas`; `DividedGradients` of any
+other model of which each worker holds a part. `begin` and `end` stand around each
 backward, `finish` after the last; then `norm`, and `tensors`: what to scale in place before the optimizer runs.
 """
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.norms import total_norm
-from phalanx.train.parallel.collectives import Group
+from phalanx.train.parallel.collectives import Group, summed
 from phalanx.train.parallel.divided import Divided, local
 
 TOGETHER = 1 << 23
@@ -148,6 +149,43 @@ class DividedGradients:
     @property
     def parts(self) -> int:
         return 1 if self._replicas is None else self._divided.mesh.layout.replicate
+
+
+class ShardedReplicas:
+    """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `exact: replicas`. In a round
+    each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree in
+    which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
+    bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
+
+    slots = None
+
+    def __init__(self, exchange: Gradients, group: dist.ProcessGroup):
+        self._exchange, self._group = exchange, group
+
+    def begin(self, leaf: int) -> None:
+        self._exchange.begin(leaf // self._group.size())
+
+    def end(self) -> None:
+        self._exchange.end()
+
+    def finish(self) -> None:
+        self._exchange.finish()
+
+    def norm(self) -> Tensor:
+        return summed(self._exchange.norm().square(), self._group).sqrt()
+
+    def tensors(self) -> list[Tensor]:
+        return self._exchange.tensors()
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def square(self) -> Tensor | None:
+        return None  # rounds stay apart
+
+    @property
+    def parts(self) -> int:
+        return self._exchange.parts
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

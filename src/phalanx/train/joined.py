@@ -75,7 +75,7 @@ class Joined:
         self._report, self._stop, self._force = report, stop, force
         if place.leads:
             clean(run.checkpoints)
-        self._mesh = build_mesh(recipe.layout, place)
+        self._mesh = build_mesh(recipe.layout, place, recipe.exchange.exact)
         self._prepared: Prepared | None = None
         self._gang: Gang | None = None
         self._over = False

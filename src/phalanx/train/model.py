@@ -33,19 +33,20 @@ class Seeds:
 
     def __init__(self, seed: int, device: torch.device):
         self._seed, self._device = seed, device
-        self._step = self._first = 0
+        self._step = 0
+        self._own = range(1 << 62)
 
-    def begin(self, step: int, first: int) -> None:
-        """A step begins whose first micro-batch here has this number."""
-        self._step, self._first = step, first
+    def begin(self, step: int, own: range) -> None:
+        """A step begins of which these micro-batches are done here."""
+        self._step, self._own = step, own
 
     def of(self, micro_batch: int) -> None:
         """Seed the forward of this worker's micro-batch with that number in the step."""
-        seed_everything(seed_for(self._seed, self._step, self._first + micro_batch), self._device)
+        seed_everything(seed_for(self._seed, self._step, self._own[micro_batch]), self._device)
 
     def of_stage(self, micro_batch: int, stage: int) -> None:
         """The same for one stage of a pipeline, each of which draws its own."""
-        seed_everything(seed_for(self._seed, self._step, self._first + micro_batch, stage), self._device)
+        seed_everything(seed_for(self._seed, self._step, self._own[micro_batch], stage), self._device)
 
 
 def known(facts: Facts) -> dict[str, int | None]:

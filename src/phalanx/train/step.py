@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
-from phalanx.data.feed import share
 from phalanx.train.gradients import Gradients
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
@@ -108,8 +107,8 @@ class Stepper:
         self.clip = clip
         self._seeds = seeds
         self._own_gradients = own_gradients
-        own = share(micro_batches, mesh.data, mesh.data_size)
-        self._own, self._first = len(own), own.start
+        self._leaves = mesh.own(micro_batches)
+        self._own = len(self._leaves)
         self._parameters = list(optimizer.names)
         self.backwards = 0
         """Micro-batches of this step that are done."""
@@ -121,7 +120,7 @@ class Stepper:
 
     def begin(self, step: int) -> None:
         """A step with this number begins."""
-        self._seeds.begin(step, self._first)
+        self._seeds.begin(step, self._leaves)
         self.backwards = 0
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].
@@ -148,7 +147,7 @@ class Stepper:
     ) -> None:
         """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
         allows."""
-        leaf = self._first + self.backwards
+        leaf = self._leaves[self.backwards]
         self.backwards += 1
         if self.mesh.speaks:
             self._agreement[leaf] = loss.detach()
@@ -171,7 +170,7 @@ class Stepper:
         """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
         worker has not the last stage."""
         watch.lap("backward")
-        for leaf, (loss, terms) in enumerate(sums or (), start=self._first):
+        for leaf, (loss, terms) in zip(self._leaves, sums, strict=True) if sums else ():
             if self.mesh.speaks:
                 self._agreement[leaf] = loss
                 self._agreement[self.micro_batches + leaf] = terms

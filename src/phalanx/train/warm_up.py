@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from phalanx.compat import graph_breaks, is_compiled
-from phalanx.data.feed import share
 from phalanx.train.gang import Parts
 from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
@@ -53,7 +52,7 @@ def _first_batches(parts: Parts, progress: Progress) -> list[Any]:
     recipe, mesh = parts.recipe, parts.divided.mesh
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    own = share(recipe.batch.global_ // micro, mesh.data, mesh.data_size)
+    own = mesh.own(recipe.batch.global_ // micro)
     return [parts.convert(parts.data.train(progress.samples + index * micro, micro)) for index in own]
 
 

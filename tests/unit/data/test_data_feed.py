@@ -44,6 +44,19 @@ def test_ranks_own_consecutive_micro_batches(world):
     assert owned == [[i, i + 1] for i in range(0, 12, 2)]
 
 
+@pytest.mark.parametrize(("world", "rank", "mine"), [(2, 1, [1, 3, 5]), (4, 0, [0]), (4, 2, [2, 4]), (6, 5, [5])])
+def test_neighbours_take_turns_in_rounds_that_do_not_depend_on_the_world(world, rank, mine):
+    with feed(Counting(), rank=rank, world=world, turns=2, consumed=24) as steps:
+        for first in (24, 36):
+            got = [batch["tokens"].tolist() for batch in next(steps)]
+            assert got == [[first + 2 * number, first + 2 * number + 1] for number in mine]
+
+
+def test_a_round_that_is_not_full_is_refused():
+    with pytest.raises(ValueError, match="no micro-batches of 2 for 4 ranks"):
+        feed(Counting(), world=4, turns=4)
+
+
 def test_it_reads_ahead_but_not_further_than_told():
     data = Counting()
     with feed(data, depth=4), data.changed:

@@ -97,6 +97,14 @@ def test_under_replicas_the_workers_share_the_micro_batches(batch: int, world: i
     assert batch // chosen(replicas(batch), world=world)["micro"] % world == 0
 
 
+@pytest.mark.parametrize("shard", [2, 16])
+def test_under_replicas_that_are_sharded_the_choice_is_the_same_for_any_number_of_them(shard: int) -> None:
+    layouts = [{"replicate": replicate, "shard": shard} for replicate in (1, 2, 4)]
+    found = {chosen(replicas(64, layout=each), world=each["replicate"] * shard)["micro"] for each in layouts}
+    assert len(found) == 1
+    assert 64 // found.pop() % (4 * shard) == 0
+
+
 def test_under_replicas_memory_may_make_micro_batches_smaller() -> None:
     assert chosen(replicas(24))["micro"] == 1
     assert chosen(replicas(64))["micro"] == 8

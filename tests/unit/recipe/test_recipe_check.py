@@ -60,9 +60,14 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             "layout.expert: found 3, which must divide shard x context = 4$",
         ),
         (
-            ["layout.shard=2", "exchange.exact=replicas"],
+            ["layout.tensor=2", "exchange.exact=replicas"],
             2,
-            "layout: exchange.exact = replicas needs whole replicas: give layout.replicate only, or exact: world",
+            "layout: exchange.exact = replicas goes with replicate and shard only: give these, or exact: world",
+        ),
+        (
+            ["layout.shard=2", "layout.expert=2", "exchange.exact=replicas"],
+            2,
+            "layout: exchange.exact = replicas goes with replicate and shard only",
         ),
         (
             ["layout.tensor=2", "optim.name=muon"],
@@ -109,6 +114,7 @@ def test_what_cannot_run_is_told_with_its_numbers(
         (["layout.shard=2", "layout.context=2", "layout.expert=4"], 4),
         (["layout.shard=2", "optim.name=muon"], 2),
         (["layout.replicate=4", "exchange.exact=replicas"], 4),
+        (["layout.replicate=2", "layout.shard=2", "exchange.exact=replicas"], 4),
         (["layout.shard=2", "task=classification"], 2),
         (["layout.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
         (["layout.shard=2", "optim.state=8bit"], 2),

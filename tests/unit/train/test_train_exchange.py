@@ -153,6 +153,17 @@ def test_a_bucket_has_one_dtype() -> None:
     assert [len(bucket.parameters) for bucket in buckets] == [1, 1, 2]
 
 
+def test_a_bucket_of_which_this_rank_has_no_rows_travels_all_the_same() -> None:
+    weights = parameters((0, 4), (3,))
+    assert [bucket.length for bucket in make_buckets(weights, capacity=1, world=3)] == [3 * ALIGNMENT] * 2
+    exchange = alone(weights, micro_batches=2, replicas=True, capacity=1)
+    run(exchange, weights, wild_losses(weights, 2))
+    assert weights[0].grad is not None
+    assert weights[0].grad.shape == (0, 4)
+    assert weights[1].grad is not None
+    assert exchange.norm().item() == pytest.approx(weights[1].grad.norm().item())
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_gradients_are_aligned_and_equal_parts_fill_a_bucket(world: int) -> None:
     (bucket,) = make_buckets(parameters((3,), (17,), (5, 5)), capacity=1e6, world=world)

@@ -1,6 +1,7 @@
 """Where ranks stand in a layout, and what follows from it without any process group."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,19 @@ def test_parts_of_the_batch_are_divided_over_replicas_and_shards_only() -> None:
     for one, other in itertools.combinations(found, 2):
         alike = all(one.at[name] == other.at[name] for name in ("replicate", "shard"))
         assert (one.data == other.data) == alike
+
+
+def test_by_rounds_the_ranks_that_shard_take_micro_batches_in_turns_whatever_the_number_of_replicas() -> None:
+    for replicate in (1, 2, 3):
+        found = [replace(mesh, rounds=True) for mesh in meshes(replicate=replicate, shard=2)]
+        assert sorted(index for mesh in found for index in mesh.own(12)) == [*range(12)]
+        for mesh in found:
+            assert {index % 2 for index in mesh.own(12)} == {mesh.at["shard"]}
+            assert len(mesh.own(12)) == 6 // replicate
+
+
+def test_without_rounds_micro_batches_are_consecutive() -> None:
+    assert [mesh.own(12) for mesh in meshes(replicate=2, shard=2)] == [range(i, i + 3) for i in (0, 3, 6, 9)]
 
 
 def test_parameters_are_sharded_over_shard_and_context() -> None:

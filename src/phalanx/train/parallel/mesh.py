@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.data.feed import share
 from phalanx.recipe.schema import Layout
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import Place
@@ -39,7 +40,8 @@ class Mesh:
     `stage` are all ranks that hold the same layers. `data` numbers the parts of the batch, 0 <= data < data_size: ranks
     that differ in pipeline, context or tensor only work on the same samples. `fsdp` is the DeviceMesh over which
     parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard"); None where they are whole.
-    `expert_fsdp` is the same for experts, whose number of owners is smaller by `expert`.
+    `expert_fsdp` is the same for experts, whose number of owners is smaller by `expert`. `rounds`: the ranks that shard
+    a replica take micro-batches in turns, and sums over replicas are not left to FSDP: `fsdp` has "shard" only.
     """
 
     layout: Layout
@@ -52,6 +54,7 @@ class Mesh:
     stage: Group = None
     fsdp: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
+    rounds: bool = False
 
     @property
     def data(self) -> int:
@@ -62,6 +65,15 @@ class Mesh:
     def data_size(self) -> int:
         """Parts into which the batch is divided."""
         return self.layout.replicate * self.layout.shard
+
+    @property
+    def turns(self) -> int:
+        """Ranks that take micro-batches in turns (`feed.share`)."""
+        return self.layout.shard if self.rounds else 1
+
+    def own(self, micro_batches: int) -> range:
+        """Which of a step's micro-batches are this worker's."""
+        return share(micro_batches, self.data, self.data_size, self.turns)
 
     @property
     def sharded(self) -> int:
@@ -108,8 +120,9 @@ def alone() -> Mesh:
     return Mesh(Layout(), coordinates(Layout(), 0))
 
 
-def build_mesh(layout: Layout, place: Place) -> Mesh:
-    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world."""
+def build_mesh(layout: Layout, place: Place, exact: str = "world") -> Mesh:
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exact` is
+    the recipe's."""
     at = coordinates(layout, place.rank)
     world = dist.group.WORLD if layout.world > 1 else None
     if layout.replicate == layout.world:
@@ -119,9 +132,10 @@ def build_mesh(layout: Layout, place: Place) -> Mesh:
     ranks = torch.arange(math.prod(sizes)).view(sizes)
     groups = {name: _own_group(ranks.movedim(i, -1), place.rank) for i, name in enumerate(DIMENSIONS)}
     fsdp = expert_fsdp = expert = None
+    rounds = exact == "replicas" and sharded > 1
     if sharded > 1:
         # [pipeline, replicate, shard x context, tensor]
-        fsdp = _fsdp_mesh(place, layout, sharded)
+        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1 and not rounds)
         if layout.expert > 1:
             owners = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
             expert = _own_group(owners.movedim(3, -1), place.rank)
@@ -137,6 +151,7 @@ def build_mesh(layout: Layout, place: Place) -> Mesh:
         stage=world if layout.pipeline == 1 else _own_group(ranks.flatten(1), place.rank),
         fsdp=fsdp,
         expert_fsdp=expert_fsdp,
+        rounds=rounds,
     )
 
 
@@ -161,13 +176,13 @@ def _own_group(ranks: torch.Tensor, rank: int, required: bool = True) -> Group:
     return own
 
 
-def _fsdp_mesh(place: Place, layout: Layout, sharded: int) -> DeviceMesh:
+def _fsdp_mesh(place: Place, layout: Layout, sharded: int, replicates: bool) -> DeviceMesh:
     mesh = init_device_mesh(
         place.device.type,
         (layout.pipeline, layout.replicate, sharded, layout.tensor),
         mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
     )
-    return mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"]
+    return mesh["replicate", "shard"] if replicates else mesh["shard"]
 
 
 def _expert_mesh(place: Place, layout: Layout, sharded: int) -> DeviceMesh:
