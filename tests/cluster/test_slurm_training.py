@@ -165,22 +165,18 @@ def reach_the_time_limit(rig: Rig) -> None:
     assert rig.run([*limit, "TimeLimit=UNLIMITED"])[0] == 0
 
 
-@pytest.mark.parametrize(("happens", "delay"), [(preempt, 0.5), (reach_the_time_limit, 4.0)])
-def test_a_job_that_slurm_asks_to_leave_saves_and_ends_in_the_same_digest(
-    rig: Rig,
-    lab: Lab,
-    run: Run,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    happens: Callable[[Rig], None],
-    delay: float,
+def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_same_digest(
+    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
-    plan_faults(run, [fault(1, "slow", delay=delay)])
+    plan_faults(run, [fault(1, "slow", delay=1.0), fault(1, "slow", delay=6.0, attempt=1)])
     process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: steps_seen(run) >= 2, 60, "the run to be in the middle")
-    happens(rig)
+    wait_until(lambda: steps_seen(run) >= 1, 60, "the run to be on its way")
+    preempt(rig)
+    (stopped,) = wait_until(lambda: Ended(run, 0, None).kind("end"), 60, "the run to save and leave")
+    wait_until(lambda: steps_seen(run) > stopped["step"], 120, "the second attempt to be on its way")
+    reach_the_time_limit(rig)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.reference({}, 2).digest
-    assert sorted({event["attempt"] for event in found.kind("worker")}) == [0, 1]
+    assert [event["attempt"] for event in found.kind("worker")] == [0, 0, 1, 1, 2, 2]
     assert [event["step"] for event in found.kind("step")] == list(range(1, 13))  # it saved: none was done again
