@@ -12,7 +12,8 @@ from rig import NODES, Rig, obstacle
 from phalanx.jobs.engines.slurm import Slurm
 from phalanx.jobs.spec import Job, State
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {obstacle()}")
+WHY = obstacle()
+pytestmark = pytest.mark.skipif(WHY is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {WHY}")
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
