@@ -4,6 +4,7 @@
         code, out, err = rig.run(["sinfo"])                # as a user would on a login node
         rig.run(["sbatch", "--wrap", "hostname"])
         rig.limit("n2", "100mbit")                         # its link, both ways; rig.limit("n2", None) lifts it
+        rig.administer("n2", "mount", "...")               # as root on the node; its mounts are its own
         rig.cut("n2")                                      # off the network, all its processes live on
         rig.kill_node("n3")                                # dead, as when its power fails
         rig.revive("n2")                                   # back, whichever of the two it was
@@ -56,7 +57,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0,nohold_on_prolog_fail
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
 MessageTimeout=5
@@ -92,10 +93,12 @@ def obstacle() -> str | None:
 
 
 class Rig:
-    """The cluster, as a context. `environment`: what commands see; this process's by default."""
+    """The cluster, as a context. `environment`: what commands see; this process's by default. `more`: lines of
+    slurm.conf besides."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, more: str = "") -> None:
         self._environment = dict(os.environ if environment is None else environment)
+        self._more = more
         self._first: subprocess.Popen[str] | None = None
         self._nodes: dict[str, tuple[subprocess.Popen[str], int]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -151,6 +154,10 @@ class Rig:
         else:
             self._start_node(node)
         self.wait_for(lambda: self._in_service(node), f"{node} back in service")
+
+    def administer(self, node: str, *argv: str) -> None:
+        """Run a command on a node, as its administrator."""
+        self._administer(*argv, target=self._nodes[node][1])
 
     def stop_controller(self) -> None:
         """Stop the controller, which writes down what it knows; the nodes and their jobs run on. (Killed outright, it
@@ -222,7 +229,7 @@ class Rig:
             f"NodeName={node} NodeAddr=10.77.0.{number} CPUs={cores} RealMemory=4000 Gres=gpu:2 State=UNKNOWN"
             for number, node in enumerate(NODES, 1)
         )
-        (self.files / "slurm.conf").write_text(CONFIGURATION.format(nodes=nodes))
+        (self.files / "slurm.conf").write_text(f"{CONFIGURATION.format(nodes=nodes)}{self._more}\n")
         (self.files / "gres.conf").write_text(GPUS)
         (self.files / "hosts").write_text(HOSTS)
         self._administer("mount", "--bind", f"{HOME}/hosts", "/etc/hosts")

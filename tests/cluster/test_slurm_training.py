@@ -116,15 +116,21 @@ def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
         rig.revive(node)
 
 
+def job_of(rig: Rig) -> str:
+    """The number of the only job that there is."""
+    _, listed, _ = rig.run(["squeue", "--noheader", "--format=%i"])
+    (number,) = listed.split()
+    return number
+
+
 def restart_the_controller(rig: Rig) -> None:
     rig.stop_controller()
     rig.start_controller()
 
 
 def requeue(rig: Rig) -> None:
-    """What preemption does, too."""
-    _, listed, _ = rig.run(["squeue", "--noheader", "--format=%i"])
-    assert rig.run(["scontrol", "requeue", listed.split()[0]])[0] == 0
+    """What preemption does, too, where a site gives it no time of grace."""
+    assert rig.run(["scontrol", "requeue", job_of(rig)])[0] == 0
 
 
 @pytest.mark.parametrize("happens", [restart_the_controller, requeue])
@@ -143,3 +149,34 @@ def test_whatever_slurm_does_to_the_job_it_ends_in_the_same_digest(
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.reference({}, 2).digest
+
+
+def preempt(rig: Rig) -> None:
+    """A job that comes first takes all nodes; the partition gives 10 s of grace."""
+    options = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"]
+    assert rig.run(["sbatch", *options, "--wrap=true"])[0] == 0
+
+
+def reach_the_time_limit(rig: Rig) -> None:
+    """Slurm warns 2 min before the end, and looks for jobs to warn every half minute. The next attempt has time."""
+    limit = ["scontrol", "update", f"JobId={job_of(rig)}"]
+    assert rig.run([*limit, "TimeLimit=2"])[0] == 0
+    rig.wait_for(lambda: "RUNNING" not in rig.run(["squeue", "--noheader", "--format=%T"])[1], "the end of its time")
+    assert rig.run([*limit, "TimeLimit=UNLIMITED"])[0] == 0
+
+
+def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_same_digest(
+    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+) -> None:
+    plan_faults(run, [fault(1, "slow", delay=1.0), fault(1, "slow", delay=6.0, attempt=1)])
+    process = train(rig, lab, run, variables, started, {})
+    wait_until(lambda: steps_seen(run) >= 1, 60, "the run to be on its way")
+    preempt(rig)
+    (stopped,) = wait_until(lambda: Ended(run, 0, None).kind("end"), 60, "the run to save and leave")
+    wait_until(lambda: steps_seen(run) > stopped["step"], 120, "the second attempt to be on its way")
+    reach_the_time_limit(rig)
+    found = ended(process, run, 150)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.reference({}, 2).digest
+    assert [event["attempt"] for event in found.kind("worker")] == [0, 0, 1, 1, 2, 2]
+    assert [event["step"] for event in found.kind("step")] == list(range(1, 13))  # it saved: none was done again

@@ -1,6 +1,7 @@
 """The engine against a stand-in for the API server, through the official client: what is created, what is answered, and
 what every refusal is called. No cluster is needed, and none was at hand."""
 
+import io
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +12,14 @@ import pytest
 import yaml
 from kubernetes_double import SCHEMAS, Double, job_of, kubeconfig
 
+from phalanx.cli.submitting import follow
 from phalanx.errors import UsageError
 from phalanx.jobs.array import array_of, members, render_array, submit_array
 from phalanx.jobs.code import Code
 from phalanx.jobs.engines.kubernetes import Kubernetes
 from phalanx.jobs.spec import Job, State
+from phalanx.joining import Shown
+from phalanx.run import Run
 
 pytestmark = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"the schemas of JobSet and Trainer are not in {SCHEMAS}")
 
@@ -237,12 +241,49 @@ def test_a_signal_that_cannot_be_sent_is_an_error(engine: Kubernetes, server: Do
         engine.signal(found, signal.SIGKILL)
 
 
-def test_cancelling_removes_a_job_with_its_secret(engine: Kubernetes, server: Double) -> None:
+def test_cancelling_removes_a_job_with_its_secret(server: Double, tmp_path: Path) -> None:
+    with server.serving() as address:
+        engine, later = (Kubernetes(kubeconfig(tmp_path, address), environ={}) for _ in range(2))
+        found = submitted(engine)
+        engine.cancel(found)
+        assert server.objects == {}
+        with pytest.raises(UsageError, match="kubernetes knows no such job"):
+            later.poll(found)
+
+
+def test_a_job_that_was_cancelled_here_is_known_as_that_and_may_be_cancelled_again(engine: Kubernetes) -> None:
     found = submitted(engine)
     engine.cancel(found)
-    assert server.objects == {}
-    with pytest.raises(UsageError, match="kubernetes knows no such job"):
-        engine.poll(found)
+    for _ in range(2):
+        status = engine.poll(found)
+        assert (status.state, status.reason, status.name) == (State.CANCELLED, "it was deleted", "gpt")
+        engine.cancel(found)
+    assert engine.jobs() == []
+
+
+def test_who_follows_a_job_that_another_deletes_is_told_its_end(
+    engine: Kubernetes, server: Double, tmp_path: Path
+) -> None:
+    found = submitted(engine)
+    assert engine.poll(found).state is State.QUEUED
+    server.delete("jobsets", "team-a", "gpt")
+    ended = follow(engine, found, Run(tmp_path / "run"), 0, Shown(Run(tmp_path / "run"), io.StringIO()), io.StringIO())
+    assert (ended.state, ended.reason) == (State.CANCELLED, "it was deleted")
+
+
+def test_a_job_that_was_over_before_it_went_away_keeps_its_end(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    server.objects["jobsets", "team-a", "gpt"]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    assert engine.poll(found).state is State.DONE
+    server.delete("jobsets", "team-a", "gpt")
+    assert engine.poll(found).state is State.DONE
+
+
+def test_a_name_that_is_taken_anew_is_the_new_job(engine: Kubernetes) -> None:
+    found = submitted(engine)
+    engine.cancel(found)
+    assert submitted(engine) == found
+    assert engine.poll(found).state is State.QUEUED
 
 
 def test_a_job_that_is_over_is_left_as_it_is(engine: Kubernetes, server: Double) -> None:

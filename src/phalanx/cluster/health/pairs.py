@@ -11,7 +11,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,13 +78,14 @@ def rounds(nodes: int) -> Iterator[list[Pair]]:
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def pairs(place: Place) -> list[Finding]:
-    """This node's findings, after all have measured."""
+def pairs(place: Place, settled: Callable[[], None] = lambda: None) -> list[Finding]:
+    """This node's findings, after all have measured. `settled` is called as soon as they are here; only when it has
+    returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
     with socket.create_server(("", 0), backlog=CONNECTIONS) as own:
-        return _lead(place, own) if place.node == 0 else _follow(place, own)
+        return _lead(place, own, settled) if place.node == 0 else _follow(place, own, settled)
 
 
-def _lead(place: Place, own: socket.socket) -> list[Finding]:
+def _lead(place: Place, own: socket.socket, settled: Callable[[], None]) -> list[Finding]:
     members = {0: Member(platform.node(), (place.leader[0], own.getsockname()[1]))}
     with contextlib.ExitStack() as stack:
         _gather(place, members, stack)
@@ -99,6 +100,11 @@ def _lead(place: Place, own: socket.socket) -> list[Finding]:
         for node, member in members.items():
             if member.control is not None:
                 _tell(member.control, {"do": "end", "findings": [each.as_json() for each in findings[node]]})
+        for member in members.values():
+            if member.control is not None:
+                with contextlib.suppress(OSError, Refused):  # it is gone, and needs no waiting for
+                    _heard(member)
+        settled()
     return findings[0]
 
 
@@ -155,7 +161,7 @@ def _round(
     return found
 
 
-def _follow(place: Place, own: socket.socket) -> list[Finding]:
+def _follow(place: Place, own: socket.socket, settled: Callable[[], None]) -> list[Finding]:
     try:
         with _leader(place) as control:
             leader = Member("the leader", place.leader, control)
@@ -168,6 +174,10 @@ def _follow(place: Place, own: socket.socket) -> list[Finding]:
                 else:
                     link = _measured(tuple(said["address"]), place.token)
                     _tell(control, {"link": asdict(link)} if isinstance(link, Link) else {"error": link})
+            settled()
+            _tell(control, {})
+            with contextlib.suppress(OSError):
+                control.recv(1)  # its end: all are settled
             return [finding(each) for each in said["findings"]]
     except (OSError, Refused) as error:
         where = f"{place.leader[0]}:{place.leader[1]}"
@@ -227,12 +237,11 @@ def _heard(member: Member) -> dict[str, Any]:
 def evaluate(
     node: int, names: Mapping[int, str], links: Mapping[Pair, Link | str], missing: Sequence[str]
 ) -> list[Finding]:
-    """What is said of one node by all links. A node whose links are slow, most of them, is slow itself; a single slow
-    link is a matter of the way between two."""
+    """What is said of one node by all links. A node whose links are slow, most of them, is slow itself, which is not
+    held against the others; a single slow link is a matter of the way between two."""
     rates = {pair: min(link.out, link.back) for pair, link in links.items() if isinstance(link, Link)}
-    mine = {_other(pair, node): rate for pair, rate in rates.items() if node in pair}
+    mine = _of(node, rates)
     failed = {_other(pair, node): why for pair, why in links.items() if node in pair and isinstance(why, str)}
-    median = statistics.median(rates.values()) if rates else 0.0
     figures: dict[str, Figure] = {names[other]: rate for other, rate in mine.items()}
     told, verdicts = [], [Verdict.OK]
     if missing:
@@ -248,14 +257,43 @@ def evaluate(
     usual = statistics.median(mine.values())
     verdicts.append(judge("link rate", usual))
     told.append(f"{usual / 1e6:.0f} MB/s to {len(mine)} other nodes")
-    if len(names) >= PEERS:
+    bad = [other for other in mine if len(names) >= PEERS and _slow(other, rates)]
+    rest = {pair: rate for pair, rate in rates.items() if not set(pair) & set(bad)}
+    median = _elsewhere(node, rest)
+    if len(names) >= PEERS and median is not None:
         verdicts.append(judge("link slower", 1 - usual / median))
-        told[-1] += f", {beside(1 - usual / median)} the median of {len(rates)} links"
+        count = sum(node not in pair for pair in rest)
+        told[-1] += f", {beside(1 - usual / median)} the {f'median of the {count} links' if count > 1 else 'link'}"
+        told[-1] += " between others"
         slow = [other for other, rate in mine.items() if judge("link slower", 1 - rate / median) is not Verdict.OK]
+        slow = [other for other in slow if other not in bad]
         if slow and verdicts[-1] is Verdict.OK:
             verdicts.append(Verdict.WARN)
             told.append("slow to " + ", ".join(f"{names[other]} ({mine[other] / 1e6:.0f} MB/s)" for other in slow))
+    if bad:
+        told.append(
+            "slow by their own fault: " + ", ".join(f"{names[each]} ({mine[each] / 1e6:.0f} MB/s)" for each in bad)
+        )
     return [Finding("links", worst(verdicts), "; ".join(told), figures)]
+
+
+def _of(node: int, rates: Mapping[Pair, float]) -> dict[int, float]:
+    """A node's links, by who is at the other end."""
+    return {_other(pair, node): rate for pair, rate in rates.items() if node in pair}
+
+
+def _elsewhere(node: int, rates: Mapping[Pair, float]) -> float | None:
+    """The median of the links that do not end at a node: of few nodes, a slow one has half of all links and more."""
+    found = [rate for pair, rate in rates.items() if node not in pair]
+    return statistics.median(found) if found else None
+
+
+def _slow(node: int, rates: Mapping[Pair, float]) -> bool:
+    """Whether a node is so slow that its links cannot be held against those at their other ends."""
+    mine, median = _of(node, rates), _elsewhere(node, rates)
+    if not mine or median is None:
+        return False
+    return judge("link slower", 1 - statistics.median(mine.values()) / median) is Verdict.BAD
 
 
 def _other(pair: Pair, node: int) -> int:

@@ -13,6 +13,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from phalanx.jobs.engines.kubernetes_client import Client, connect, send
 from phalanx.jobs.engines.kubernetes_errors import NotThere, explained
 from phalanx.jobs.engines.kubernetes_options import KINDS, LABEL, options_of
 from phalanx.jobs.engines.kubernetes_status import index_of, latest, status_of
-from phalanx.jobs.spec import Job, Status
+from phalanx.jobs.spec import Job, State, Status
 
 GROUPS = {
     "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
@@ -54,6 +55,8 @@ class Kubernetes:
         self._config, self._context = config, context
         self._environ, self._token = environ, token
         self._connected: tuple[Client, str] | None = None
+        self._last: dict[str, Status] = {}
+        """What was last known of each job that was polled here: of one that is deleted, the cluster keeps nothing."""
 
     def render(self, job: Job) -> Request:
         """The manifests. Values of secrets are not in them."""
@@ -98,9 +101,18 @@ class Kubernetes:
         return f"{namespace}/{kind}/{name}"
 
     def poll(self, job: str) -> Status:
+        """What is known of a job. One that was there when it was last polled here, and is not any more, was cancelled,
+        by whomever; or it was over, and its time to be kept has passed."""
         namespace, _, name = _parts(job)
-        workload = self._workload(job)
-        return status_of(job, workload, self._jobs(namespace, name), self._pods(namespace, name))
+        workload = self._found(job)
+        if workload is None:
+            last = self._last.get(job)
+            if last is None:
+                raise no_such_job(self.name, job)
+            return last if last.state.over else replace(last, state=State.CANCELLED, reason="it was deleted")
+        found = status_of(job, workload, self._jobs(namespace, name), self._pods(namespace, name))
+        self._last[job] = found
+        return found
 
     def jobs(self) -> list[Status]:
         """Those that Phalanx submitted to the namespace of the context, of everybody who may use it."""
@@ -174,6 +186,13 @@ class Kubernetes:
         return {manifest.TOKEN: self._token()} | {name: self._environ[name] for name in job.secrets}
 
     def _workload(self, job: str) -> dict[str, Any]:
+        found = self._found(job)
+        if found is None:
+            raise no_such_job(self.name, job)
+        return found
+
+    def _found(self, job: str) -> dict[str, Any] | None:
+        """The JobSet or TrainJob, if it is there."""
         namespace, kind, name = _parts(job)
         client, _ = self._connect()
         try:
@@ -182,7 +201,7 @@ class Kubernetes:
                     **GROUPS[kind], namespace=namespace, name=name, _request_timeout=PATIENCE
                 )
         except NotThere:
-            raise no_such_job(self.name, job) from None
+            return None
         return found
 
     def _jobs(self, namespace: str, name: str) -> list[Mapping[str, Any]]:

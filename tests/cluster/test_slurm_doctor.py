@@ -1,0 +1,100 @@
+"""`phalanx doctor` on the nodes of a real Slurm: as its prolog and its health check, with the scripts of the doctor's
+page, and along the links between nodes."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rig import NODES, Rig, obstacle
+
+from phalanx.jobs.engines.slurm import Slurm
+from phalanx.jobs.spec import Job, State
+
+WHY = obstacle()
+pytestmark = pytest.mark.skipif(WHY is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {WHY}")
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """A folder of each node's own: what is mounted there on one node, the others do not see."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+def script(mark: str, folder: Path, scratch: Path) -> Path:
+    """A script as it stands on the doctor's page, but for the paths and the number of GPUs."""
+    (text,) = (found for found in re.findall(r"```sh\n(#!.*?)```", PAGE.read_text(), re.DOTALL) if mark in found)
+    for theirs, ours in (
+        ("/opt/phalanx/bin/phalanx", str(Path(sys.executable).with_name("phalanx"))),
+        ("--expect-devices 8", "--expect-devices 0"),
+        ("--run /scratch", f"--run {scratch}"),
+        ("/var/log/phalanx-doctor.log", f"{folder}/$SLURMD_NODENAME.log"),
+    ):
+        text = text.replace(theirs, ours)
+    file = folder / mark.lower()
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+def fill_disk(rig: Rig, node: str, scratch: Path) -> None:
+    """On this node the run's disk has less room than the doctor lets pass."""
+    rig.administer(node, "mount", "-t", "tmpfs", "-o", "size=1m", "small", str(scratch))
+
+
+def reason(rig: Rig, node: str) -> str:
+    """Why Slurm has a node out of service."""
+    code, out, err = rig.run(["sinfo", "--noheader", f"--nodes={node}", "--format=%E"])
+    assert code == 0, err
+    return out.strip()
+
+
+def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tmp_path: Path, scratch: Path) -> None:
+    prolog = script("Prolog", tmp_path, scratch)
+    with Rig(more=f"Prolog={prolog}\nPrologFlags=Alloc") as rig:
+        fill_disk(rig, "n2", scratch)
+        slurm = Slurm(rig.run, tmp_path / "jobs")
+        id = slurm.submit(slurm.render(Job("examined", ("hostname",), tmp_path, nodes=2)))
+        rig.wait_for(lambda: slurm.poll(id).state.over, "the job's end", 90)
+        status = slurm.poll(id)
+        assert (status.state, status.attempts) == (State.DONE, 2), list(slurm.logs(id))
+        ran = sorted(slurm.logs(id))
+        assert len(ran) == 2
+        assert [node for node, state in rig.states().items() if state.startswith("drain")] == ["n2"]
+        assert "prolog" in reason(rig, "n2").lower()
+    said = {node: (tmp_path / f"{node}.log").read_text() for node in ("n2", *ran)}
+    assert f"BAD         disk/run             {scratch}: 0.0 of 0.0 GiB free" in said["n2"]
+    assert said["n2"].endswith(f"job {id}: exit code 77\n")
+    assert all(said[node].endswith(f"job {id}: exit code 0\n") for node in ran)
+
+
+def test_as_health_check_the_doctor_drains_an_unfit_node_and_says_why(tmp_path: Path, scratch: Path) -> None:
+    program = script("HealthCheckProgram", tmp_path, scratch)
+    with Rig(more=f"HealthCheckProgram={program}\nHealthCheckInterval=5\nHealthCheckNodeState=IDLE") as rig:
+        fill_disk(rig, "n3", scratch)
+        rig.wait_for(lambda: rig.states()["n3"].startswith("drain"), "the sick node to be drained", 90)
+        assert re.match(r"phalanx doctor: BAD +disk/run +.*scratch: 0\.0 of 0\.0 GiB free", reason(rig, "n3"))
+        assert [rig.states()[node] for node in NODES if node != "n3"] == ["idle"] * 3
+
+
+def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(rig: Rig, slurm: Slurm, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "phalanx", "doctor", "--pairs", "--out", str(tmp_path))
+    rig.limit("n3", "100mbit")
+    try:
+        id = slurm.submit(slurm.render(Job("links", command, tmp_path, nodes=4)))
+        rig.wait_for(lambda: slurm.poll(id).attempts > 1 or slurm.poll(id).state.over, "all links to be measured", 90)
+    finally:
+        rig.limit("n3", None)
+    lines = list(slurm.logs(id))
+    reports = {node: json.loads((tmp_path / f"{node}.json").read_text()) for node in NODES}
+    assert {node: report["fit"] for node, report in reports.items()} == {node: node != "n3" for node in NODES}, lines
+    (finding,) = reports["n3"]["findings"]
+    assert (finding["verdict"], finding["check"]) == ("BAD", "links")
+    assert all("slow by their own fault: n3 (" in reports[node]["findings"][0]["reason"] for node in ("n1", "n2", "n4"))
+    codes = {node: (slurm.folder / "links-1" / f"code.0.{node}").read_text().strip() for node in NODES}
+    assert codes == {"n1": "0", "n2": "0", "n3": "77", "n4": "0"}, lines
