@@ -32,7 +32,7 @@ from phalanx.api import (
     write_run,
 )
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, PhalanxError, RecipeError
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
@@ -88,6 +88,11 @@ def join(
                     status = gang.end()
             except PhalanxError as error:
                 _tell(report, error, supervised)
+                raise
+            except OSError as error:
+                if storage_failed(error):
+                    report.error(words_of(error), int(ExitCode.UNFINISHED))
+                    report.flush()
                 raise
             if gang.rank == 0 and not supervised:
                 stack.callback(print, _conclusion(where, status), file=sys.stderr)
