@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.cluster import Machine, environment, this_machine
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
+from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
 from phalanx.jobs.nursery_process import NurseryProcess
@@ -159,11 +159,11 @@ def check_place(path: Path) -> None:
 
 
 def create(run: Run) -> None:
-    """Make the run's directories. UsageError when the file system will not have them, OSError when it fails."""
+    """Make the run's directories. UsageError when the file system will not have them, OSError when it is away."""
     try:
         run.create()
     except OSError as error:
-        if storage_failed(error):
+        if error.errno in AWAY:
             raise
         raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
 

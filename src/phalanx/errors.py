@@ -19,6 +19,10 @@ BROKEN = frozenset(
 """What storage says that fails: devices; ESTALE a server that forgot the file, ENOTCONN a file system whose process is
 gone, ELOOP autofs where it cannot mount."""
 
+AWAY = BROKEN - {errno.EROFS}
+"""What of it a command that has just begun may hope to find mended when it is started again; a file system that is
+read-only from the beginning is the wrong place."""
+
 
 class ExitCode(IntEnum):
     """How a command ended. Engines and agents decide by these numbers whether to start it again."""

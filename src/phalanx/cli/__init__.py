@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from phalanx.errors import BROKEN, ExitCode, PhalanxError, words_of
+from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
 
 __all__ = ["main"]
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.UNFINISHED)
     except OSError as error:
-        if error.errno in BROKEN:  # it may be back when this is started again
+        if error.errno in AWAY:  # it may be back when this is started again
             print(f"error: storage fails: {words_of(error)}", file=sys.stderr)
             return int(ExitCode.UNFINISHED)
         if error.filename is None:
