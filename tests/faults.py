@@ -6,20 +6,26 @@ the middle of whatever is done then; `saving` as soon as a checkpoint that is be
 plus `delay`; `start` before the first step; `evaluation` after one at or beyond the step.
 do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
 (every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
-`free-files`, `freeze` (as SIGSTOP holds it still).
+`free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove
+nothing in the run's directory, and sync nothing: EIO), `mend-storage`, `fail-read` (as a read that storage refuses).
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
 
 NOW = "boundary"
+TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+"""Audit events of what touches files, with the path as the first argument."""
+failing = []  # the folder whose storage fails
 
 
 class Faults:
@@ -32,6 +38,7 @@ class Faults:
             if fault["attempt"] in (None, attempt) and (fault["ranks"] is None or run.rank in fault["ranks"])
         ]
         for fault in self.faults:
+            fault["run"] = str(run.path)
             if fault.get("when") == "start":
                 strike(fault)
 
@@ -86,10 +93,37 @@ def strike(fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault.get("bytes", 1000), resource.RLIM_INFINITY))
     elif do == "free-files":
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    elif do == "fail-storage":
+        fail_storage(fault["run"])
+    elif do == "mend-storage":
+        failing.clear()
+    elif do == "fail-read":
+        raise failure(fault["run"])
     elif do == "crash":
         ctypes.string_at(0)
     else:
         raise ValueError(f"no fault {do!r}")
+
+
+def failure(path):
+    return OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def fail_storage(folder):
+    sync = os.fsync
+
+    def refuse(event, arguments):
+        if failing and event in TOUCHES and str(arguments[0]).startswith(failing[0]):
+            raise failure(arguments[0])
+
+    def refuse_to_sync(fd):
+        if failing:
+            raise failure(folder)
+        sync(fd)
+
+    os.fsync = refuse_to_sync
+    sys.addaudithook(refuse)
+    failing.append(folder)
 
 
 def hang_up():

@@ -3,7 +3,9 @@
 python own_loop.py HOW KEY=VALUE ...      HOW says what is wrong with it: `right`, or one of the names below
 """
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -64,6 +66,17 @@ def score(model):
     model.train()
 
 
+def think(gang, how, seconds=60.0):
+    """What takes long between two steps, once: `stuck` without a sign of life, `thinks` with many."""
+    if os.environ.get("PHALANX_ATTEMPT", "0") != "0" or gang.rank != gang.world - 1:
+        return
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        if how == "thinks":
+            gang.alive()
+
+
 def main(how, overrides):
     import phalanx
 
@@ -82,7 +95,7 @@ def main(how, overrides):
         model, _ = gang.prepare(build, make.get(how, adamw), rules=RULES)
         samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
         for _ in range(3):  # of a loop over epochs the first gets them all
-            for batch in gang.batches(samples.get(how, Samples()), tokens=4):
+            for number, batch in enumerate(gang.batches(samples.get(how, Samples()), tokens=4)):
                 loss = loss_sum(model, batch)
                 if how == "mean-shape":
                     loss = loss[None]
@@ -96,6 +109,8 @@ def main(how, overrides):
                     raise RuntimeError("a mistake in the loop")
                 if how != "no-step" and gang.step() and how == "evaluates":
                     score(model)
+                if number == 40 and how in ("stuck", "thinks"):
+                    think(gang, how, 600.0 if how == "stuck" else 8.0)
                 if how == "break":
                     break
             if how == "break":

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.cluster import Machine, environment, this_machine
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import ExitCode, GaveUpError, RecipeError, UsageError
+from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
 from phalanx.jobs.nursery_process import NurseryProcess
@@ -41,7 +41,6 @@ from phalanx.recipe.schema import Layout
 from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
-from phalanx.run.events import NO_ROOM
 from phalanx.run.lock import locked
 from phalanx.train.schedule import factor
 
@@ -160,10 +159,12 @@ def check_place(path: Path) -> None:
 
 
 def create(run: Run) -> None:
-    """Make the run's directories. UsageError when the file system will not have them."""
+    """Make the run's directories. UsageError when the file system will not have them, OSError when it is away."""
     try:
         run.create()
     except OSError as error:
+        if error.errno in AWAY:
+            raise
         raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
 
 
@@ -346,11 +347,12 @@ def to_the_end(
                 agent.emit("end", status=status, step=last_step(run))
         write_json(run.result, result_of(run, outcome))
     except OSError as error:
-        if outcome is None or error.errno not in NO_ROOM:
+        if outcome is None or not storage_failed(error):
             raise
         said = f"{outcome.message}; " if outcome.message else ""
         code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
-        return replace(outcome, code=code, message=f"{said}{run.path}: no room left for the run's events and result")
+        message = f"{said}the run's events and result were not kept: {words_of(error)}"
+        return replace(outcome, code=code, message=message)
     return outcome
 
 

@@ -1,10 +1,27 @@
 """Exit codes and the errors that carry them: one table for the command line, agents, engines and scripts.
 
 An error that a user can cause is a `PhalanxError`: its text says what is wrong, where, and what would be right;
-the command line prints it without a traceback and leaves with its code. Anything else is a bug in Phalanx.
+the command line prints it without a traceback and leaves with its code. Storage that fails is no bug either, and may be
+back in a minute: `storage_failed` knows its errors. Anything else is a bug in Phalanx.
 """
 
+import errno
+import os
 from enum import IntEnum
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What storage says that is full, or on which a file has reached the size that it may have."""
+BROKEN = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "EREMOTEIO", "ENXIO", "ENODEV", "EROFS", "ESTALE", "ENOTCONN", "ELOOP")
+    if hasattr(errno, name)  # some are Linux's own
+)
+"""What storage says that fails: devices; ESTALE a server that forgot the file, ENOTCONN a file system whose process is
+gone, ELOOP autofs where it cannot mount."""
+
+AWAY = BROKEN - {errno.EROFS}
+"""What of it a command that has just begun may hope to find mended when it is started again; a file system that is
+read-only from the beginning is the wrong place."""
 
 
 class ExitCode(IntEnum):
@@ -53,3 +70,15 @@ class GaveUpError(PhalanxError):
     """Several attempts in a row made no progress."""
 
     code = ExitCode.GAVE_UP
+
+
+def storage_failed(error: BaseException) -> bool:
+    """Whether this is what storage says that fails or is full: nobody's mistake, and it may pass."""
+    return isinstance(error, OSError) and error.errno in NO_ROOM | BROKEN
+
+
+def words_of(error: OSError) -> str:
+    """File and reason of an error of storage."""
+    where = error.filename2 or error.filename  # of two, the second is the one that was asked for
+    reason = error.strerror or str(error)
+    return reason if where is None else f"{os.fsdecode(where)}: {reason}"

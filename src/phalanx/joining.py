@@ -11,6 +11,7 @@ follows a rule (`plan.choices_untried`).
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from phalanx.api import (
     write_run,
 )
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, PhalanxError, RecipeError
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
@@ -42,6 +43,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
 from phalanx.run.lock import locked
+from phalanx.run.pulse import Pulse, Silent, pulse_of
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -88,6 +90,11 @@ def join(
                     status = gang.end()
             except PhalanxError as error:
                 _tell(report, error, supervised)
+                raise
+            except OSError as error:
+                if storage_failed(error):
+                    report.error(words_of(error), int(ExitCode.UNFINISHED))
+                    report.flush()
                 raise
             if gang.rank == 0 and not supervised:
                 stack.callback(print, _conclusion(where, status), file=sys.stderr)
@@ -146,12 +153,22 @@ def _join(
         for note in notes:
             report.event("warning", text=note)
         resolved = load_recipe(where.resolved).recipe
+        pulse = _pulse(place.local_rank)
         prepare_torch(resolved, place)
         meet(place)
-        return Joined(where, resolved, Path(told["folder"]), place, report, stop, force), report, where
+        return Joined(where, resolved, Path(told["folder"]), place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
         raise
+
+
+def _pulse(local_rank: int) -> Pulse | Silent:
+    """What gives this worker's signs of life. Its agent, where there is one, may ask where it is from now on."""
+    pulse = pulse_of(local_rank)
+    if isinstance(pulse, Pulse):
+        faulthandler.register(signal.SIGUSR2)  # the answer goes to the worker's log
+    pulse.beat("starting")
+    return pulse
 
 
 def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
@@ -297,7 +314,8 @@ def train_script(
 
         def showing(event: Event) -> None:
             if event["kind"] == "start":  # now the recipe is known
-                agent.attempts = load_recipe(run.resolved).recipe.recovery.attempts
+                recovery = load_recipe(run.resolved).recipe.recovery
+                agent.attempts, agent.silence = recovery.attempts, recovery.silence
             show(event)
 
         def judge(outcome: Outcome) -> Outcome:

@@ -84,11 +84,21 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
 
 
 @pytest.mark.slow
+def test_storage_that_fails_in_steps_saves_and_restarts(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+    more = ("--kinds", "storage,kill", "--faults", "8", "--seed", "18", "--against", calm.run.path)
+    code, told = chaos(lab, recipe, tmp_path / "run", *more)
+    assert told["reasons"] == []
+    assert (code, told["digest"]) == (ExitCode.DONE, calm.digest)
+    meant = {(fault["kind"], fault["moment"]["phase"]) for fault in told["faults"]}
+    assert {phase for kind, phase in meant if kind == "storage"} == {"step", "save", "restart"}
+
+
+@pytest.mark.slow
 def test_every_kind_of_fault_on_one_machine(lab: Lab, recipe: Path, tmp_path: Path) -> None:
     code, told = chaos(lab, recipe, tmp_path / "run", "steps=1500", "--faults", "20")
     assert told["reasons"] == []
     assert code == ExitCode.DONE
-    assert len({fault["kind"] for fault in told["faults"]}) == 11
+    assert len({fault["kind"] for fault in told["faults"]}) == 12
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import yaml
 import own_loop
 from lab import Ended, Lab, Values, fault, plan_faults, signal_at, wait_until
 from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.watch import HEARTBEAT
 from phalanx.joining import train_script
 from phalanx.run import Event, Run
 from phalanx.train.checkpoint import list_checkpoints
@@ -194,6 +195,36 @@ def test_killed_at_any_step_it_ends_in_the_same_bits(
     starts = [event["from_step"] for event in ended.kind("start")]
     assert len(starts) == 4
     assert starts[-1] in (4, 8)  # the last checkpoint, or the one before where the disk was slow
+
+
+@pytest.mark.slow
+def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, scripts: Path) -> None:
+    arguments = ["batch.micro=1"]
+    ended = ours(lab, ["stuck", *arguments, "recovery.silence=7.5"], 2)
+    assert ended.digest == undisturbed(lab, "right", *arguments, nproc=2).digest
+    (hang,) = ended.kind("hang")
+    assert (hang["rank"], hang["stopped"]) == (1, False)
+    assert hang["silent"] < 2 * HEARTBEAT
+    assert "in think" in hang["stack"]
+    assert "own_loop.py" in hang["stack"]
+    (told,) = ended.kind("fault")
+    assert (told["rank"], told["what"]) == (1, "hang")
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_loop_that_is_held_still_is_started_again(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["dropout"], 2, faults=[fault(6, "freeze", ranks=[1])])
+    assert ended.digest == undisturbed(lab, "dropout", nproc=2).digest
+    (hang,) = ended.kind("hang")
+    assert (hang["rank"], hang["step"], hang["stopped"]) == (1, 6, True)
+    assert ended.kind("fault")[0]["what"] == "hang"
+
+
+@pytest.mark.slow
+def test_a_loop_that_says_that_it_is_alive_is_let_be(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["thinks", "batch.micro=1", "recovery.silence=6"], 2)
+    assert ended.digest == undisturbed(lab, "right", "batch.micro=1", nproc=2).digest
+    assert ended.kind("hang") == ended.kind("fault") == []
 
 
 def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts: Path) -> None:

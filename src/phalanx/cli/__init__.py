@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from phalanx.errors import ExitCode, PhalanxError
+from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
 
 __all__ = ["main"]
 
@@ -119,11 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.UNFINISHED)
     except OSError as error:
+        if error.errno in AWAY:  # it may be back when this is started again
+            print(f"error: storage fails: {words_of(error)}", file=sys.stderr)
+            return int(ExitCode.UNFINISHED)
         if error.filename is None:
             raise
         # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
-        # of two, as when one is renamed to the other, the second is the one that was asked for
-        print(f"error: {os.fsdecode(error.filename2 or error.filename)}: {error.strerror}", file=sys.stderr)
+        print(f"error: {words_of(error)}", file=sys.stderr)
         return int(ExitCode.USAGE)
 
 

@@ -69,6 +69,8 @@ def whom(fault: Fault) -> str:
         return f"node of {fault.rank}"
     if fault.kind in ("agent", "preempt", "limit"):
         return "agent"
+    if fault.kind == "storage":
+        return "run"
     if fault.kind in ("runner", "supervisor"):
         return "queue"
     return f"worker {fault.rank}"

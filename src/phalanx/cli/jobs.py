@@ -204,6 +204,35 @@ def stop(
         engine.cancel(ident)
 
 
+@app.command()
+def forget(
+    jobs: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="As `phalanx jobs ls` shows them, or an array's name.")
+    ] = None,
+    older: Annotated[
+        str | None, typer.Option("--older", metavar="TIME", help="All that ended longer ago than this, such as 7d.")
+    ] = None,
+) -> None:
+    """Remove jobs that are over from this machine's queue, with what they printed and the code that came with them.
+
+    Their runs stay. A run with modules from code that travelled needs that code for `generate` and `evaluate`.
+    """
+    from phalanx.cli.submitting import seconds_of
+    from phalanx.jobs.engines.local import Local
+
+    if bool(jobs) == (older is not None):
+        raise UsageError("say which jobs to forget: their ids, or --older TIME")
+    engine = Local()
+    if older is not None:
+        until = time.time() - (seconds_of(older) or 0.0)
+        found = [status.id for status in engine.jobs() if status.state.over and (status.ended or 0.0) < until]
+    else:
+        found = [ident for job in jobs or () for ident in _meant(engine, job)]
+    for ident in found:
+        engine.forget(ident)
+    print(f"{len(found)} {'job' if len(found) == 1 else 'jobs'} forgotten")
+
+
 def _meant(engine: "Engine", word: str) -> list[str]:
     """The job of this id, or the members of the array of this name."""
     from phalanx.jobs.array import members

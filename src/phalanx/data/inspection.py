@@ -12,7 +12,7 @@ from phalanx.data.manifest import LABEL_BYTES, Manifest, ShardEntry, read_manife
 from phalanx.data.prepare import Progress, silent
 from phalanx.data.shard import BLOCK, Shard, check_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer
-from phalanx.errors import DataError
+from phalanx.errors import DataError, storage_failed, words_of
 
 
 def verify(
@@ -33,6 +33,10 @@ def verify(
             bad += _bad_blocks(folder, entry)
         except DataError as error:
             bad.append(str(error))
+        except OSError as error:
+            if not storage_failed(error):
+                raise
+            bad.append(f"{words_of(error)}, in {folder / entry.file} or beside it")
         blocks += -(-entry.bytes // BLOCK)
         done += entry.bytes
         count += entry.count

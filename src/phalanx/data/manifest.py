@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, storage_failed
 from phalanx.run.directory import write_json
 
 FORMAT = 1
@@ -107,6 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: no dataset here ({MANIFEST} is missing); `phalanx data prepare` makes one"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if storage_failed(error):
+            raise
         raise DataError(f"{path}: not a dataset manifest ({type(error).__name__}: {error})") from None
     if manifest.fingerprint != fingerprint:
         raise DataError(

@@ -25,7 +25,7 @@ import phalanx.errors
 from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
 from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_done, sample_texts, weigh
 from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
-from phalanx.errors import PhalanxError, RecipeError, UsageError
+from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
 from phalanx.run.directory import write_whole
 
@@ -76,6 +76,8 @@ def prepare_source(
                     raise
                 _publish(claim.folder, out)
     except OSError as error:
+        if error.errno in AWAY:
+            raise
         raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error
     return out
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from phalanx.data.manifest import MANIFEST, ShardEntry
-from phalanx.errors import DataError
+from phalanx.errors import DataError, storage_failed
 
 BLOCK = 1 << 16
 _MAGIC = b"PHXSHRD1"
@@ -110,13 +110,16 @@ class Sidecar:
 
 
 def read_sidecar(folder: Path, entry: ShardEntry) -> Sidecar:
-    """A shard's sidecar; DataError unless it is the very one that the manifest describes."""
+    """A shard's sidecar; DataError unless it is the very one that the manifest describes, OSError when storage
+    fails."""
     path = folder / entry.sidecar
     blocks = -(-entry.bytes // BLOCK)
     where = f"{path}: blocks 0 to {max(blocks - 1, 0)} of {entry.file} cannot be checked:"
     try:
         data = path.read_bytes()
     except OSError as error:
+        if storage_failed(error):
+            raise
         raise DataError(f"{where} their checksums cannot be read ({error.strerror})") from None
     if xxh3_64_hexdigest(data) != entry.sidecar_xxh3:
         raise DataError(f"{where} the file is damaged, or {MANIFEST} is that of another dataset")

@@ -5,6 +5,7 @@ ends with an exit code of `errors.ExitCode`; workers never outlive their agent, 
 """
 
 import itertools
+import select
 import selectors
 import signal
 import socket
@@ -20,6 +21,7 @@ from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
 from phalanx.jobs.signals import Signals
@@ -90,16 +92,18 @@ class Agent:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:  # hot copies that an agent leaves when it dies are for the one after it
-            remove_copies(self.run)
-            forget(self.run)
-        self.signals.__exit__(*exception)
-        self.log.close()
+        try:
+            if exception[0] is None:  # hot copies that an agent leaves when it dies are for the one after it
+                remove_copies(self.run)
+                forget(self.run)
+        finally:
+            self.signals.__exit__(*exception)
+            self.log.close()
 
     def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
         self.nursery.wait_ready()
-        saved, barren, number = 0, 0, first_attempt
+        saved, barren, number, outage = 0, 0, first_attempt, None
         patience = COMING
         while True:
             if (absent := self.assemble(patience)) is not None:
@@ -122,7 +126,13 @@ class Agent:
             if attempt.steps == 0 and number == first_attempt and first_to_fall(attempt.codes)[1] == 1:
                 # An exception before the first step is a mistake in code, which another attempt would only repeat.
                 return Outcome(ExitCode.GAVE_UP, None, message)
-            barren = 0 if attempt.saved > saved else barren + 1
+            if attempt.storage and not attempt.steps:
+                outage = outage or Outage(self.clock())
+                if (lasting := outage.outlast(self.run, self.clock, self.rest, self.emit)) is not None:
+                    return Outcome(ExitCode.UNFINISHED, None, f"{message}; {lasting}")
+            else:
+                outage = None
+                barren = 0 if attempt.saved > saved else barren + 1
             saved = max(saved, attempt.saved)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
@@ -162,6 +172,13 @@ class Agent:
                     if old is not None:
                         old.wire.close()
         return None
+
+    def rest(self, seconds: float) -> bool:
+        """Do nothing for so long, or until a signal comes; whether the run is to stop."""
+        if select.select([self.signals.wake], [], [], seconds)[0]:
+            self.signals.wake.recv(4096)
+        self.obey_signals()
+        return self.stopping
 
     def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
         """Start all workers and follow them until the last is gone, or the nursery that would tell."""

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import Hang
 from phalanx.jobs.nodes import Node
-from phalanx.jobs.nursery import LOST_PEER, signal_name
+from phalanx.jobs.nursery import LOST_PEER, STORAGE, signal_name
 from phalanx.run.channel import Message
 from phalanx.run.pulse import Beat
 
@@ -66,6 +66,11 @@ class Attempt:
         beats = {rank: beat for found in by_node.values() for rank, beat in found.items()}
         return beats, lambda: {rank for node, found in by_node.items() for rank in node.held(found)}
 
+    @property
+    def storage(self) -> bool:
+        """Whether it ended because storage failed."""
+        return self.ending is None and not self.lost and first_to_fall(self.codes)[1] == STORAGE
+
     def node_of(self, rank: int) -> str | None:
         """The host of a worker."""
         return next((node.name for node, ranks in self.places.items() if rank in ranks), None)
@@ -89,6 +94,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
     rank, code = first_to_fall(codes)
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
+    if code == STORAGE and attempt.error is not None:
+        return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
     return None, f"worker {rank} {how_ended(code)}{last_words(log)}"
 
 
@@ -97,6 +104,10 @@ def how_ended(code: int) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if code == LOST_PEER:
         how = "lost the connection to another worker"
+    if code == STORAGE:
+        how = "ended because storage failed"
+    if code == -signal.SIGBUS:
+        how += " (if nobody did that, a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
         how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
     return how
@@ -116,7 +127,7 @@ def fault(attempt: Attempt) -> dict[str, Any]:
     for node in attempt.lost:
         return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
     rank, code = first_to_fall(attempt.codes)
-    what = "lost peer" if code == LOST_PEER else f"exit {code}"
+    what = {LOST_PEER: "lost peer", STORAGE: "storage"}.get(code, f"exit {code}")
     return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
 
 
@@ -126,9 +137,9 @@ def worker_log(logs: Path, attempt: int, rank: int) -> Path:
 
 
 def last_words(log: Path, limit: int = 300) -> str:
-    """The last line that a worker printed, if any, and where its log lies."""
+    """The last line that a worker printed, if any can be read, and where its log lies."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return ""
     return f": {lines[-1][-limit:]} (log: {log})" if lines else ""

@@ -24,18 +24,19 @@ class Hang:
     told: bool = False
 
     def stack(self) -> str | None:
-        """The stack of its threads as it printed them; None while it has not, as when it is held still."""
-        with contextlib.suppress(FileNotFoundError), open(self.log, "rb") as file:
+        """The stack of its threads as it printed them; None while it has not, as when it is held still, or when it
+        cannot be read."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self.before)
             return file.read(STACK).decode(errors="replace").strip() or None
         return None
 
 
 def size_of(log: Path) -> int:
-    """Bytes that were printed so far."""
+    """Bytes that were printed so far, as far as is known."""
     try:
         return log.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

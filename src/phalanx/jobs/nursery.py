@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import psutil
 
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, storage_failed
 from phalanx.run import pulse
 from phalanx.run.channel import Message, pair, receive, send
 
@@ -39,6 +39,9 @@ HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOST_PEER = 76
 """Exit status of a worker that ended only because another was gone. It may end, and be reaped, before that one: a dying
 process closes its sockets first."""
+STORAGE = 74
+"""Exit status of a worker that ended because storage failed: a file of the run, its data or its code could not be read
+or written. EX_IOERR of sysexits.h."""
 STORE = -1
 CALL = -2
 """Ranks of the children that are not workers."""
@@ -263,21 +266,32 @@ def _become(body: Callable[[], None], environment: dict[str, str], log: Path | N
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ.update(environment)
         if log is not None:
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(fd, 1)
-            os.dup2(fd, 2)
-            os.close(fd)
+            _print_to(log)
         body()
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
-        traceback.print_exc()
-        code = LOST_PEER if _lost_peer(error) else 1
+        code = LOST_PEER if _lost_peer(error) else STORAGE if storage_failed(error) else 1
+        with contextlib.suppress(OSError):  # of the log
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
+
+
+def _print_to(log: Path) -> None:
+    """Have what this process prints go to a file; nowhere, and OSError, when that cannot be opened."""
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        _print_to(Path(os.devnull))
+        raise
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
 
 
 def _lost_peer(error: BaseException) -> bool:

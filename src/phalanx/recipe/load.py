@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.errors import ExitCode, PhalanxError, RecipeError
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, storage_failed
 from phalanx.recipe.explain import explained, found, nearest
 from phalanx.recipe.overrides import override
 from phalanx.recipe.schema import Recipe
@@ -82,4 +82,6 @@ def read_text(path: Path) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError(f"{path}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
     except OSError as error:
+        if storage_failed(error):
+            raise
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None

@@ -4,7 +4,6 @@ Kinds and their fields are listed in DESIGN.md, Run directory. Readers skip a to
 restart appear again, and the highest attempt counts.
 """
 
-import errno
 import json
 import os
 import time
@@ -12,22 +11,23 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import storage_failed
+
 Event = dict[str, Any]
-
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventLog:
     """The one writer of a run's events. Each event is one `write` of a whole line, so a reader never sees half of one
     unless the machine dies within it; opening after such a death ends the torn line first.
 
-    A full disk does not stop a run for its events: they wait in memory and are written when there is room again.
+    Storage that is full or fails does not stop a run for its events: they wait in memory and are written when it takes
+    them again, into the file opened anew: what was open before may be lost for good, as behind a server that restarted.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time):
-        self._clock = clock
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path, self._clock = path, clock
+        self._fd = self._open()
+        self._failed = False
         size = os.fstat(self._fd).st_size
         torn = size and os.pread(self._fd, 1, size - 1) != b"\n"
         self._waiting = b"\n" if torn else b""
@@ -39,18 +39,26 @@ class EventLog:
         try:
             self._write()
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if not storage_failed(error):
                 raise
+            self._failed = True
         return event
 
     def close(self) -> None:
-        """Close the file. OSError when the disk is still too full for events that wait: they are lost."""
+        """Close the file. OSError when storage still does not take events that wait: they are lost."""
         try:
             self._write()
         finally:
             os.close(self._fd)
 
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+
     def _write(self) -> None:
+        if self._failed and self._waiting:
+            anew = self._open()
+            os.close(self._fd)
+            self._fd, self._failed = anew, False
         while self._waiting:
             self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 

@@ -22,7 +22,7 @@ import psutil
 
 from phalanx.cluster.discover import cgroup_memory
 from phalanx.cluster.disks import IN_MEMORY, mount_of
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, storage_failed
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.run.hot import begin_line, cut, forget, note_saved, open_folder, remove_copies
@@ -196,7 +196,11 @@ class HotCopies:
         if self._place.local_rank == 0 or (self._begun and self._nodes.leads(self._place.rank)):
             remove_copies(self._run, self._environment)
         if self._place.leads:
-            forget(self._run)
+            try:
+                forget(self._run)
+            except OSError as error:  # the copies are gone, so what is written of them does no harm
+                if not storage_failed(error):
+                    raise
         self._over = True
 
     def abandon(self) -> None:

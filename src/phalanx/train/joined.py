@@ -28,6 +28,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.run.directory import write_json
+from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean
 from phalanx.train.collated import Collate, Collated, check_dataset, describe, mapped, moved
@@ -67,12 +68,20 @@ class Joined:
     """What `phalanx.join` gives: this worker's place in the run. `rank`, `world` and `device` say where it is."""
 
     def __init__(
-        self, run: Run, recipe: Recipe, folder: Path, place: Place, report: Reporter, stop: StopRequest, force: bool
+        self,
+        run: Run,
+        recipe: Recipe,
+        folder: Path,
+        place: Place,
+        report: Reporter,
+        stop: StopRequest,
+        force: bool,
+        pulse: Pulse | Silent,
     ):
         assert isinstance(recipe.layout, Layout)
         self.rank, self.world, self.device = place.rank, place.world, place.device
         self._run, self._recipe, self._folder, self._place = run, recipe, folder, place
-        self._report, self._stop, self._force = report, stop, force
+        self._report, self._stop, self._force, self._pulse = report, stop, force, pulse
         if place.leads:
             clean(run.checkpoints)
         self._mesh = build_mesh(recipe.layout, place, recipe.exchange.exact)
@@ -143,6 +152,7 @@ class Joined:
         parts = self._parts(prepared, Collated(dataset, fingerprint, self._recipe.seed, collate), tokens)
         self._write_plan(prepared, dataset, tokens)
         progress = resume(parts, fingerprint, self._force, OTHER_DATA)
+        self._pulse.beat("restoring")
         if place.leads:
             tell_start(parts, len(dataset), progress)
         meta = {"fingerprint": fingerprint, "recipe": parts.recipe.model_dump(mode="json", by_alias=True)}
@@ -155,6 +165,7 @@ class Joined:
             if self._stepped:
                 self._let_go()
         self._over = True
+        self._pulse.beat("ending")  # what the loop does now may take as long as it likes
 
     def _let_go(self) -> None:
         """Take back what an evaluation in the loop has gathered of a sharded model: no backward did."""
@@ -184,6 +195,7 @@ class Joined:
             units_per_sample=tokens,
             score=lambda: None,
             convert=lambda batch: moved(batch, place.device),
+            pulse=self._pulse,
         )
 
     def _write_plan(self, prepared: Prepared, dataset: Any, tokens: int) -> None:
@@ -223,6 +235,11 @@ class Joined:
         """After each backward; acts when a step's micro-batches are done, and says whether it did."""
         self._stepped = self._started().step()
         return self._stepped
+
+    def alive(self) -> None:
+        """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
+        a worker that gives none for `recovery.silence` seconds is taken for stuck. Costs a microsecond."""
+        self._pulse.beat("evaluation")
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, storage_failed, words_of
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import Phase, Piece, Saver, checkpoint_name, retain, share_out
@@ -100,6 +100,10 @@ class Saving:
             self._waiting_for_copy = True
         except UsageError as error:  # no room on the disk: training goes on
             self.reason = str(error)
+        except OSError as error:
+            if not storage_failed(error):
+                raise
+            self.reason = words_of(error)
         self._stall = time.perf_counter() - begun
 
     def wait_copied(self) -> None:
@@ -150,6 +154,7 @@ class Saving:
     def close(self) -> None:
         """Finish, and wait until old checkpoints, and all hot copies, are removed."""
         self.finish()
+        self._saver.sweep()
         if self.hot is not None:
             self.hot.close()
         self._janitor.shutdown()
@@ -200,10 +205,13 @@ class Saving:
 
     def _tidy(self, step: int) -> None:
         """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
+        self._look_after_removals()
+        self._removals.append(self._janitor.submit(self._remove_old, step))
+
+    def _remove_old(self, step: int) -> list[Path]:
         best = self._run.read_json(best_file(self._run))
         protected = [step] if best is None else [step, best["step"]]
-        self._look_after_removals()
-        self._removals.append(self._janitor.submit(retain, self._run.checkpoints, self._keep, protected))
+        return retain(self._run.checkpoints, self._keep, protected)
 
     def _look_after_removals(self) -> None:
         """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
-from phalanx.errors import ExitCode, PhalanxError
+from phalanx.errors import ExitCode, PhalanxError, storage_failed, words_of
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
@@ -76,6 +76,10 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     except PhalanxError as error:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
+    except OSError as error:
+        if storage_failed(error):
+            report.error(words_of(error), int(ExitCode.UNFINISHED))
+        raise
     finally:
         report.close()
     leave()

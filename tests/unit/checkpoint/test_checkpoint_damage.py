@@ -10,7 +10,15 @@ import torch
 from checkpoints import same_bits, save, state
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import CorruptError, load_newest, load_tensors, newest_good, read_manifest, verify
+from phalanx.train.checkpoint import (
+    CorruptError,
+    list_checkpoints,
+    load_newest,
+    load_tensors,
+    newest_good,
+    read_manifest,
+    verify,
+)
 from phalanx.train.checkpoint.format import _sidecar
 
 FILES = ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
@@ -144,6 +152,32 @@ def test_without_a_good_checkpoint_there_is_none(tmp_path: Path) -> None:
     rejected: list[str] = []
     assert load_newest(tmp_path, lambda path, file, reason: rejected.append(f"{file}: {reason}")) is None
     assert rejected == ["rank-00000.safetensors: missing"]
+
+
+def unreadable(file: Path) -> None:
+    """In its place a file that gives EIO when it is read: the beginning of a process's memory is not mapped."""
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+
+
+def test_a_checkpoint_that_storage_cannot_read_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    save(tmp_path, 20, state(big=10))
+    unreadable(save(tmp_path, 40, state(big=10)) / "MANIFEST.json")
+    rejected: list[str] = []
+    loaded = load_newest(tmp_path, lambda path, file, reason: rejected.append(reason))
+    assert loaded is not None
+    assert loaded.manifest.meta["step"] == 20
+    assert rejected == ["Input/output error"]
+
+
+def test_where_storage_can_read_no_checkpoint_nobody_knows_whether_there_is_one(tmp_path: Path) -> None:
+    unreadable(save(tmp_path, 20, state(big=10)) / "MANIFEST.json")
+    with pytest.raises(OSError, match="Input/output error"):
+        load_newest(tmp_path, lambda *_: None)
+    lost = tmp_path / "lost"
+    lost.symlink_to(lost)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        list_checkpoints(lost)
 
 
 def test_tensors_that_do_not_fit_are_no_reason_to_take_an_older_checkpoint(tmp_path: Path) -> None:

@@ -241,6 +241,24 @@ def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    saver = Saver(tmp_path, rank, 2)
+    with monkeypatch.context() as patch:
+        for call in ("fsync", "unlink", "rmdir"):
+            patch.setattr(os, call, refuse)
+        assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
+        saver.sweep()
+    assert names_in(tmp_path) == ["step-000000001.tmp-0"]
+    saver.sweep()
+    assert names_in(tmp_path) == []
+
+
 def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -161,6 +161,16 @@ def test_a_file_that_the_system_refuses_is_named_without_a_traceback(
     assert capsys.readouterr().err == "error: not/there: No such file or directory\n"
 
 
+def test_storage_that_fails_is_told_in_one_line_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lost = tmp_path / "lost"
+    lost.symlink_to(lost)
+    verb(monkeypatch, lambda: os.listdir(lost))
+    assert cli.main(["train"]) == 75
+    assert capsys.readouterr().err == f"error: storage fails: {lost}: Too many levels of symbolic links\n"
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         raise ZeroDivisionError

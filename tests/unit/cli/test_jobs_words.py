@@ -9,6 +9,7 @@ import pytest
 from phalanx import cli
 from phalanx.jobs import engine as engines
 from phalanx.jobs.engines.local import Local
+from phalanx.jobs.spec import State
 
 Type = Callable[..., str]
 
@@ -83,3 +84,42 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
 def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) -> None:
     assert told in typed(*words, code=64)
     assert names(typed) == []
+
+
+@pytest.fixture
+def own(typed: Type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Type:
+    """`typed`, where `forget` finds the same queue."""
+    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    return typed
+
+
+def test_a_job_that_is_over_is_forgotten_with_its_folder(own: Type, tmp_path: Path) -> None:
+    own("submit", "exp/one.yaml")
+    own("submit", "exp/two.yaml")
+    own("stop", "1")
+    assert own("forget", "1") == "1 job forgotten\n"
+    assert names(own) == [("two", "queued")]
+    assert [path.name for path in (tmp_path / "state" / "queue" / "jobs").iterdir()] == ["2"]
+
+
+def test_a_job_that_is_not_over_is_not_forgotten(own: Type, tmp_path: Path) -> None:
+    own("submit", "exp/one.yaml")
+    said = own("forget", "1", code=64)
+    assert said == "error: job 1 (one) is queued: only jobs that are over can be forgotten\n"
+    assert names(own) == [("one", "queued")]
+    assert (tmp_path / "state" / "queue" / "jobs" / "1").is_dir()
+
+
+def test_what_ended_long_ago_is_forgotten_and_nothing_else(own: Type, tmp_path: Path) -> None:
+    for job in ("1", "2"):
+        own("submit", "exp/one.yaml")
+        own("stop", job)
+    own("submit", "exp/two.yaml")
+    store = Local(tmp_path / "state" / "queue", ensure=lambda *_: None).store
+    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400)
+    assert own("forget", "--older", "7d") == "1 job forgotten\n"
+    assert names(own) == [("one", "cancelled"), ("two", "queued")]
+
+
+def test_to_forget_everything_must_be_said(own: Type) -> None:
+    assert "say which jobs to forget" in own("forget", code=64)

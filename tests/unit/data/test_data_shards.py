@@ -124,6 +124,21 @@ def test_a_damaged_or_missing_sidecar_is_named_with_the_blocks_it_was_for(folder
         check(folder)
 
 
+@pytest.mark.parametrize("name", ["shard-00001.idx", "manifest.json"])
+def test_what_storage_cannot_read_is_not_bad_data(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("/proc/self/mem")  # whose beginning is not mapped: EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        read_everything(folder)
+
+
+def test_verify_counts_what_storage_cannot_read_as_bad(folder):
+    (folder / "shard-00001.idx").unlink()
+    (folder / "shard-00001.idx").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"Input/output error, in .*shard-00001\.bin or beside it"):
+        verify(folder)
+
+
 @pytest.mark.parametrize("check", [read_everything, verify])
 def test_the_manifest_of_another_dataset_is_found_out(folder, tmp_path, check):
     other = dataset(tmp_path / "other", [numbered(TOKENS) + 1, numbered(TOKENS)], vocab=2**32, documents=5)

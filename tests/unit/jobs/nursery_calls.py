@@ -37,6 +37,10 @@ def fail(text: str) -> None:
     raise LookupError(text)
 
 
+def read(path: str) -> None:
+    Path(path).read_bytes()
+
+
 def leave(code: int) -> None:
     sys.exit(code)
 
@@ -68,3 +72,7 @@ def wait_for_ever(path: str) -> None:
     (Path(path) / name).write_text(str(os.getpid()))
     while True:
         signal.pause()
+
+
+def gone(folder: str) -> None:
+    (Path(folder) / "gone").read_bytes()

@@ -1,18 +1,33 @@
 """Faults wait for what the run tells, strike only its own processes, and undo what they held."""
 
 import json
+import os
 import random
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from phalanx.jobs.chaos.inject import MARK, SMALL, Scene, Struck, flip, full, no_core, pause, play, strike, wait
+from phalanx.jobs.chaos.inject import (
+    MARK,
+    SMALL,
+    Scene,
+    Struck,
+    flip,
+    full,
+    no_core,
+    pause,
+    play,
+    storage,
+    strike,
+    wait,
+    while_held,
+)
 from phalanx.jobs.chaos.plan import Fault, Moment, Phase
 from phalanx.jobs.chaos.story import Story, Usual, usual_of
 from phalanx.run import Run
@@ -220,3 +235,44 @@ def test_a_process_that_crashes_writes_no_core_file() -> None:
         no_core(process.pid)
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_CORE)[0] == 0
         process.kill()
+
+
+def struck_by_storage(told: Told) -> Generator[float, None, None]:
+    """Storage that has failed, of a run with a checkpoint."""
+    (told.run.checkpoints / "step-000000010").mkdir()
+    failing = storage(a_fault("storage"), told.scene)
+    while not told.struck:
+        next(failing)
+    return failing
+
+
+@pytest.mark.parametrize("kind", ["checkpoint_failed", "fault"])
+def test_checkpoints_can_be_reached_again_when_something_has_failed_of_it(told: Told, kind: str) -> None:
+    told.worker(0)
+    failing = struck_by_storage(told)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        os.listdir(told.run.checkpoints)
+    assert not told.comes(failing)
+    told.tell(kind)
+    for _ in failing:
+        pass
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+    assert not told.run.checkpoints.is_symlink()
+
+
+def test_checkpoints_are_brought_back_when_the_run_is_ended_meanwhile(told: Told) -> None:
+    told.worker(0)
+    struck_by_storage(told).close()
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+
+
+def test_all_processes_of_a_run_stand_still_while_something_is_done_and_go_on_after_it(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = psutil.Process(told.worker(0).pid)
+    monkeypatch.setattr(Scene, "agent", lambda self, rank: agent)
+    seen: list[str] = []
+    for _ in while_held(told.scene, lambda: seen.append(agent.status())):
+        pass
+    assert seen == [psutil.STATUS_STOPPED]
+    becomes(agent, stopped=False)

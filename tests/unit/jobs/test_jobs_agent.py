@@ -11,7 +11,7 @@ from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
 from phalanx.jobs.attempt import Attempt, fault, first_to_fall, last_words, verdict
-from phalanx.jobs.nursery import LOST_PEER
+from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, send
@@ -45,6 +45,12 @@ CRASHED = {0: -11, 1: -9}
         (attempt({0: 75, 1: -11}), None, "worker 1 was killed by SIGSEGV"),
         (attempt({1: 1, 0: -9}), None, "worker 1 ended with exit code 1"),
         (attempt({1: LOST_PEER, 0: LOST_PEER}), None, "worker 1 lost the connection to another worker"),
+        (attempt({1: STORAGE, 0: -9}), None, "worker 1 ended because storage failed"),
+        (
+            attempt({1: STORAGE, 0: -9}, error=error(ExitCode.UNFINISHED, "a: Input/output error")),
+            None,
+            "worker 1 ended because storage failed: a: Input/output error",
+        ),
         (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
     ],
 )
@@ -183,6 +189,30 @@ def test_progress_forgives_the_attempts_before_it(agent: Agent, monkeypatch: pyt
 def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
+
+
+def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.outage.FIRST", 0.0)
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE})] * 5 + [attempt({0: 0})], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
+    assert (shown[0]["rank"], shown[0]["what"]) == (0, "storage")
+
+
+def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE}, steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+
+
+def test_a_run_that_waits_for_storage_can_be_stopped(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.signals.received.append(signal.SIGTERM)
+    agent.run.checkpoints.rmdir()
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE})], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
+    assert outcome.message == "worker 0 ended because storage failed; asked to stop while storage failed"
 
 
 def test_a_kill_before_the_first_step_is_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lab import wait_until
 from phalanx.errors import ExitCode
-from phalanx.jobs.nursery import describe
+from phalanx.jobs.nursery import STORAGE, describe
 from phalanx.jobs.nursery_process import NurseryProcess, Raised, TrialError
 from phalanx.run.channel import receive, send
 
@@ -126,6 +126,24 @@ def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: NurseryPr
     start(nursery, "fail", tmp_path, 1)
     assert exits(nursery, 1) == {0: 1}
     assert "LookupError" in (tmp_path / "attempt-6-rank-0.log").read_text()
+
+
+def test_a_worker_whose_storage_fails_has_a_status_of_its_own(nursery: NurseryProcess, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    start(nursery, "gone", tmp_path / "empty", 1)
+    assert exits(nursery, 1) == {0: 1}  # that a file is missing is no failure
+    (tmp_path / "lost").symlink_to(tmp_path / "lost")
+    start(nursery, "read", tmp_path / "lost", 1)  # its log cannot be opened either
+    assert exits(nursery, 1) == {0: STORAGE}
+
+
+def test_a_worker_that_cannot_read_its_file_says_so_in_its_log(nursery: NurseryProcess, tmp_path: Path) -> None:
+    (tmp_path / "memory").symlink_to("/proc/self/mem")
+    command = {"function": "nursery_calls:read", "payload": str(tmp_path / "memory")}
+    base = {"kind": "start", "attempt": 8, "world": 1, "environment": {}, "logs": str(tmp_path)}
+    send(nursery.control, {**base, "command": command})
+    assert exits(nursery, 1) == {0: STORAGE}
+    assert "Input/output error" in (tmp_path / "attempt-8-rank-0.log").read_text()
 
 
 def term_is_pending(process: psutil.Process) -> bool:

@@ -28,6 +28,8 @@ LONGEST_PAUSE, LONGEST_GRACE = 2.0, 1.0
 """Seconds for which a worker is held still, well below what counts as a hang, and which a time limit leaves at most."""
 SMALL = 1000
 """Bytes beyond which no file may grow where the disk is full."""
+ASIDE = "checkpoints.old"
+"""Where checkpoints are that cannot be reached: a name of what a run must not leave behind."""
 CHECKPOINT = re.compile(r"step-\d+")
 
 Waiting = Generator[float, None, None]
@@ -160,12 +162,16 @@ def strike(fault: Fault, scene: Scene) -> Waiting:
         yield from LONGER[kind](fault, scene)
 
 
-def tell(fault: Fault, scene: Scene, what: str) -> None:
-    """Say that a fault has just struck, and what the run was doing."""
+def tell(fault: Fault, scene: Scene, what: str, phase: Phase | None = None) -> None:
+    """Say that a fault has just struck, and what the run was doing: `phase`, or what it is doing still."""
     story = scene.story
     scene.struck = story.attempt
-    phase = Phase.RESTART if not story.started else Phase.SAVE if story.saving else Phase.STEP
-    scene.told(Struck(fault, time.time(), story.attempt, story.step, phase, what))
+    scene.told(Struck(fault, time.time(), story.attempt, story.step, phase or doing(story), what))
+
+
+def doing(story: Story) -> Phase:
+    """What the run is doing."""
+    return Phase.RESTART if not story.started else Phase.SAVE if story.saving else Phase.STEP
 
 
 def limit(fault: Fault, scene: Scene) -> Waiting:
@@ -202,6 +208,59 @@ def full(fault: Fault, scene: Scene) -> Waiting:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.rlimit(psutil.RLIMIT_FSIZE, before)
+
+
+def storage(fault: Fault, scene: Scene) -> Waiting:
+    """In the place of the checkpoints there is a link to itself, which nobody can follow (ELOOP, what autofs says of a
+    lost mount), until a save has failed of it, or the attempt."""
+    story, folder = scene.story, scene.story.run.checkpoints
+    aside, seen = folder.with_name(ASIDE), (story.failed, story.faults, story.attempt)
+    phase = doing(story)
+
+    def take_away() -> None:
+        os.rename(folder, aside)
+        folder.symlink_to(folder.name)
+
+    def bring_back() -> None:
+        folder.unlink()
+        os.rename(aside, folder)
+
+    yield from while_held(scene, take_away)
+    try:
+        tell(fault, scene, f"{folder.name} cannot be reached", phase)
+        while (story.failed, story.faults, story.attempt) == seen:
+            yield LOOK
+        yield from while_held(scene, bring_back)
+    finally:
+        if aside.exists():  # the run is ended meanwhile
+            bring_back()
+
+
+def while_held(scene: Scene, act: Callable[[], None]) -> Waiting:
+    """Do something between two moments of the run: all its agents, and all below them, are held still for it."""
+    agents: set[psutil.Process] = set()
+    for rank in scene.story.workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agents.add(scene.agent(rank))
+    held = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
+    try:
+        for process in held:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        while any(runs(process) for process in held):
+            yield CLOSELY
+        act()
+    finally:
+        for process in held:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process that was told to stop has not yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return False
 
 
 def damage(fault: Fault, scene: Scene) -> Waiting:
@@ -268,6 +327,7 @@ LONGER: dict[str, Callable[[Fault, Scene], Waiting]] = {
     "limit": limit,
     "pause": pause,
     "full": full,
+    "storage": storage,
     "damage": damage,
     "node": node,
     "split": split,

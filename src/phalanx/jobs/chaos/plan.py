@@ -40,6 +40,7 @@ KINDS = {
     "limit": Kind("a time limit: SIGTERM, and SIGKILL up to a second later"),
     "damage": Kind("a bit of the newest checkpoint flips, and a worker is killed"),
     "full": Kind("a worker can write no file until a save has failed of it", ends=False),
+    "storage": Kind("checkpoints cannot be reached until a save or an attempt has failed of it", ends=False),
     "pause": Kind("a worker is held still for up to two seconds (SIGSTOP, SIGCONT)", ends=False),
     "stall": Kind("a worker is held still for good (SIGSTOP)", shared=True),
     "node": Kind("a node that does not lead dies with all its processes", nodes=True),

@@ -125,6 +125,13 @@ class Local:
         if not row.cancelled and self.store.change(row.id, State.RUNNING, cancelled=ASKED):
             self._ensure(self.store.folder, True)
 
+    def forget(self, job: str) -> None:
+        """Remove a job that is over from the queue, with what it printed and the code that came with it. UsageError
+        when it is not over."""
+        row = self._row(job)
+        if not self.store.forget(row.id):
+            raise UsageError(f"job {job} ({row.name}) is {row.state}: only jobs that are over can be forgotten")
+
     def _look_after(self) -> None:
         """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
         is to go on. One that lives is found by its lock, in microseconds."""

@@ -178,6 +178,17 @@ class Store:
             )
             return cursor.rowcount == 1
 
+    def forget(self, job: int) -> bool:
+        """Remove a job that is over, and its folder; False, and nothing is changed, when it is not. Who dies meanwhile
+        leaves the job in the list, so that it can be forgotten again."""
+        with self._changing():
+            gone = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
+            if self._db.execute(gone, (job,)).rowcount != 1:
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.home(job))
+            return True
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")

@@ -15,6 +15,7 @@ Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.w
 
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, storage_failed
 
 FORMAT = 1
 CHUNK = 1 << 20
@@ -57,12 +58,20 @@ Shape = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class CorruptError(DataError):
-    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good."""
+    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage`: what
+    storage said that could not read it, where it was that: it may be able to later."""
 
-    def __init__(self, file: Path, reason: str):
+    def __init__(self, file: Path, reason: str, storage: OSError | None = None):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
+        self.storage = storage
+
+
+def unreadable(file: Path, error: OSError, where: str = "") -> CorruptError:
+    """What a file is that cannot be opened or read; `where`: how far it could be."""
+    reason = "missing" if isinstance(error, FileNotFoundError) else f"{where}{error.strerror}"
+    return CorruptError(file, reason, error if storage_failed(error) else None)
 
 
 class _Record(BaseModel):
@@ -214,7 +223,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise CorruptError(file, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)) from None
+        raise unreadable(file, error) from None
 
 
 def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int, int]]) -> bytes:
@@ -245,7 +254,9 @@ def step_of(checkpoint: Path) -> int:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first. Whether they are good is not looked at; temporary ones are left
-    out, and a directory that does not exist has none."""
-    if not directory.is_dir():
+    out, and a directory that does not exist has none. OSError when storage fails: then nobody knows."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((path for path in directory.iterdir() if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
+    return sorted((directory / name for name in names if _STEP.fullmatch(name)), key=step_of, reverse=True)

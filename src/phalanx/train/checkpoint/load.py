@@ -30,6 +30,7 @@ from phalanx.train.checkpoint.format import (
     TensorRecord,
     list_checkpoints,
     read_manifest,
+    unreadable,
 )
 from phalanx.train.checkpoint.staging import Bytes, as_bytes
 
@@ -216,7 +217,7 @@ def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], sp
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise CorruptError(path, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)) from None
+        raise unreadable(path, error) from None
     try:
         actual = os.fstat(fd).st_size
         if actual != file.bytes:
@@ -259,7 +260,7 @@ def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
         try:
             count = os.preadv(fd, [buffer[done:] if done else buffer], start + done)
         except OSError as error:
-            raise CorruptError(path, f"cannot be read at byte {start + done:,}: {error.strerror}") from None
+            raise unreadable(path, error, f"cannot be read at byte {start + done:,}: ") from None
         if count == 0:
             raise CorruptError(path, f"ends at byte {start + done:,}")
         done += count
@@ -301,7 +302,8 @@ def load_newest(
     ranges: Mapping[str, Block] | None = None,
     threads: int = 2,
 ) -> Loaded | None:
-    """Load the newest good checkpoint of a directory, each byte read once; None when there is none.
+    """Load the newest good checkpoint of a directory, each byte read once; None when there is none. OSError when there
+    is none because storage could not read one that may be good.
 
     A bad one is reported and the one before is loaded over what was read of it, so when None is returned or an error
     raised, `into` may hold parts of a bad checkpoint and must be initialised anew. Tensors that do not fit the
@@ -317,7 +319,8 @@ def load_newest(
 
 
 def newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
-    """The newest checkpoint of a directory in which every byte of every file is good; None when there is none."""
+    """The newest checkpoint of a directory in which every byte of every file is good; None when there is none. OSError
+    as `load_newest`."""
 
     def check(path: Path) -> Path:
         verify(path, threads)
@@ -327,9 +330,13 @@ def newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path 
 
 
 def _first_good(directory: Path, use: Callable[[Path], T], on_reject: OnReject) -> T | None:
+    storage = None
     for path in list_checkpoints(directory):
         try:
             return use(path)
         except CorruptError as error:
             on_reject(path, error.file.name, error.reason)
+            storage = storage or error.storage
+    if storage is not None:
+        raise storage
     return None

@@ -14,6 +14,9 @@ from phalanx.train.checkpoint.format import MANIFEST, SIDECAR, Share, encode_man
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old"
+_GOING = "deleted"
+DELETED = f"{_TEMPORARY}{_GOING}"
+"""How the name of a directory ends that is being removed."""
 
 
 def temporary_name(final: Path, tag: str) -> Path:
@@ -76,7 +79,7 @@ def _put(temporary: Path, final: Path) -> None:
 def discard(path: Path) -> None:
     """Remove a directory so that one who dies meanwhile leaves only what `clean` removes."""
     if _TEMPORARY not in path.name:
-        doomed = temporary_name(path, "deleted")
+        doomed = temporary_name(path, _GOING)
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         path = doomed

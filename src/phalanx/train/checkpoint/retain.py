@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from phalanx.train.checkpoint.format import CorruptError, list_checkpoints, read_manifest, step_of
-from phalanx.train.checkpoint.publish import discard
+from phalanx.train.checkpoint.publish import DELETED, discard
 
 
 def retain(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
@@ -12,8 +12,11 @@ def retain(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Pa
     what was removed.
 
     Whole means that the manifest is good; reading all data after each save would cost too much. A checkpoint that is
-    not whole does not count as one of those kept. One that is killed meanwhile leaves what `clean` removes.
+    not whole does not count as one of those kept. One that is killed meanwhile leaves what `clean` removes. What could
+    not be removed before is tried again; OSError when storage fails.
     """
+    for path in directory.glob(f"step-*{DELETED}"):
+        discard(path)
     whole = 0
     removed = []
     for path in list_checkpoints(directory):

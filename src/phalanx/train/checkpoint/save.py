@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -95,6 +94,7 @@ class Saver:
         self._state = SaveState(Phase.IDLE)
         self._meta: dict[str, Any] = {}
         self._began = 0.0
+        self._left: set[int] = set()  # steps of which something is left that could not be removed
 
     def reserve(self, pieces: Sequence[Piece]) -> int:
         """Allocate the staging buffer and see that the disk has room, before training starts; return the bytes that
@@ -110,10 +110,12 @@ class Saver:
     def start(self, step: int, pieces: Sequence[Piece], meta: dict[str, Any], eager: Collection[str] = ()) -> None:
         """Begin to save `pieces` as they are now. The tensors must not change before `wait_copied`, except those named
         in `eager` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
-        hold and counts on rank 0 only; `step` and `samples` belong into it."""
+        hold and counts on rank 0 only; `step` and `samples` belong into it. UsageError when there is no room; OSError
+        when that cannot be known, because storage fails."""
         if self.poll().busy:
             raise RuntimeError(f"step {step}: the save of step {self._state.step} is still in flight")
         self._began = self._clock()
+        self.sweep()
         self.reserve(pieces)
         assert self._staging is not None
         self._meta, pieces = dict(meta), tuple(pieces)
@@ -161,6 +163,14 @@ class Saver:
         if state.phase in (Phase.WRITTEN, Phase.FAILED):
             self._remove_own(state.step)
         self._settle()
+
+    def sweep(self) -> None:
+        """Try again to remove what failing storage would not let go of. Call when nothing is in flight."""
+        for step in sorted(self._left):
+            if self._rank == 0:
+                self._remove_all(step)
+            else:
+                self._remove_own(step)
 
     def _settle(self) -> None:
         self._state = SaveState(Phase.IDLE)
@@ -216,7 +226,7 @@ class Saver:
         try:
             nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._remove_all(step)
             return self._ended(Phase.FAILED, step, reason=_reason(error, temporary))
         return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
 
@@ -224,13 +234,27 @@ class Saver:
         return SaveState(phase, step, seconds=self._clock() - self._began, **facts)
 
     def _remove_own(self, step: int) -> None:
-        """Remove this rank's files; the last rank to do so removes the directory. What a failing disk will not let go
-        of is left to `clean`."""
+        """Remove this rank's files; the last rank to do so removes the directory. What failing storage will not let go
+        of is tried again before the next save and at the end, and is then left to `clean`."""
         share = self._share(step, self._rank)
-        with suppress(OSError):
+        self._left.discard(step)
+        try:
             share.unlink(missing_ok=True)
             (share.parent / self._file).unlink(missing_ok=True)
             share.parent.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another rank is the last
+                self._left.add(step)
+
+    def _remove_all(self, step: int) -> None:
+        """Rank 0: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
+        self._left.discard(step)
+        try:
+            shutil.rmtree(self._folder(step))
+        except FileNotFoundError:
+            pass  # another rank removes its own meanwhile, and is the last
+        except OSError:
+            self._left.add(step)
 
 
 def check_space(directory: Path, nbytes: int, copies: int) -> None:

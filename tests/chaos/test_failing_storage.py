@@ -1,0 +1,174 @@
+"""Storage that fails (EIO) while saving, logging or reading: a run outlasts it, or ends with a line that says so."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from lab import Ended, Lab, Values, fault
+from phalanx.errors import ExitCode
+from phalanx.jobs import outage
+from phalanx.recipe import load_recipe
+from phalanx.recipe.schema import Source
+from phalanx.run import Event, Run
+from phalanx.train.checkpoint import list_checkpoints, step_of, verify
+
+QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
+"""Checkpoints at steps 4, 8 and 12, none for being the best."""
+SLOW = fault(1, "slow", delay=0.03, attempt=None)
+"""Steps so slow that a save is done before the next is due."""
+
+
+def kept(run: Run) -> list[int]:
+    """Steps of the checkpoints, each verified; nothing else lies beside them."""
+    checkpoints = list_checkpoints(run.checkpoints)
+    for checkpoint in checkpoints:
+        verify(checkpoint)
+    assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
+    return [step_of(checkpoint) for checkpoint in checkpoints]
+
+
+def log(ended: Ended) -> str:
+    return "".join(path.read_text() for path in sorted(ended.run.logs.iterdir()))
+
+
+@pytest.mark.parametrize("ranks", [None, [0], [1]])
+def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: Lab, ranks: list[int] | None) -> None:
+    faults = [SLOW, fault(7, "fail-storage", ranks=ranks), fault(11, "mend-storage", ranks=ranks)]
+    ended = lab.train(QUIET, 2, faults=faults)
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert [event["step"] for event in ended.kind("checkpoint_failed")] == [8]
+    if ranks != [1]:
+        assert "Input/output error" in ended.kind("checkpoint_failed")[0]["reason"]
+    assert ended.result["restarts"] == 0
+    assert kept(ended.run) == [16, 12, 4]
+
+
+def test_storage_that_fails_in_the_middle_of_a_save_leaves_nothing_half_made(lab: Lab) -> None:
+    faults = [SLOW, fault(8, "fail-storage", when="saving"), fault(11, "mend-storage")]
+    ended = lab.train(QUIET, 2, faults=faults)
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert kept(ended.run)[:2] == [16, 12]
+
+
+def test_storage_that_fails_to_the_end_leaves_the_old_checkpoint_and_the_run_can_be_finished_later(lab: Lab) -> None:
+    ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-storage")])
+    assert ended.code == ExitCode.UNFINISHED
+    assert ended.message is not None
+    assert "step 16: the last checkpoint could not be written" in ended.message
+    assert "Traceback" not in log(ended)
+    assert [step_of(path) for path in list_checkpoints(ended.run.checkpoints)] == [4]
+    again = lab.train(QUIET, 2, ended.run)
+    assert again.digest == lab.reference(QUIET, 2).digest
+    assert kept(again.run)[0] == 16
+
+
+def test_a_failed_read_is_told_and_followed_by_another_attempt(lab: Lab) -> None:
+    ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-read", ranks=[1])])
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    (told,) = ended.kind("fault")
+    assert (told["rank"], told["what"]) == (1, "storage")
+    assert told["detail"] == f"worker 1 ended because storage failed: {ended.run.path}: Input/output error"
+
+
+def away(folder: Path) -> None:
+    """Put a link to itself in the place of a folder, which nobody can follow: what autofs says of a lost mount."""
+    os.rename(folder, folder.with_name("aside"))
+    folder.symlink_to(folder)
+
+
+def back(folder: Path) -> None:
+    """Undo it."""
+    folder.unlink()
+    os.rename(folder.with_name("aside"), folder)
+
+
+def on(**acts: Callable[[], None]) -> Callable[[Event], None]:
+    """A `show` that does something once when it hears of a kind of event."""
+
+    def show(event: Event) -> None:
+        act = acts.pop(event["kind"], None)
+        if act is not None:
+            act()
+
+    return show
+
+
+def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or_missing(lab: Lab) -> None:
+    run = lab.place()
+    waits: list[str] = []
+
+    def show(event: Event) -> None:
+        if event["kind"] == "fault" and event["what"] == "SIGKILL":
+            away(run.checkpoints)
+        if event["kind"] == "warning" and event["text"].startswith("waiting for storage"):
+            waits.append(event["text"])
+            back(run.checkpoints)
+
+    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(10, ranks=[1])], show=show)
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert [event["what"] for event in ended.kind("fault")] == ["SIGKILL", "storage"]
+    assert len(waits) == 1
+    assert ended.kind("checkpoint_rejected") == []
+    assert ended.kind("start")[-1]["from_step"] in (4, 8)
+
+
+def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "PATIENCE", 0.0)
+    run = lab.place()
+    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(6)], show=on(fault=lambda: away(run.checkpoints)))
+    assert ended.code == ExitCode.UNFINISHED
+    assert str(ended.message).endswith("; storage has failed for 0 s; start it again when it is mended")
+    assert "ended because storage failed: " in str(ended.message)
+    assert ended.result["status"] == "stopped"
+    back(run.checkpoints)
+    assert lab.train(QUIET, 2, run).digest == lab.reference(QUIET, 2).digest
+
+
+def descriptor(path: Path) -> int:
+    """Of a file that this process has open."""
+    return next(
+        int(name) for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == str(path)
+    )
+
+
+def test_events_that_storage_does_not_take_are_written_when_it_does(lab: Lab) -> None:
+    """A write to the unmapped beginning of this process's memory is answered by EIO."""
+    run = lab.place()
+
+    def break_events() -> None:
+        memory = os.open("/proc/self/mem", os.O_WRONLY)
+        os.dup2(memory, descriptor(run.events.resolve()))
+        os.close(memory)
+
+    ended = lab.train(QUIET, 2, run, faults=[SLOW], show=on(checkpoint=break_events))
+    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 17))
+
+
+def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: Lab) -> None:
+    """Beyond the end of a file that has become shorter, as where a read fails, a worker gets SIGBUS."""
+    run, longer = lab.place(), {**QUIET, "steps": 60, "data": {"source": {"text": "many.txt"}}}
+    whole = lab.reference(longer).digest
+    found: dict[Path, bytes] = {}
+
+    def cut() -> None:
+        (source,) = cast(list[Source], load_recipe(run.resolved).recipe.data.source)
+        for path in Path(str(source.prepared)).glob("*.bin"):
+            found[path] = path.read_bytes()
+            os.truncate(path, 0)
+
+    def mend() -> None:
+        for path, content in found.items():
+            path.write_bytes(content)
+
+    ended = lab.train(longer, 1, run, faults=[SLOW], show=on(start=cut, fault=mend))
+    assert found
+    assert ended.digest == whole
+    (told,) = ended.kind("fault")
+    assert told["what"] == "SIGBUS"
+    assert "a file that is mapped into memory could not be read" in told["detail"]
