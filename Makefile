@@ -23,7 +23,7 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser
+	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser

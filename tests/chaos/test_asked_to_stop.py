@@ -23,7 +23,10 @@ def assert_stopped(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGUSR1, signal.SIGINT))],
+)
 def test_a_signal_to_the_agent_saves_and_stops(lab: Lab, nproc: int, number: signal.Signals) -> None:
     ended = lab.train({}, nproc, faults=[SLOW], show=signal_at(3, number))
     assert assert_stopped(ended) <= 6

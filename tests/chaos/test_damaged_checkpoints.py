@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: Lab, npro
 
 
 @pytest.mark.parametrize("damage", [truncate, remove])
-@pytest.mark.parametrize("file", ["rank-00002.safetensors", "MANIFEST.json"])
+@pytest.mark.parametrize("file", ["rank-00002.safetensors", pytest.param("MANIFEST.json", marks=pytest.mark.slow)])
 def test_a_torn_or_missing_file_is_found_too(
     lab: Lab, file: str, damage: Callable[[Path, random.Random], None]
 ) -> None:

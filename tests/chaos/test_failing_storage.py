@@ -166,7 +166,7 @@ def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: L
         for path, content in found.items():
             path.write_bytes(content)
 
-    ended = lab.train(longer, 1, run, faults=[SLOW], show=on(start=cut, fault=mend))
+    ended = lab.train(longer, 1, run, faults=[SLOW], show=on(step=cut, fault=mend))
     assert found
     assert ended.digest == whole
     (told,) = ended.kind("fault")

@@ -42,7 +42,7 @@ def poison(
 
 
 @pytest.mark.parametrize(("kind", "what"), [("loss", LOSS), ("gradient", GRADIENT)])
-@pytest.mark.parametrize("place", [1, 7])
+@pytest.mark.parametrize("place", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_poisoned_step_on_one_worker_is_skipped_by_all(
     lab: Lab, folder: Path, kind: str, what: str, place: int
 ) -> None:

@@ -175,6 +175,7 @@ def parts_of(memory: Path) -> dict[int, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_lost_nodes_share_comes_from_the_node_that_kept_a_second_copy(lab: Lab, nodes: Nodes) -> None:
     plan_faults(nodes.run, [SLOW, fault(11, "kill-agent", ranks=[1])])
     leader, member = nodes.start(0, "a"), nodes.start(1, "b")

@@ -33,6 +33,7 @@ def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
     assert ended.digest == lab.reference(changes, 2).digest
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_only(lab: Lab) -> None:
     run = lab.place()
     lab.lose({**SMALL, "layout": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])

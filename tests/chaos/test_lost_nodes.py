@@ -76,6 +76,7 @@ def test_a_killed_worker_of_either_node_is_replaced(lab: Lab, nodes: Nodes, rank
     assert [(event["rank"], event["what"]) for event in ended.kind("fault")] == [(rank, "SIGKILL")]
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_and_started_again_rejoins(lab: Lab, nodes: Nodes) -> None:
     plan_faults(nodes.run, [fault(7, "kill-agent", ranks=[1])])
     leader, member = nodes.start(0), nodes.start(1)

@@ -28,7 +28,9 @@ def worlds(ended: Ended) -> list[int]:
     return [event["world"] for event in ended.kind("start")]
 
 
-@pytest.mark.parametrize(("nproc", "rank", "micro"), [(2, 1, 1), (2, 0, 1), (4, 3, 3)])
+@pytest.mark.parametrize(
+    ("nproc", "rank", "micro"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (2, 0, 1), (4, 3, 3)]
+)
 def test_the_others_go_on_from_memory_and_another_takes_its_place(lab: Lab, nproc: int, rank: int, micro: int) -> None:
     """Four micro-batches on three workers: one of them does two."""
     changes = {**LONG, "batch": {"micro": micro}}

@@ -48,7 +48,13 @@ BAD: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+REPEATED = {"micro-batch that does not divide", "task that does not import", "model without that name"}
+"""Mistakes that are noticed where another one is, and take five seconds each."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in REPEATED else []) for case in BAD]
+)
 def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(lab: Lab, tmp_path: Path, case: str) -> None:
     changes, arguments, parts = BAD[case]
     folder = lab.furnish(tmp_path / "recipes")
@@ -85,6 +91,7 @@ NEEDS_DATA = {"source with too little text", "argument that the model does not t
 """Mistakes that only show once the data are prepared."""
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) -> None:
     """The whole way: done, done again, more steps, refused, forced."""
     run, recipe = lab.place(), lab.recipe_file({}, "finished")

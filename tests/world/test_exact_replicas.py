@@ -13,14 +13,14 @@ def sharded(replicas: int, changes: Values | None = None, shard: int = 2) -> Val
     return merged(REPLICAS, {"layout": {"replicate": replicas, "shard": shard}, **(changes or {})})
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 4, 6])
+@pytest.mark.parametrize("nproc", [2, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 6))])
 def test_same_digest_on_any_number_of_workers(lab: Lab, nproc: int) -> None:
     ended, alone = lab.reference(REPLICAS, nproc), lab.reference(REPLICAS, 1)
     assert ended.digest == alone.digest
     assert ended.losses == alone.losses
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 6])
+@pytest.mark.parametrize("nproc", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_same_digest_where_shares_are_not_whole_branches_of_the_tree(lab: Lab, nproc: int) -> None:
     """Six micro-batches: the tree splits them 4 + 2, two workers own 3 + 3."""
     assert lab.reference(MICRO_2, nproc).digest == lab.reference(MICRO_2, 1).digest
@@ -44,7 +44,7 @@ def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) ->
     "changes",
     [
         {"optim": {"clip": 0.5}, "steps": 6},
-        {"exchange": {"bucket": 0.004}, "batch": {"micro": 3}},
+        pytest.param({"exchange": {"bucket": 0.004}, "batch": {"micro": 3}}, marks=pytest.mark.slow),
         pytest.param({"precision": "fp16", "steps": 6}, marks=pytest.mark.slow),
         pytest.param(
             {"optim": {"name": "lamb"}, "precision": "bf16", "model": {"args": {"dropout": 0.1}}, "steps": 6},

@@ -23,7 +23,7 @@ def test_two_runs_of_the_same_world_are_the_same_run(lab: Lab, nproc: int) -> No
     assert lab.train({}, nproc).digest == lab.reference({}, nproc).digest
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_on_any_world_differ_by_rounding_only(lab: Lab, nproc: int) -> None:
     ended, alone = lab.reference(LONG, nproc), lab.reference(LONG, 1)
     assert relative(ended, alone) < 1e-5

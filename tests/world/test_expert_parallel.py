@@ -73,7 +73,7 @@ ROUTINGS: dict[str, Callable[[int], list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_outputs_and_gradients_are_those_of_one_process(
     world: World, ranks: int, routing: Callable[[int], list[list[int]]]
 ) -> None:

@@ -72,10 +72,16 @@ def compare(found: Ended, expected: Ended) -> None:
     assert scores[0] == pytest.approx(scores[1], rel=TOLERANCE)
 
 
+OFTEN = [("llama", layout) for layout in (*LAYOUTS, "replicate 2 x shard 2")]
+OFTEN += [("qwen3", "tensor 2"), *(("gpt2", layout) for layout in ("tensor 2", "context 2", "pipeline 2"))]
 CASES = [
-    *((kind, layout) for layout in LAYOUTS for kind in KINDS if layout != "tensor 2 x shard 2"),
-    *(("llama", layout) for layout in ("tensor 2 x shard 2", "replicate 2 x shard 2")),
-    *(pytest.param(kind, "tensor 2 x shard 2", marks=pytest.mark.slow) for kind in KINDS[1:]),
+    *OFTEN,
+    *(
+        pytest.param(kind, layout, marks=pytest.mark.slow)
+        for kind in KINDS
+        for layout in LAYOUTS
+        if (kind, layout) not in OFTEN
+    ),
 ]
 
 
@@ -115,11 +121,11 @@ ADAPTED = [
     ("llama", "shard 2"),
     pytest.param("llama", "tensor 2", marks=pytest.mark.slow),
     ("gpt2", "tensor 2"),
-    ("llama", "context 2"),
+    pytest.param("llama", "context 2", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*ADAPTED, ("gpt2", "pipeline 2")])
+@pytest.mark.parametrize(("kind", "name"), [*ADAPTED, pytest.param("gpt2", "pipeline 2", marks=pytest.mark.slow)])
 def test_adapters_of_a_divided_model_train_as_on_one_process(lab: Lab, kind: str, name: str) -> None:
     adapter = {"adapter": {"rank": 4}}
     compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.reference(recipe(lab, kind, **adapter)))

@@ -3,6 +3,8 @@
 import signal
 import subprocess
 
+import pytest
+
 from lab import Lab, Values, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
@@ -30,6 +32,7 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: Lab) -> None
     assert lab.processes() == set()
 
 
+@pytest.mark.slow
 def test_stopped_there_and_finished_here(lab: Lab) -> None:
     """SIGTERM to torchrun goes on to its workers; they save, and our agent can finish the run."""
     run = lab.place()
@@ -49,6 +52,7 @@ def test_stopped_there_and_finished_here(lab: Lab) -> None:
     assert [(event["attempt"], event["from_step"]) for event in again.kind("start")] == [(0, 0), (1, step)]
 
 
+@pytest.mark.slow
 def test_bad_input_ends_all_workers_with_78(lab: Lab) -> None:
     ended = torchrun(lab, lab.place(), {"batch": {"global": 9}})
     assert ended.stderr.count("error: the leading worker could not make the run ready") == 1

@@ -117,7 +117,7 @@ def plain_losses(steps: int = STEPS) -> list[float]:
         (2, ["batch.micro=2"]),
         (2, ["layout.shard=2", "batch.micro=2"]),
         (2, ["layout.tensor=2", "batch.micro=4"]),
-        (2, ["layout.shard=2", "memory.recompute=full"]),
+        pytest.param(2, ["layout.shard=2", "memory.recompute=full"], marks=pytest.mark.slow),
         (4, ["layout.shard=2", "layout.tensor=2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -144,7 +144,10 @@ def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
     assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
-@pytest.mark.parametrize("overrides", [["batch.micro=2"], ["layout.shard=2"], ["layout.tensor=2"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["batch.micro=2"], *(pytest.param([f"layout.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor"))],
+)
 def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrides: list[str]) -> None:
     evaluating = ours(lab, ["evaluates", *overrides], 2)
     assert evaluating.digest == undisturbed(lab, "dropout", *overrides, nproc=2).digest
@@ -180,9 +183,9 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
     [
         (1, None, []),
         (2, [1], []),
-        (2, None, ["batch.micro=2"]),
+        pytest.param(2, None, ["batch.micro=2"], marks=pytest.mark.slow),
         (2, [0], ["layout.shard=2"]),
-        (2, [1], ["layout.tensor=2"]),
+        pytest.param(2, [1], ["layout.tensor=2"], marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_any_step_it_ends_in_the_same_bits(
@@ -264,7 +267,7 @@ def test_recovery_attempts_are_the_recipes(lab: Lab, scripts: Path) -> None:
     assert "no progress in 1 attempts" in str(ended.message)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["language", pytest.param("vision", marks=pytest.mark.slow)])
 def test_an_example_learns_and_survives(lab: Lab, scripts: Path, name: str) -> None:
     whole = undisturbed(lab, nproc=2, script=name)
     killed = ours(lab, [], 2, script=name, faults=[fault(6, ranks=[1]), fault(9, attempt=1)])
@@ -288,12 +291,10 @@ def alone(lab: Lab, folder: Path, script: str, *arguments: str) -> "subprocess.P
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "code"),
-    [
-        ("language", signal.SIGTERM, ExitCode.UNFINISHED),
-        pytest.param("vision", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
-    ],
+    [("language", signal.SIGTERM, ExitCode.UNFINISHED), ("vision", signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_an_example_alone_is_interrupted_and_finished(
     lab: Lab, scripts: Path, name: str, number: signal.Signals, code: int

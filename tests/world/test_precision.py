@@ -55,9 +55,8 @@ def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(LAYOUTS[1], id="shard"), pytest.param(LAYOUTS[2], id="tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["shard", "tensor"])
 def test_fp8_gives_the_losses_of_one_process(fp8_lab: Lab, layout: Values) -> None:
     alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "layout": layout}, 2)
     assert ended.code == alone.code == 0, ended.message

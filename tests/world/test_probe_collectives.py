@@ -9,7 +9,7 @@ from phalanx.cluster.description import Collective, Overlap, Product, Timed
 from phalanx.cluster.probe.collectives import KINDS, bus_factor
 from worlds import World
 
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 10.0, "memory_bytes": 2**34}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34}
 
 
 def collectives(rank: int, world: int) -> Any:
@@ -27,7 +27,7 @@ def together(rank: int, world: int) -> Any:
     if rank == 1:
         ready = operations.Pool
         operations.Pool = lambda *given: time.sleep(0.15) or ready(*given)
-    small = {"seconds": 30.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+    small = {"seconds": 15.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
     return measure({**ASKED, **small, "processes": world})
 
 
@@ -52,7 +52,7 @@ def wrong(rank: int, world: int) -> Any:
         dist.all_reduce = broken
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_collective_is_measured_and_right(world: World, ranks: int) -> None:
     results = world.once(ranks, collectives)
     assert all(result == results[0] for result in results), "ranks must agree, or they would wait for each other"

@@ -22,7 +22,7 @@ def nursery() -> Iterator[NurseryProcess]:
 
 
 SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 10.0, "memory_bytes": 2**34, "processes": 2}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
 def test_a_world_measures_together(nursery: NurseryProcess, tmp_path: Path) -> None:

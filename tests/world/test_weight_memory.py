@@ -52,7 +52,14 @@ def peaks(ended: Ended) -> list[int]:
     return [int(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.peak-*"))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["shard 2", "tensor 2", "tensor 2 x shard 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUTS[0], id="shard 2"),
+        pytest.param(LAYOUTS[1], id="tensor 2"),
+        pytest.param(LAYOUTS[2], id="tensor 2 x shard 2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
     lab: Lab, model: nn.Module, layout: Values
 ) -> None:
