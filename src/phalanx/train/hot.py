@@ -7,7 +7,6 @@ stay, and one of them while the next is written. How far a copy is travels as fl
 checkpoints (`saving.py`). Bringing copies back is `recall.py`.
 """
 
-import contextlib
 import math
 import os
 import secrets
@@ -18,10 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from phalanx.cluster.discover import cgroup_memory
-from phalanx.cluster.disks import IN_MEMORY, mount_of
 from phalanx.errors import UsageError, storage_failed
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
@@ -34,6 +29,7 @@ from phalanx.train.parallel.divided import Held
 from phalanx.train.parallel.mesh import Mesh, coordinates
 from phalanx.train.peers import Keeper, Sender, local_address
 from phalanx.train.place import Place
+from phalanx.train.room import in_memory, no_room, room_in
 from phalanx.train.state import Progress
 
 HOT_FLAGS = ("copied", "copy_failed")
@@ -45,10 +41,6 @@ RETRY = 500
 """Steps after which copies that seemed too dear are tried again, or more: a trial must not take more than its share."""
 TRIAL = 3
 """Copies of a trial, and one for good measure."""
-COPIES = 2
-"""That a node keeps."""
-MEMORY_SHARE = 0.5
-"""Of the memory that is free, at most so much is taken."""
 
 
 class HotCopies:
@@ -374,41 +366,6 @@ def owned(
         own += share_out(alike, len(beside))[beside.index(rank)]
         exposed |= nodes.count > 1 and len(beside) == len(all_of_them)
     return sorted(own), exposed
-
-
-def in_memory(folder: Path) -> bool:
-    """Whether what lies there takes memory."""
-    mount = mount_of(folder)
-    return mount is not None and mount.kind in IN_MEMORY
-
-
-def room_in(folder: Path) -> int:
-    """Bytes that copies may take there, those that are there counted in."""
-    room = shutil.disk_usage(folder).free
-    if in_memory(folder):
-        limit = cgroup_memory(Path("/"))
-        available = psutil.virtual_memory().available
-        room = min(room, int(MEMORY_SHARE * min(available, available if limit is None else limit)))
-    present = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            present += path.stat().st_size
-    return room + present
-
-
-def no_room(said: list[dict[str, Any]], nodes: Nodes) -> str:
-    """Why copies have no room on one of the nodes, as their workers tell; nothing when they have."""
-    for node in range(nodes.count):
-        ranks = nodes.ranks(node)
-        own = sum(said[rank]["bytes"] for rank in ranks)
-        kept = sum(each["bytes"] for rank, each in enumerate(said) if each["exposed"] and nodes.keeper(rank) in ranks)
-        room = min(said[rank]["room"] for rank in ranks)
-        buffers = own if said[ranks[0]]["in_memory"] else 0
-        needed = COPIES * (own + kept) + buffers
-        if needed > room:
-            where = f"on node {node} " if nodes.count > 1 else ""
-            return f"they need {needed / 1e6:,.1f} MB {where}and may take {room / 1e6:,.1f} MB"
-    return ""
 
 
 def clear_copies(folder: Path | None, keep: tuple[str, ...]) -> None:

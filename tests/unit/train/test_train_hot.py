@@ -15,11 +15,12 @@ from phalanx.train.checkpoint import list_checkpoints, step_of
 from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
 from phalanx.train.ends import resume
 from phalanx.train.gang import Gang
-from phalanx.train.hot import no_room, owned, room_in, share_of
+from phalanx.train.hot import owned, share_of
 from phalanx.train.interval import Times
 from phalanx.train.nodes import Nodes
 from phalanx.train.parallel.cuts import Holding
 from phalanx.train.parallel.divided import Held
+from phalanx.train.room import no_room, room_in
 from phalanx.train.state import Progress, state_tensors
 
 META = {"fingerprint": "f"}
