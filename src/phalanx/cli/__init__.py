@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from phalanx.cli.interrupts import Interrupted, insistent
 from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
 
 __all__ = ["main"]
@@ -102,16 +103,19 @@ def _frame() -> TyperGroup:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Bugs leave as exceptions, with their traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    interrupted = Interrupted()
     try:
-        code = _run(arguments or ["--help"])
+        with insistent() as interrupted:
+            code = _run(arguments or ["--help"])
         sys.stdout.flush()
         return code
     except PhalanxError as error:
+        if interrupted.lost:  # which may be why
+            return _interrupted()
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
     except (KeyboardInterrupt, typer.Abort):
-        print("error: interrupted", file=sys.stderr)
-        return int(ExitCode.UNFINISHED)
+        return _interrupted()
     except BrokenPipeError:
         if not _reader_gone():
             raise
@@ -127,6 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
         print(f"error: {words_of(error)}", file=sys.stderr)
         return int(ExitCode.USAGE)
+
+
+def _interrupted() -> int:
+    print("error: interrupted", file=sys.stderr)
+    return int(ExitCode.UNFINISHED)
 
 
 def _run(arguments: list[str]) -> int:

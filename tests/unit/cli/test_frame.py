@@ -240,3 +240,19 @@ def test_the_python_interface_is_imported_when_it_is_used() -> None:
     assert done.stderr == "False True False\n"
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         _ = phalanx.Nope
+
+
+def test_what_fails_after_an_interrupt_was_ignored_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def train() -> None:
+        Swallows()
+        raise DataError("not a mapping")
+
+    verb(monkeypatch, train)
+    assert cli.main(["train"]) == 75
+    assert capfd.readouterr().err == "error: interrupted\n"
