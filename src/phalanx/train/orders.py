@@ -43,6 +43,12 @@ class Orders:
         """Whether there is an order that nobody has obeyed yet."""
         return self._latest is not None
 
+    @property
+    def urgent(self) -> bool:
+        """Whether that order says that somebody is gone, so that the step of now cannot end."""
+        latest = self._latest
+        return latest is not None and latest.lost
+
     def take(self) -> Order:
         """The newest order, waiting for it."""
         with self._changed:

@@ -5,13 +5,13 @@ all have sent their part of it, so survivors are at the same step or one apart; 
 gets the state from one that is not. Under `exact: replicas` nothing else depends on how many they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Layout
@@ -35,6 +35,16 @@ class Regrouping:
     def __init__(self, orders: Orders, connections: Connections, number: int, scorer: Scorer, fingerprint: str):
         self.orders, self._connections, self._number = orders, connections, number
         self._scorer, self._fingerprint = scorer, fingerprint
+
+    def listen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Look for orders whenever backward has made a gradient of these: who has a long step would else learn only in
+        the exchange that it is in vain."""
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._heed)
+
+    def _heed(self, parameter: Tensor) -> None:
+        if self.orders.urgent:
+            raise Summoned
 
     def leave(self, gang: Gang) -> Standing:
         """Leave a group of which somebody may be gone, and undo what was begun."""

@@ -112,6 +112,7 @@ def _train(
     if orders is not None and isinstance(objective, Objective):
         scorer = partial(_scorer, recipe, objective, data, stop, parts.pulse)
         regrouping = Regrouping(orders, connections, number, scorer, data.fingerprint)
+        regrouping.listen(parts.divided.trainable().values())
         parts.summoned = lambda: orders.waiting
     settled, progress = None, Progress() if comes_later else resume(parts, data.fingerprint, force)
     pulse.beat("restoring")

@@ -1,0 +1,48 @@
+"""A worker that trains looks for orders while its backward goes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.train.gang import Summoned
+from phalanx.train.orders import Connections
+from phalanx.train.regroup import Regrouping, calls_for
+
+
+def listening(orders: Any) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    Regrouping(orders, Connections(), 0, lambda *_: lambda: None, "").listen(model.parameters())
+    return model
+
+
+def test_backward_ends_where_it_is_when_somebody_is_gone() -> None:
+    orders = SimpleNamespace(urgent=False)
+    model = listening(orders)
+
+    class Lost(torch.autograd.Function):
+        """Somebody is lost when backward is in the middle of the model."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            orders.urgent = True
+            return gradient
+
+    loss = model[1](Lost.apply(model[0](torch.ones(2, 4)))).sum()
+    with pytest.raises(Summoned) as raised:
+        loss.backward()
+    assert calls_for(raised.value)
+    assert model[1].weight.grad is not None
+    assert [parameter.grad is None for parameter in model[0].parameters()].count(True) == 1
+
+
+def test_an_order_that_can_wait_does_not_end_it() -> None:
+    model = listening(SimpleNamespace(urgent=False, waiting=True))
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
