@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train import exchange as exchange_module
 from phalanx.train.exchange import GradientExchange
 from worlds import World
 
@@ -172,25 +171,26 @@ def test_what_lies_in_the_slots_is_summed_and_belongs_to_no_gradient(world: Worl
             assert_close((gradients, norm), alone)
 
 
-def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[int]]:
-    """The lengths of what is sent, in order, in two steps; each rank uses other parameters in another order."""
+def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[dict[str, list[int]]]:
+    """The lengths of what is sent by each kind of operation, which has a group of its own, in order, in two steps; each
+    rank uses other parameters in another order."""
     weights = parameters()
     exchange = GradientExchange(
         weights, rank=rank, world=world, micro_batches=2 * world, replicas=replicas, capacity=1.0
     )
-    sent: list[int] = []
+    sent: dict[str, list[int]] = {}
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # by version
     operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", gather)}
 
     def noting(name: str) -> Callable[..., Any]:
         def operation(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            sent.append(tensor.numel())
+            sent.setdefault(name, []).append(tensor.numel())
             return operations[name](tensor, *args, **options)
 
         return operation
 
     for name in operations:
-        setattr(exchange_module.dist, name, noting(name))
+        setattr(dist, name, noting(name))
     try:
         orders = []
         for again in range(2):
@@ -207,11 +207,11 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[i
             exchange.finish()
             for weight in weights:
                 weight.grad = None
-            orders.append(list(sent))
+            orders.append(dict(sent))
         return orders
     finally:
         for name, operation in operations.items():
-            setattr(exchange_module.dist, name, operation)
+            setattr(dist, name, operation)
 
 
 @pytest.mark.parametrize("replicas", [False, True])
@@ -229,8 +229,10 @@ def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
     for orders in found:
         assert orders == found[0]
         for order in orders:
-            if replicas:  # first what is received of every bucket's nodes, then the sums of all
-                assert order[len(lengths) :] == lengths
-                assert len(order) == 2 * len(lengths)
+            first, *second = order.values()
+            if replicas:  # what is received of every bucket's nodes, and the sums of all
+                assert second == [lengths]
+                assert len(first) == len(lengths)
             else:
-                assert order == lengths
+                assert first == lengths
+                assert not second

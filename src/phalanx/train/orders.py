@@ -75,7 +75,7 @@ def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.envir
 
 
 class Connections:
-    """The TCP connections that a process group opened, so that they can be closed under it. Only where the kernel
+    """The TCP connections that process groups opened, so that they can be closed under them. Only where the kernel
     lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost worker is killed."""
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class Connections:
         self._own: frozenset[int] = frozenset()
 
     def __enter__(self) -> "Connections":
-        """Before the group is made."""
+        """Before a group is made."""
         self._before = frozenset(_sockets())
         return self
 
     def __exit__(self, *_: object) -> None:
         """After it was made."""
-        self._own = frozenset(_sockets()) - self._before
+        self._own |= frozenset(_sockets()) - self._before
 
     def cut(self) -> None:
         """End them in both directions; harmless when they are closed already."""
@@ -100,6 +100,7 @@ class Connections:
                 tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
                 if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     sock.shutdown(socket.SHUT_RDWR)
+        self._own = frozenset()
 
 
 def _sockets() -> dict[int, int]:

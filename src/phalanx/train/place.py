@@ -73,6 +73,7 @@ def join(
     os.environ.update(local_network(environment))
     store = open_store(place, environment)
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    _watching[:] = [connections]
     with connections:
         dist.init_process_group(
             backend,
@@ -81,6 +82,19 @@ def join(
             world_size=place.world,
             timeout=PATIENCE,
         )
+
+
+_watching: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
+"""What is told of connections that this process opens for a group."""
+
+
+def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Another group of the workers of `group` (None: of all), for operations whose order is not that of the first's.
+    All of them must call this."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    with _watching[0]:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=PATIENCE, use_local_synchronization=True)
+    return made
 
 
 def local_network(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Optim
-from phalanx.train import exchange as exchange_module
-from phalanx.train.exchange import ALIGNMENT, GradientExchange, make_buckets
+from phalanx.train.exchange import ALIGNMENT, GradientExchange, allreduce, make_buckets
 from phalanx.train.optimizers import Optimizer
 
 
@@ -219,7 +218,7 @@ def test_operations_start_in_bucket_order_whatever_backward_makes_first(monkeypa
         started.append(tensor)
         return Done()
 
-    monkeypatch.setattr(exchange_module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(allreduce.dist, "all_reduce", all_reduce)
     weights = parameters((8,), (9,), (10,), (11,))
     exchange = GradientExchange(weights, rank=0, world=2, micro_batches=2, replicas=False, capacity=1)
     a, b, _, d = weights

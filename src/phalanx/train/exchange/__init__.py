@@ -1,0 +1,13 @@
+"""The exchange of gradients between replicas: buckets, and strategies for summing them, one a file.
+
+bucketed    counts gradients as backward makes them, and sends buckets in order
+buckets     gradients that travel together
+strategy    what a strategy is
+courier     carries buckets through a strategy's stages beside backward
+ways        the strategies by the names that recipes give them
+"""
+
+from phalanx.train.exchange.bucketed import GradientExchange
+from phalanx.train.exchange.buckets import ALIGNMENT, Bucket, make_buckets
+
+__all__ = ["ALIGNMENT", "Bucket", "GradientExchange", "make_buckets"]

@@ -1,0 +1,193 @@
+"""Gradients as backward makes them, summed over micro-batches and workers in buckets that are fixed before step 0.
+
+Hooks count gradients; those of a bucket are copied into it together as soon as it has all of them (a copy each from
+Python would cost small models a percent), and it is sent, always in bucket order, and travels beside the rest of
+backward. (torch's DDP re-arranges its buckets after the first step, which changes the order of addition, and with it
+bits, when a run is resumed.)
+
+`world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of workers.
+`replicas`: micro-batch gradients are added in the fixed tree of `tree.py`, begun here and ended by `fixed_tree.py`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.data.feed import share
+from phalanx.errors import RecipeError
+from phalanx.train.exchange.buckets import Bucket, make_buckets
+from phalanx.train.exchange.courier import Courier
+from phalanx.train.exchange.fixed_tree import FixedTree
+from phalanx.train.exchange.strategy import Site
+from phalanx.train.exchange.ways import WAYS
+from phalanx.train.norms import total_norm
+from phalanx.train.parallel.collectives import Group
+from phalanx.train.place import twin
+from phalanx.train.tree import Node, cover, merges_after
+
+
+class GradientExchange:
+    """Sums gradients over micro-batches and workers.
+
+    For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
+    of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
+    all counts as zero. Under `world`, what is written into `slots` (fp32, of the number asked for) before the last
+    backward is summed with the gradients; it is None where they could not travel in one operation.
+
+    Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. RecipeError when one
+    backward makes a gradient twice, as re-entrant checkpointing of activations can.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        world: int,
+        micro_batches: int,
+        replicas: bool,
+        capacity: float = 25 * 2**20,
+        group: Group = None,
+        slots: int = 0,
+        strategy: str = "allreduce",
+        nodes: Sequence[int] | None = None,
+    ):
+        self.rank = rank
+        self.world = world
+        self.replicas = replicas
+        self.micro_batches = micro_batches
+        shares = [share(micro_batches, r, world) for r in range(world)]
+        self._first, self._last = shares[rank].start, shares[rank].stop - 1
+        self._cover: list[list[Node]] = [cover(micro_batches, own.start, own.stop) for own in shares]
+        way = WAYS[strategy]
+        plain = way.plain and not replicas
+        takes = slots > 0 and plain and world > 1 and parameters[0].dtype == torch.float32
+        self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
+        self._courier: Courier | None = None
+        self._opened = world == 1
+        self._group, self._way = group, way
+        self._nodes = range(world) if nodes is None else nodes
+        last = self.buckets[-1]
+        self.slots = last.slab.flat[last.used : last.used + slots] if takes else None
+        self._parameters = list(parameters)
+        self._next = 0  # the first bucket that is not complete yet
+        self._armed = False
+        self._leaf = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if not isinstance(parameter, DTensor)  # FSDP may still be writing then; `end` comes after it
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the model, and let go of the group."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._courier is not None:
+            self._courier.close()
+        self._courier = self._group = None
+
+    def _open(self) -> None:
+        """Before the first step: meet the others in the groups of the strategy."""
+        self._opened = True
+        device, answers = self.buckets[0].slab.flat.device, self.replicas or self._way.answers
+        second = twin(self._group) if answers else self._group
+        site = Site(self.rank, self.world, self._group, second, device, self._nodes)
+        tree = self.replicas
+        strategy = FixedTree(site, self.micro_batches, self._cover) if tree else self._way(site, self.buckets)
+        self._courier = Courier(strategy, beside=device.type == "cpu")
+
+    def begin(self, leaf: int) -> None:
+        """The backward of micro-batch number `leaf` of the global batch comes next."""
+        if not self._opened:
+            self._open()
+        self._leaf = leaf
+        # Under `world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the buckets.
+        self._armed = self.replicas or leaf == self._last
+        if self._armed:
+            self._next = 0
+            for bucket in self.buckets:
+                bucket.missing = set(range(len(bucket.parameters)))
+                if self.replicas and leaf == self._first:
+                    bucket.spare += bucket.finished
+                    bucket.finished = []
+
+    def end(self) -> None:
+        """That backward is done."""
+        if not self._armed:
+            return
+        for bucket in self.buckets:
+            if bucket.missing:  # of those, an earlier micro-batch may have left gradients
+                bucket.missing = set()
+                bucket.fill()
+        self._advance()
+        self._armed = False
+
+    def finish(self) -> None:
+        """Wait for the sums and make them the parameters' gradients."""
+        if self._courier is not None:
+            self._courier.finish()
+        for bucket in self.buckets:
+            if self.replicas and self.world == 1:  # the root of the tree is here
+                (root,) = bucket.finished
+                bucket.spare.append(bucket.slab)
+                bucket.finished, bucket.slab = [], root
+            for parameter, gradient in zip(bucket.parameters, bucket.slab.gradients, strict=True):
+                parameter.grad = gradient
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d)."""
+        return total_norm(self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The sum as a few large tensors."""
+        return [bucket.sum() for bucket in self.buckets]
+
+    def square(self) -> Tensor | None:
+        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose
+        micro-batches stay apart."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return total_norm(gradients).square() if gradients else None
+
+    @property
+    def parts(self) -> int:
+        """Workers whose squares are of different samples."""
+        return self.world
+
+    def _ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """Hook: backward has finished this parameter's gradient."""
+        if not self._armed:
+            return
+        if index not in bucket.missing:
+            raise RecipeError(
+                f"model.build: one backward made the gradient of a parameter of shape {list(parameter.shape)} twice; "
+                "checkpoint activations with use_reentrant=False"
+            )
+        bucket.missing.discard(index)
+        if not bucket.missing:
+            bucket.fill()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Close complete buckets, strictly in bucket order, so that all workers issue the same operations alike."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            number, bucket = self._next, self.buckets[self._next]
+            self._next += 1
+            if self.replicas:
+                self._grow_tree(bucket)
+            if self._courier is not None and self._leaf == self._last:
+                self._courier.send(number, bucket)
+
+    def _grow_tree(self, bucket: Bucket) -> None:
+        """Add a micro-batch's gradient to this worker's part of the tree."""
+        bucket.finished.append(bucket.slab)
+        for _ in range(merges_after(self.micro_batches, self._first, self._leaf)):
+            right = bucket.finished.pop()
+            bucket.finished[-1].flat.add_(right.flat)
+            bucket.spare.append(right)
+        bucket.slab = bucket.new_slab()

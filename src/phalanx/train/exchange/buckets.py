@@ -1,0 +1,105 @@
+"""Buckets: the gradients that travel together, fixed before step 0, in memory of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.compat import foreach
+from phalanx.train.optimizers.local import like, local
+
+ALIGNMENT = 16
+"""Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, as fast kernels like it."""
+
+
+@dataclass
+class Slab:
+    """One buffer for the gradients of a bucket: `flat` [length], a view of it for each parameter, and what these views
+    are as gradients: sharded as the parameter is."""
+
+    flat: Tensor
+    views: list[Tensor]
+    gradients: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """Some parameters whose gradients travel together.
+
+    `used` elements hold gradients; the rest up to `length`, slots and what makes the bucket a multiple of `world` equal
+    parts, belongs to no norm: `used` does not depend on the world.
+    """
+
+    parameters: list[nn.Parameter]
+    starts: list[int]
+    used: int
+    length: int
+    slab: Slab  # where gradients are copied now; after `finish`, the sum
+    spare: list[Slab] = field(default_factory=list)
+    finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
+    missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
+
+    def new_slab(self) -> Slab:
+        """A spare buffer, or a new one; its padding is zero."""
+        return self.spare.pop() if self.spare else make_slab(self.parameters, self.starts, self.length)
+
+    def fill(self) -> None:
+        """Move the parameters' gradients into the slab; one that has none counts as zero."""
+        views, gradients = [], []
+        for parameter, view in zip(self.parameters, self.slab.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            else:
+                views.append(view)
+                gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+                parameter.grad = None
+        if views:
+            foreach("copy_", views, gradients)
+
+    def sum(self) -> Tensor:
+        """The gradients without the padding."""
+        return self.slab.flat[: self.used]
+
+
+def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length: int) -> Slab:
+    """A zeroed buffer with a view for each parameter, of the parameter's own memory layout: fused optimizers go over
+    both as they lie in memory (channels_last, for one, is not in the order of the indices)."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    here = [local(p) for p in parameters]
+    parts = zip(here, [torch.empty_like(p).stride() for p in here], starts, strict=True)
+    views = [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
+    return Slab(flat, views, [like(p, view) for p, view in zip(parameters, views, strict=True)])
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int, slots: int = 0) -> list[Bucket]:
+    """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
+    `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has room
+    for so many `slots` after its gradients."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0.0
+    for parameter in reversed(parameters):
+        nbytes = local(parameter).numel() * parameter.element_size()
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not alike or size + nbytes > capacity:
+            groups.append([])
+            size = 0.0
+        groups[-1].append(parameter)
+        size += nbytes
+    return [_bucket(group, world, slots if group is groups[-1] else 0) for group in groups]
+
+
+def _bucket(parameters: list[nn.Parameter], world: int, slots: int) -> Bucket:
+    starts, used = [], 0
+    for parameter in parameters:
+        starts.append(used)
+        used += _round_up(local(parameter).numel(), ALIGNMENT)
+    length = _round_up(max(used + slots, 1), world * ALIGNMENT)  # a rank may hold no row of any of them
+    return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length))
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
