@@ -99,7 +99,8 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     for key in ("recompute", "loss"):
         values["memory"][key] = chosen[f"memory.{key}"]
     values["compile"] = recipe.compile if recipe.compile != "auto" else False
-    values["exchange"]["strategy"] = "allreduce"
+    if recipe.exchange.strategy == "auto":
+        values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.imports import HUGGING_FACE
-from phalanx.recipe.schema import Layout, Recipe
+from phalanx.recipe.schema import LOSSY, Layout, Recipe
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
@@ -70,11 +70,30 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
         if not (folder / path).exists():
             kind = "checkpoint or run" if path == recipe.init else "directory"
             yield "init", f"there is no {kind} at {folder / path}"
+    yield from _exchange(recipe)
     replicas = workers
     if isinstance(recipe.layout, Layout):
         yield from _layout(recipe, recipe.layout, workers)
         replicas = recipe.layout.replicate * recipe.layout.shard
     yield from _batch(recipe.batch.global_, recipe.batch.micro, replicas)
+
+
+def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
+    if strategy in ("auto", "allreduce"):
+        return
+    if exact == "replicas":
+        yield key, f"found {strategy}, but exact: replicas has a way of its own to add up: use auto, or exact: world"
+    elif strategy in LOSSY and exact != "no":
+        yield key, f"{strategy} rounds what it sends, which exact: {exact} forbids: use allreduce, or exact: no"
+    if isinstance(recipe.layout, Layout):
+        layout, sharded = recipe.layout, recipe.layout.shard * recipe.layout.context * recipe.layout.expert > 1
+        if layout.replicate == 1 < layout.world:
+            yield key, f"{strategy} is for replicas, and layout has none: give layout.replicate, or allreduce"
+        elif layout.pipeline > 1 or (sharded and layout.replicate * layout.shard != layout.world):
+            yield key, f"{strategy} goes with replicate and shard, or replicate and tensor: give these, or allreduce"
+    if strategy == "int8" and recipe.precision == "fp16":
+        yield key, "int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16"
 
 
 def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str, str]]:

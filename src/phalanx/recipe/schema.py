@@ -244,12 +244,17 @@ class Memory(Part):
     nothing."""
 
 
+Strategy = Literal["auto", "allreduce", "bf16", "int8"]
+LOSSY = ("bf16", "int8")
+"""Strategies that round what they send."""
+
+
 class Exchange(Part):
     """How gradients travel. `exact`: `replicas` = same bits on any number of replicas, `world` = same bits again
     on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
 
-    strategy: Literal["auto", "allreduce"] = "auto"
-    """Collective that adds gradients."""
+    strategy: Strategy = "auto"
+    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Annotated[float, Field(gt=0)] = 25.0

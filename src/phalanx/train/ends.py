@@ -13,6 +13,7 @@ from phalanx.recipe import Recipe
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.ways import WAYS
 from phalanx.train.gang import Parts, reject
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.model import Seeds, has_batch_norm
@@ -22,6 +23,7 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.recall import find_copies, go_on_from, recall
+from phalanx.train.residuals import Residuals
 from phalanx.train.restoring import restore
 from phalanx.train.state import Progress, state_tensors
 from phalanx.train.step import Stepper, slots_for
@@ -36,11 +38,13 @@ def make_stepper(
     micro, mesh = recipe.batch.micro, divided.mesh
     assert isinstance(micro, int)
     micro_batches = recipe.batch.global_ // micro
-    replicas = recipe.exchange.exact == "replicas"
+    replicas, strategy = recipe.exchange.exact == "replicas", recipe.exchange.strategy
+    strategy = "allreduce" if strategy == "auto" else strategy
+    holds_back = WAYS[strategy].holds_back and not replicas
     parameters = list(divided.trainable().values())
     gradients: Gradients = LocalGradients(parameters)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
-    several = mesh.replicate is not None or (replicas and micro_batches > 1)
+    several = mesh.replicate is not None or (replicas and micro_batches > 1) or holds_back
     if mesh.pipeline is None and (mesh.rounds or (mesh.fsdp is None and several)):
         gradients = GradientExchange(
             parameters,
@@ -51,7 +55,9 @@ def make_stepper(
             capacity=recipe.exchange.bucket * 2**20,
             group=mesh.replicate,
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
+            strategy=strategy,
         )
+        divided.residuals = Residuals.of(divided, gradients.residuals()) if holds_back else None
     if mesh.rounds:
         assert mesh.fsdp is not None
         gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())
@@ -169,6 +175,6 @@ def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:
 
 def _digest(parts: Parts, progress: Progress) -> str:
     """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
-    if not parts.divided.mesh.only_replicates:
+    if not parts.divided.mesh.only_replicates or parts.divided.residuals is not None:
         return digest_checkpoint(parts.run.checkpoints / checkpoint_name(progress.step))
     return digest(state_tensors(parts.model, parts.optimizer, parts.scale).items(), progress.samples)

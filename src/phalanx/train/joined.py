@@ -84,7 +84,7 @@ class Joined:
         self._report, self._stop, self._force, self._pulse = report, stop, force, pulse
         if place.leads:
             clean(run.checkpoints)
-        self._mesh = build_mesh(recipe.layout, place, recipe.exchange.exact)
+        self._mesh = build_mesh(recipe.layout, place, recipe.exchange)
         self._prepared: Prepared | None = None
         self._gang: Gang | None = None
         self._over = False

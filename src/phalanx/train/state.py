@@ -1,11 +1,11 @@
 """The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
 
-Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>` and
-`scaler/<name>`.
+Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`, `scaler/<name>`
+and `exchange/residual/<parameter>`.
 Numbers: the step, and the samples consumed, from which the order of data follows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
             parameter = parameters[name]
             shape = entry_shape(entry, parameter.shape)
             held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
+    if divided.residuals is not None:
+        held |= divided.residuals.held()
     return held | {name: divided.whole(value) for name, value in scale.state().items()}
 
 
@@ -90,6 +92,8 @@ class Wanted:
 
     blocks: list[tuple[str, tuple[int, ...], Tensor]]
     states: dict[str, Tensor]
+    settle: Callable[[], None] = lambda: None
+    """To be called when all is read."""
 
 
 def load_held(
@@ -133,7 +137,9 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
                 want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
             else:
                 wanted.append((key, (), states[key]))
-    return Wanted(wanted, states)
+    if divided.residuals is None:
+        return Wanted(wanted, states)
+    return Wanted(wanted + divided.residuals.wanted(manifest), states, divided.residuals.settle)
 
 
 def load_wanted(
@@ -145,6 +151,7 @@ def load_wanted(
         load_blocks(path, wanted.blocks, threads, manifest)
     optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
     scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
+    wanted.settle()
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:

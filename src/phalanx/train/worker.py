@@ -185,7 +185,7 @@ def assemble(
 ) -> tuple[Parts, Objective | Staged]:
     """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`."""
     assert isinstance(recipe.layout, Layout)
-    mesh = build_mesh(recipe.layout, place, recipe.exchange.exact)
+    mesh = build_mesh(recipe.layout, place, recipe.exchange)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")

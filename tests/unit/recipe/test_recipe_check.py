@@ -91,6 +91,31 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             2,
             "compile: graphs cannot hold the communication of a divided model: give layout.replicate only, or true$",
         ),
+        (
+            ["exchange.strategy=int8"],
+            2,
+            "exchange.strategy: int8 rounds what it sends, which exact: world forbids: use",
+        ),
+        (
+            ["exchange.strategy=bf16", "exchange.exact=replicas"],
+            2,
+            "exchange.strategy: found bf16, but exact: replicas has a way of its own to add up: use auto, or exact: ",
+        ),
+        (
+            ["exchange.strategy=bf16", "exchange.exact=no", "layout.shard=2"],
+            2,
+            "exchange.strategy: bf16 is for replicas, and layout has none: give layout.replicate, or allreduce",
+        ),
+        (
+            ["exchange.strategy=bf16", "exchange.exact=no", "layout.replicate=2", "layout.context=2"],
+            4,
+            "exchange.strategy: bf16 goes with replicate and shard, or replicate and tensor: give these, or allreduce",
+        ),
+        (
+            ["exchange.strategy=int8", "exchange.exact=no", "precision=fp16"],
+            2,
+            "exchange.strategy: int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16",
+        ),
         (["layout.context=3"], 3, "layout.context: found 3, which must divide data.sequence = 256$"),
         (["layout.shard=3"], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
@@ -119,6 +144,9 @@ def test_what_cannot_run_is_told_with_its_numbers(
         (["layout.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
         (["layout.shard=2", "optim.state=8bit"], 2),
         (["layout.replicate=2", "compile=graphs"], 2),
+        (["exchange.strategy=int8", "exchange.exact=no"], 2),
+        (["exchange.strategy=int8", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"], 4),
+        (["exchange.strategy=bf16", "exchange.exact=no", "layout.replicate=2", "layout.tensor=2"], 4),
     ],
 )
 def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:

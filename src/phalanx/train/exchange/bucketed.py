@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.feed import share
 from phalanx.errors import RecipeError
-from phalanx.train.exchange.buckets import Bucket, make_buckets
+from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.fixed_tree import FixedTree
 from phalanx.train.exchange.strategy import Site
@@ -67,6 +67,9 @@ class GradientExchange:
         plain = way.plain and not replicas
         takes = slots > 0 and plain and world > 1 and parameters[0].dtype == torch.float32
         self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
+        if way.holds_back and not replicas:
+            for bucket in self.buckets:
+                bucket.residual = torch.zeros_like(bucket.slab.flat, dtype=torch.float32)
         self._courier: Courier | None = None
         self._opened = world == 1
         self._group, self._way = group, way
@@ -137,6 +140,9 @@ class GradientExchange:
                 (root,) = bucket.finished
                 bucket.spare.append(bucket.slab)
                 bucket.finished, bucket.slab = [], root
+            if bucket.residual is not None and self.world == 1:  # of a world that was larger
+                bucket.slab.flat.add_(bucket.residual)
+                bucket.residual.zero_()
             for parameter, gradient in zip(bucket.parameters, bucket.slab.gradients, strict=True):
                 parameter.grad = gradient
 
@@ -147,6 +153,15 @@ class GradientExchange:
     def tensors(self) -> list[Tensor]:
         """The sum as a few large tensors."""
         return [bucket.sum() for bucket in self.buckets]
+
+    def residuals(self) -> dict[nn.Parameter, Tensor]:
+        """What this worker has not sent yet of each parameter's gradients, live; empty where nothing is held back."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.residual is not None:
+                views = views_of(bucket.residual, bucket.parameters, bucket.starts)
+                found |= dict(zip(bucket.parameters, views, strict=True))
+        return found
 
     def square(self) -> Tensor | None:
         """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose

@@ -39,6 +39,7 @@ class Bucket:
     slab: Slab  # where gradients are copied now; after `finish`, the sum
     spare: list[Slab] = field(default_factory=list)
     finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
+    residual: Tensor | None = None  # [length], what this worker has not sent yet of its gradients
     missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
 
     def new_slab(self) -> Slab:
@@ -68,10 +69,15 @@ def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length:
     """A zeroed buffer with a view for each parameter, of the parameter's own memory layout: fused optimizers go over
     both as they lie in memory (channels_last, for one, is not in the order of the indices)."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    views = views_of(flat, parameters, starts)
+    return Slab(flat, views, [like(p, view) for p, view in zip(parameters, views, strict=True)])
+
+
+def views_of(flat: Tensor, parameters: Sequence[nn.Parameter], starts: Sequence[int]) -> list[Tensor]:
+    """The parts of a bucket's memory that belong to its parameters, as each of these lies in memory."""
     here = [local(p) for p in parameters]
     parts = zip(here, [torch.empty_like(p).stride() for p in here], starts, strict=True)
-    views = [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
-    return Slab(flat, views, [like(p, view) for p, view in zip(parameters, views, strict=True)])
+    return [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int, slots: int = 0) -> list[Bucket]:

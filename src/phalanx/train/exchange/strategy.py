@@ -7,12 +7,11 @@ two stages go over groups of their own: which of several buckets is at which sta
 one group must come in one order everywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
 from phalanx.train.parallel.collectives import Group
@@ -40,10 +39,12 @@ class Site:
 
 class Strategy(Protocol):
     """Sums buckets. `plain`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
-    `answers`: it has a second stage, or does everything there."""
+    `answers`: it has a second stage, or does everything there. `holds_back`: buckets need a `residual` for what could
+    not be sent yet."""
 
     plain: bool
     answers: bool
+    holds_back: bool
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         """Bucket `number` is full: send what others need of it."""
@@ -54,16 +55,13 @@ class Strategy(Protocol):
     def take(self, number: int, bucket: Bucket) -> None:
         """What was answered has arrived: leave the sum in the bucket's slab."""
 
-    def residuals(self) -> Mapping[int, Tensor]:
-        """By bucket: what this worker has not sent yet of its gradients so far (flat, as the bucket); empty where
-        nothing is held back."""
-
 
 class Way(Protocol):
     """Makes a strategy for the buckets of an exchange."""
 
     plain: bool
     answers: bool
+    holds_back: bool
 
     def __call__(self, site: Site, buckets: Sequence[Bucket]) -> Strategy: ...
 
@@ -73,6 +71,7 @@ class Exact:
 
     plain = True
     answers = True
+    holds_back = False
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         return None
@@ -82,6 +81,3 @@ class Exact:
 
     def take(self, number: int, bucket: Bucket) -> None:
         pass
-
-    def residuals(self) -> Mapping[int, Tensor]:
-        return {}

@@ -6,7 +6,7 @@ digests. A model that is only replicated is the simplest case of it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.cuts import Cut, Holding, hold, rows_of_shard
 from phalanx.train.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from phalanx.train.residuals import Residuals
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Divided:
     partial: frozenset[str] = frozenset()
     tied: Mapping[str, "Tie"] = field(default_factory=dict)
     foreign: frozenset[str] = frozenset()
+    residuals: "Residuals | None" = None
+    """What the exchange of gradients holds back, where it does."""
 
     @property
     def whole_module(self) -> nn.Module:

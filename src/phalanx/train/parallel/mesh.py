@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.data.feed import share
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Exchange, Layout
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import Place
 
@@ -120,8 +120,8 @@ def alone() -> Mesh:
     return Mesh(Layout(), coordinates(Layout(), 0))
 
 
-def build_mesh(layout: Layout, place: Place, exact: str = "world") -> Mesh:
-    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exact` is
+def build_mesh(layout: Layout, place: Place, exchange: Exchange | None = None) -> Mesh:
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exchange` is
     the recipe's."""
     at = coordinates(layout, place.rank)
     world = dist.group.WORLD if layout.world > 1 else None
@@ -132,7 +132,9 @@ def build_mesh(layout: Layout, place: Place, exact: str = "world") -> Mesh:
     ranks = torch.arange(math.prod(sizes)).view(sizes)
     groups = {name: _own_group(ranks.movedim(i, -1), place.rank) for i, name in enumerate(DIMENSIONS)}
     fsdp = expert_fsdp = expert = None
-    rounds = exact == "replicas" and sharded > 1
+    exchange = exchange or Exchange()
+    ours = exchange.exact == "replicas" or exchange.strategy not in ("auto", "allreduce")
+    rounds = ours and sharded > 1
     if sharded > 1:
         # [pipeline, replicate, shard x context, tensor]
         fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1 and not rounds)

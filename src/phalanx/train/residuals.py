@@ -1,0 +1,65 @@
+"""What workers have not sent yet of their gradients, as part of the state of a run.
+
+A strategy with error feedback keeps on each worker the difference between what it should have sent and what it did.
+Without it a run that goes on would not be the run that was stopped. In a checkpoint `exchange/residual/<parameter>` has
+a row for each replica; with another number of replicas row i goes to replica i modulo their number, so that the sum is
+what it was.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.train.checkpoint import Manifest
+from phalanx.train.parallel.cuts import Block, Holding
+from phalanx.train.parallel.divided import Divided, Held
+
+PREFIX = "exchange/residual/"
+
+
+@dataclass
+class Residuals:
+    """Those of one worker, by parameter name: live tensors, of the local shape of the parameter."""
+
+    divided: Divided
+    tensors: Mapping[str, Tensor]
+    _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, divided: Divided, found: Mapping[nn.Parameter, Tensor]) -> "Residuals":
+        """From what an exchange tells."""
+        names = {parameter: name for name, parameter in divided.parameters().items()}
+        return cls(divided, {names[parameter]: tensor for parameter, tensor in found.items()})
+
+    def held(self) -> dict[str, Held]:
+        """As blocks of logical tensors."""
+        return {PREFIX + name: self._held(name, tensor) for name, tensor in self.tensors.items()}
+
+    def _held(self, name: str, tensor: Tensor) -> Held:
+        whole = self.divided.held(name, self.divided.parameters()[name])
+        rank, world = self.divided.mesh.at["replicate"], self.divided.mesh.layout.replicate
+        blocks = [Block((0, *block.start), (rank, *block.offset), (1, *block.extent)) for block in whole.holding.blocks]
+        copies = tuple(axis for axis in whole.copies if axis != "replicate")
+        return Held(tensor.unsqueeze(0), Holding((world, *whole.holding.shape), tuple(blocks)), copies)
+
+    def wanted(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...], Tensor]]:
+        """What to read of a checkpoint, for `settle` to add up; nothing of one that has none."""
+        self._read, found = [], []
+        mesh = self.divided.mesh
+        for key, held in self.held().items():
+            record = manifest.tensors.get(key)
+            rows = record.shape[0] if record is not None and record.shape[1:] == held.holding.shape[1:] else 0
+            held.tensor.zero_()
+            for row in range(mesh.at["replicate"], rows, mesh.layout.replicate):
+                into = torch.zeros_like(held.tensor)
+                self._read.append((held.tensor, into))
+                found += [(key, (row, *block.offset[1:]), block.of(into)) for block in held.holding.blocks]
+        return found
+
+    def settle(self) -> None:
+        """Take over what was read."""
+        for tensor, read in self._read:
+            tensor.add_(read)
+        self._read = []

@@ -1,0 +1,97 @@
+"""8 bits on the wire: what is lost is kept, and nothing that is not finite stays."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.int8 import BLOCK, Int8
+from phalanx.train.exchange.strategy import Site
+
+
+class Arrived:
+    """An operation that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one: what is sent comes back."""
+
+    def all_to_all(received: Tensor, sent: Tensor, **_: Any) -> Arrived:
+        received.copy_(sent)
+        return Arrived()
+
+    def gather(out: Tensor, part: Tensor, *_: Any, **__: Any) -> Arrived:
+        out.copy_(part)
+        return Arrived()
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr("phalanx.train.exchange.int8.all_gather_into", gather)
+
+
+def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8]:
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    exchange = GradientExchange(weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="int8")
+    (bucket,) = exchange.buckets
+    return weights, bucket, Int8(Site(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
+
+
+def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
+    bucket.slab.flat.zero_()[: gradient.numel()].copy_(gradient)
+    strategy.send(0, bucket)
+    strategy.answer(0, bucket)
+    strategy.take(0, bucket)
+    result: Tensor = bucket.slab.flat[: gradient.numel()].clone()
+    return result
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_not_sent_is_sent_later() -> None:
+    _, bucket, strategy = exchange_of((3 * BLOCK + 5,))
+    generator = torch.Generator().manual_seed(1)
+    total, sent = torch.zeros(3 * BLOCK + 5), torch.zeros(3 * BLOCK + 5)
+    for _ in range(20):
+        gradient = torch.randn(3 * BLOCK + 5, generator=generator)
+        total += gradient
+        sent += summed(strategy, bucket, gradient)
+        assert bucket.residual is not None
+        torch.testing.assert_close(sent + bucket.residual[: len(sent)], total, rtol=1e-5, atol=1e-5)
+    assert (total - sent).abs().max() < 0.1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float) -> None:
+    _, bucket, strategy = exchange_of((BLOCK,))
+    gradient = torch.ones(BLOCK)
+    gradient[7] = value
+    assert not summed(strategy, bucket, gradient).isfinite().all()
+    assert bucket.residual is not None
+    assert bucket.residual.isfinite().all()
+    torch.testing.assert_close(summed(strategy, bucket, torch.ones(BLOCK)), torch.ones(BLOCK))
+
+
+@pytest.mark.usefixtures("alone")
+def test_zeros_stay_zeros() -> None:
+    _, bucket, strategy = exchange_of((BLOCK + 1,))
+    assert not summed(strategy, bucket, torch.zeros(BLOCK + 1)).any()
+
+
+def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
+    weights = [nn.Parameter(torch.zeros(4))]
+    exchange = GradientExchange(weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="int8")
+    exchange.residuals()[weights[0]].fill_(2.0)
+    for expected in (3.0, 1.0):
+        weights[0].grad = None
+        exchange.begin(0)
+        weights[0].sum().backward()
+        exchange.end()
+        exchange.finish()
+        assert weights[0].grad is not None
+        assert weights[0].grad.tolist() == [expected] * 4

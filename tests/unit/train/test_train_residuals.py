@@ -1,0 +1,57 @@
+"""What workers have not sent yet moves between worlds of any size without being lost."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.recipe.schema import Layout
+from phalanx.train.checkpoint import Manifest
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh, coordinates
+from phalanx.train.residuals import PREFIX, Residuals
+
+
+def residuals(rank: int, world: int) -> Residuals:
+    layout = Layout(replicate=world)
+    model = nn.Linear(3, 2, bias=False)
+    divided = Divided(Mesh(layout, coordinates(layout, rank)), (model,))
+    return Residuals.of(divided, {model.weight: torch.full((2, 3), float(10**rank))})
+
+
+def saved(world: int) -> torch.Tensor:
+    """The logical tensor of a checkpoint."""
+    whole = torch.full((world, 2, 3), torch.nan)
+    for rank in range(world):
+        held = residuals(rank, world).held()[PREFIX + "weight"]
+        assert held.holding.shape == (world, 2, 3)
+        for block in held.holding.blocks:
+            place = tuple(slice(at, at + n) for at, n in zip(block.offset, block.extent, strict=True))
+            whole[place] = block.of(held.tensor)
+    return whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
+def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> None:
+    whole = saved(before)
+    manifest = cast(Manifest, SimpleNamespace(tensors={PREFIX + "weight": SimpleNamespace(shape=whole.shape)}))
+    found = []
+    for rank in range(after):
+        mine = residuals(rank, after)
+        for key, offset, tensor in mine.wanted(manifest):
+            assert key == PREFIX + "weight"
+            tensor.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offset, tensor.shape, strict=True))])
+        mine.settle()
+        found.append(mine.tensors["weight"].clone())
+    assert torch.stack(found).sum(0).equal(whole.sum(0))
+    if before == after:
+        assert torch.stack(found).equal(whole)
+
+
+def test_a_checkpoint_that_has_none_leaves_none() -> None:
+    mine = residuals(0, 2)
+    assert mine.wanted(cast(Manifest, SimpleNamespace(tensors={}))) == []
+    mine.settle()
+    assert not cast(Any, mine.tensors["weight"]).any()
