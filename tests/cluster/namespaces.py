@@ -118,8 +118,8 @@ class Namespaces:
     def daemon(self, argv: Sequence[str], node: str | None = None) -> subprocess.Popen[bytes]:
         """Start what runs until all ends, on a node or where the bridge is."""
         enter = ["nsenter", f"--target={self._pid(node)}", "--mount", "--net", "--uts", "--pid", "--"]
-        nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen([*enter, *argv], start_new_session=True, cwd="/", **nowhere)
+        no = subprocess.DEVNULL
+        return subprocess.Popen([*enter, *argv], start_new_session=True, cwd="/", stdin=no, stdout=no, stderr=no)
 
     def close(self) -> None:
         """End everything."""
