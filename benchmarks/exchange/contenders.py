@@ -4,7 +4,8 @@ A contender's step is forward, backward and all of the exchange, with no optimiz
 that let parameters drift apart and bring them together every so many steps have an optimizer that moves them once, in
 the very first step, by the gradients, so that what comes out can be checked as it can for gradients.
 
-Not for timing, and not for processes: `node.py`.
+Not here: Horovod, whose last release (0.28.1 of 2023) does not build with a torch of today: it asks for C++14, torch's
+headers for C++17. torch's bf16 hook is here, but it refuses gloo. Not for timing, and not for processes: `node.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -209,22 +210,6 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
     return Contender(step, partial(_parameters, model), -LR * (1 + MOMENTUM), place.local, close)
 
 
-def horovod(model: PacedModel, place: Place) -> Contender:
-    """Horovod's ring over gloo."""
-    import horovod.torch as hvd
-
-    hvd.init()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
-    )
-
-    def step() -> None:
-        _plain(model, model)
-        optimizer.synchronize()
-
-    return Contender(step, partial(_gradients, model), close=hvd.shutdown)
-
-
 MIB = 2**20
 NONE = "none"
 OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
@@ -242,6 +227,5 @@ PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "ddp-powersgd": partial(ddp, hook=power_sgd, bucket_cap_mb=1000),
     "post-localsgd": post_local_sgd,
     "torchft-diloco": torchft,
-    "horovod": horovod,
 }
 CONTENDERS = {NONE: none, **OURS, **PEERS}

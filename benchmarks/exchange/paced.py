@@ -176,10 +176,14 @@ class PacedModel(nn.Module):
         ]
 
     def forward(self) -> Tensor:
-        self.pacer.wait(self.pace.forward)
         carry = torch.zeros(())
-        for wait, drawn, parameters in reversed(self._moments):
-            carry = _Paced.apply(carry, wait, drawn, *parameters)
+
+        def compute() -> None:
+            nonlocal carry
+            for wait, drawn, parameters in reversed(self._moments):
+                carry = _Paced.apply(carry, wait, drawn, *parameters)
+
+        self.pacer.wait(self.pace.forward, compute)
         return carry
 
 

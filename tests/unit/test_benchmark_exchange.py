@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "exchange"
-MODULES = ("paced", "figures", "contenders", "workloads", "links", "namespaces", "node", "run", "team")
+MODULES = ("paced", "figures", "contenders", "workloads", "links", "namespaces", "node", "run", "team", "loss")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,3 +188,29 @@ def test_a_rate_is_read_as_tc_writes_it_and_bursts_are_of_a_millisecond() -> Non
     assert [namespaces.burst(rate) for rate in ("100mbit", "1gbit", "10gbit")] == [32768, 125_000, 1_250_000]
     with pytest.raises(ValueError, match="'fast' is no rate such as 100mbit"):
         links.bits("fast")
+
+
+def test_losses_are_compared_seed_by_seed() -> None:
+    import loss
+
+    losses = {loss.REFERENCE: {0: 2.0, 1: 4.0}, "int8": {0: 2.002, 1: 3.992}}
+    lines = loss.table(losses, {"ring": "exit 78: a | b"})
+    assert lines[2] == f"| {loss.REFERENCE} | 2.0000 | 4.0000 | +0.00%, +0.00% | +0.00% |"
+    assert lines[3] == "| int8 | 2.0020 | 3.9920 | +0.10%, -0.20% | -0.05% |"
+    assert lines[4].startswith("| ring | failed: exit 78: a / b |")
+    assert {line.count("|") for line in lines} == {6}
+
+
+def test_only_the_reference_is_exact() -> None:
+    import loss
+
+    assert loss.overrides(None, ["exchange.h=5"]) == ["exchange.strategy=allreduce", "exchange.exact=world"]
+    assert loss.overrides("int8", ["exchange.h=5"]) == ["exchange.strategy=int8", "exchange.exact=no", "exchange.h=5"]
+
+
+def test_a_link_that_is_no_rate_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    import run
+
+    with pytest.raises(SystemExit):
+        run.options_of(["--links", "100mbit", "fast"])
+    assert "--links: 'fast' is no rate such as 100mbit or 1gbit, nor none" in capsys.readouterr().err
