@@ -5,9 +5,10 @@
         process = links.start(0, ["hostname"])      # a process on a node, with subprocess.Popen's arguments
         before = links.counters(0)                  # bytes that the kernel saw on the node's interface
 
-A node's link is a token bucket filter (tc tbf) at each end; the bridge between has no limit, as a switch. The kernel
-counts what it hands to the interface: large segments once, before they are cut into packets, so that headers (4% of
-the line) are hardly in it, while the limit knows them: at most 0.95 of a link's speed is there for data.
+A node's link is a token bucket filter (tc tbf) at each end; the bridge between has no limit, as a switch. The limit
+knows headers: at most 0.95 of a link's speed is there for data. The kernel counts what the filter lets through to the
+interface: packets with their headers where its burst is shorter than TCP's large segments (64 kB), as at 100 Mbit/s,
+and elsewhere large segments with one header each, so that the same exchange counts 5% less there.
 All nodes share the cores of this machine, so that above some Gbit/s these are the limit, not the link.
 """
 

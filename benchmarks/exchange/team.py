@@ -3,6 +3,7 @@
 import contextlib
 import json
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -30,29 +31,37 @@ class Team:
         self._given = {"shapes": shapes, "pace": pace.as_dict()}
         self._log = log
         self._stack = contextlib.ExitStack()
+        self._processes: list[tuple[subprocess.Popen[str], threading.Thread]] = []
         self._replies: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._reap)
             self._links = stack.enter_context(Links(self.nodes))
             errors = stack.enter_context(open(self._log, "a"))
-            self._processes = [
-                self._links.start(
-                    node, [sys.executable, str(HERE / "node.py"), str(node), str(self.nodes)], errors=errors
-                )
-                for node in range(self.nodes)
-            ]
             for node in range(self.nodes):
-                threading.Thread(target=self._read, args=(node,), daemon=True).start()
+                command = [sys.executable, str(HERE / "node.py"), str(node), str(self.nodes)]
+                process = self._links.start(node, command, errors=errors)
+                reader = threading.Thread(target=self._read, args=(node, process))
+                reader.start()
+                self._processes.append((process, reader))
             self._say(self._given)
             self._hear(START)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()  # which ends the processes, too
-        for process in self._processes:
+        self._stack.close()
+
+    def _reap(self) -> None:
+        """After the links, with which all processes end."""
+        for process, reader in self._processes:
             process.wait()
+            reader.join()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # of what was said to one that had ended
+                process.stdin.close()
+        self._processes.clear()
 
     def limit(self, rate: str | None) -> None:
         """Slow all links down to a rate as tc writes it; None for no limit."""
@@ -65,7 +74,7 @@ class Team:
 
     def _say(self, what: Mapping[str, Any]) -> None:
         line = json.dumps(what) + "\n"
-        for process in self._processes:
+        for process, _ in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its end is noticed by whoever listens
                 process.stdin.write(line)
@@ -80,16 +89,17 @@ class Team:
             except queue.Empty:
                 raise TurnFailed(f"not done after {seconds:.0f} s") from None
             if not line:
-                raise TurnFailed(f"node {node} ended; {self._log} may tell why")
+                said = self._log.read_text().strip().splitlines()
+                raise TurnFailed(f"node {node} ended: {said[-1] if said else 'no word'}")
             reply = json.loads(line)
             if "failed" in reply:
                 raise TurnFailed(f"node {node}: {reply['failed']}")
             replies[node] = reply
         return [replies[node] for node in range(self.nodes)]
 
-    def _read(self, node: int) -> None:
-        lines = self._processes[node].stdout
-        assert lines is not None
-        for line in lines:
-            self._replies.put((node, line))
+    def _read(self, node: int, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._replies.put((node, line))
         self._replies.put((node, ""))

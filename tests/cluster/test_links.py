@@ -11,6 +11,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "exchange"))
 from links import Links, address, obstacle
+from paced import Moment, Pace
+from team import Team, TurnFailed
 
 SIZE = 4_000_000
 SERVER = """
@@ -99,6 +101,40 @@ def with_network(space: str) -> list[int]:
         except OSError:  # it ended meanwhile
             continue
     return found
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
+    why = obstacle()
+    if why is not None:
+        pytest.skip(f"NOTHING IS TESTED OVER LIMITED LINKS: {why}")
+    pace = Pace(0.01, (Moment(("b",), 0.01), Moment(("a",), 0.01)))
+    with Team(2, {"a": (1000, 300), "b": (500, 400)}, pace, tmp_path / "log") as team:
+        yield team
+
+
+def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: Team) -> None:
+    asked = {"turn": 1, "warmup": 2, "steps": 4, "local": 2}
+    alone = team.turn({"contender": "none", **asked}, 60.0)
+    ours = team.turn({"contender": "allreduce", **asked}, 60.0)
+    for one, other in zip(alone, ours, strict=True):
+        assert len(one["seconds"]) == len(other["seconds"]) == 4
+        assert min(one["seconds"]) > 0.029
+        assert one["sent"] < 20_000  # what two barriers need
+        assert 4 * 2_000_000 <= other["sent"] < 4 * 2_200_000  # all of the gradients, fp32, between two
+        assert other["error"] < 1e-6
+
+
+def test_a_turn_that_takes_too_long_is_told(team: Team) -> None:
+    asked = {"turn": 1, "warmup": 1, "steps": 1, "local": 1}
+    with pytest.raises(TurnFailed, match=r"^not done after 0 s$"):
+        team.turn({"contender": "none", **asked, "steps": 1000}, 0.01)
+
+
+def test_a_contender_that_fails_is_told_with_its_reason(team: Team) -> None:
+    asked = {"turn": 1, "warmup": 1, "steps": 1, "local": 1}
+    with pytest.raises(TurnFailed, match=r"^node \d: TypeError: BF16 all reduce communication hook required"):
+        team.turn({"contender": "ddp-bf16", **asked}, 60.0)
 
 
 def test_without_links_the_benchmark_says_why_and_ends() -> None:
