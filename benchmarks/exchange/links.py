@@ -24,11 +24,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
 import namespaces
 from namespaces import bits
 
-__all__ = ["INTERFACE", "PORT", "Bytes", "Links", "address", "bits", "counters", "obstacle"]
+__all__ = ["INTERFACE", "MOST", "PORT", "Bytes", "Links", "address", "bits", "counters", "obstacle"]
 
 INTERFACE = "eth0"
 PORT = 29400
-NODES = 64  # numbers of nodes are the last part of addresses, and the bridge is .100
+MOST = 64  # numbers of nodes are the last part of addresses, and the bridge is .100
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Links:
     """So many nodes, as a context; everything on them ends with it."""
 
     def __init__(self, nodes: int) -> None:
-        if not 1 <= nodes <= NODES:
-            raise ValueError(f"{nodes} nodes: must be 1 to {NODES}")
+        if not 1 <= nodes <= MOST:
+            raise ValueError(f"{nodes} nodes: must be 1 to {MOST}")
         self.nodes = nodes
         self._spaces = namespaces.Namespaces()
         self._limited = False

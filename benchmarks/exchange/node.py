@@ -3,8 +3,9 @@
     python node.py RANK WORLD                   # the first line in: {"shapes": ..., "pace": ...}
 
 Each further line {"contender", "turn", "warmup", "steps", "local"} is a turn: the model and the contender are made
-anew, it does steps for warm-up and steps that count, and one line comes out: the seconds of each step that counts, the
-bytes that the kernel saw on the interface meanwhile, and how far what was exchanged is from what it should be.
+anew, it does steps for warm-up, without pace, and steps that count, and one line comes out: the seconds of each step
+that counts, the bytes that the kernel saw on the interface meanwhile, and how far what was exchanged in the warm-up is
+from what it should be.
 """
 
 import datetime
@@ -42,12 +43,14 @@ def _timed(
     model: PacedModel, contender: Contender, wanted: Sequence[Tensor], warmup: int, steps: int
 ) -> dict[str, Any]:
     errors = []
+    model.pacer.hurries = True
     last = rounded(warmup, contender.period)
     for number in range(1, last + 1):
         contender.step()
         # those with local steps are checked once: momentum moves on with what it has
         if contender.values is not None and (number == contender.period or (contender.period == 1 and number == last)):
             errors.append(distance(contender.values(), wanted, contender.scale))
+    model.pacer.hurries = False
     dist.barrier()
     before, seconds = counters(), []
     for _ in range(rounded(steps, contender.period)):

@@ -8,6 +8,10 @@ paced (paced.py): first the real model is measured alone on one thread, or `--pa
 there. Bytes are what the kernel counts at interfaces. A round has a turn of each contender, in an order that rotates;
 ratios are of medians over all rounds. figures.py tells what the best possible is. Whoever fails or hangs in a turn is
 left out from then on, with the reason.
+
+Gradients are random. The error is how far their exchanged mean was from the true one in the steps for warm-up, so it
+tells a wrong sum from a right one; of an exchange that counts on gradients being alike (PowerSGD: of low rank) it tells
+nothing, and what a lossy one costs in training is told by loss.py.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, NONE, OURS, PEERS
 from figures import Row, Turn, row_of, table, turn_of
-from links import bits, obstacle
+from links import MOST, bits, obstacle
 from paced import Pace, shapes_of
 from team import HERE, Team, TurnFailed
 from workloads import WORKLOADS
@@ -175,6 +179,11 @@ def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--paces", type=Path, help="a file with paces: read where it has them, written where not")
     parser.add_argument("--out", type=Path, help="write all turns to this file, as JSON")
     options = parser.parse_args(argv)
+    if not all(2 <= nodes <= MOST for nodes in options.nodes):
+        parser.error(f"--nodes: {options.nodes} must be 2 to {MOST} each")
+    for name in ("steps", "rounds", "local_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: must be at least 1")
     for link in options.links:
         try:
             link == UNLIMITED or bits(link)

@@ -96,6 +96,14 @@ def test_what_is_done_meanwhile_takes_no_time_of_its_own(paced: ModuleType) -> N
     assert clock.now - 100 == pytest.approx(1.0)
 
 
+def test_a_pacer_that_hurries_does_what_is_to_be_done_and_does_not_wait(paced: ModuleType) -> None:
+    clock = Clock()
+    pacer, done = paced.Pacer(clock.read, clock.sleep), []
+    pacer.hurries = True
+    pacer.wait(1.0, lambda: done.append(1))
+    assert (clock.now, pacer.late, done) == (100.0, 0.0, [1])
+
+
 def test_a_pace_of_another_model_is_refused(paced: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"another model: c\.weight"):
         paced.PacedModel({**SHAPES, "c.weight": (2,)}, pace_of_three(paced))
@@ -208,9 +216,20 @@ def test_only_the_reference_is_exact() -> None:
     assert loss.overrides("int8", ["exchange.h=5"]) == ["exchange.strategy=int8", "exchange.exact=no", "exchange.h=5"]
 
 
-def test_a_link_that_is_no_rate_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--links", "100mbit", "fast"], "--links: 'fast' is no rate such as 100mbit or 1gbit, nor none"),
+        (["--nodes", "4", "1"], "--nodes: [4, 1] must be 2 to 64 each"),
+        (["--local-steps", "0"], "--local-steps: must be at least 1"),
+        (["--strategies", "rign"], "invalid choice: 'rign'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     import run
 
     with pytest.raises(SystemExit):
-        run.options_of(["--links", "100mbit", "fast"])
-    assert "--links: 'fast' is no rate such as 100mbit or 1gbit, nor none" in capsys.readouterr().err
+        run.options_of(given)
+    assert said in capsys.readouterr().err
