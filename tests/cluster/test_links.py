@@ -119,7 +119,7 @@ def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: Team) -> 
     ours = team.turn({"contender": "allreduce", **asked}, 60.0)
     for one, other in zip(alone, ours, strict=True):
         assert len(one["seconds"]) == len(other["seconds"]) == 4
-        assert min(one["seconds"]) > 0.029
+        assert sum(one["seconds"]) > 4 * 0.0299  # one by one they may be shorter: after a wait that was late
         assert one["sent"] < 20_000  # what two barriers need
         assert 4 * 2_000_000 <= other["sent"] < 4 * 2_200_000  # all of the gradients, fp32, between two
         assert other["error"] < 1e-6
