@@ -9,17 +9,13 @@
         rig.kill_node("n3")                                # dead, as when its power fails
         rig.revive("n2")                                   # back, whichever of the two it was
 
-Each node has network, process, mount and host name of its own: 10.77.0.1 (n1) to 10.77.0.4 on a bridge where the
-controller is 10.77.0.100. Files are the host's: temporary folders, the repository and its virtual environment are what
-they are outside, and shared by all nodes. What Slurm itself writes lies in memory, over /etc/slurm.
-
-Nothing of the host is touched, and nothing is left: all processes are in one process namespace that dies with its
-first process, which dies when whoever holds the rig closes it or is killed; interfaces and mounts go with them.
-Not for measuring: four nodes share the cores of this machine.
+The nodes are those of `namespaces.py`, 10.77.0.1 (n1) to 10.77.0.4 on a bridge where the controller is 10.77.0.100,
+and nothing of the host is touched or left. Files are the host's: temporary folders, the repository and its virtual
+environment are what they are outside, and shared by all nodes. What Slurm itself writes lies in memory, over
+/etc/slurm. Not for measuring: four nodes share the cores of this machine.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import namespaces
+from namespaces import Namespaces, children
+
 NODES = ("n1", "n2", "n3", "n4")
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "tc", "unshare", "nsenter", "setpriv")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 HOME = "/etc/slurm"
 """Where the memory file system is mounted: Slurm looks for its configuration there, and its package has made it."""
 
@@ -79,17 +78,7 @@ HOSTS = "127.0.0.1 localhost\n10.77.0.100 controller\n" + "".join(
 
 def obstacle() -> str | None:
     """Why there can be no rig on this machine, in words; None if nothing is in the way."""
-    if os.geteuid() != 0:
-        return "a Slurm to test on needs root, for its namespaces"
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (Debian: apt-get install slurm-wlm munge iproute2)"
-    tried = subprocess.run(
-        ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "ip", "link", "add", "name", "a", "type", "bridge"],
-        capture_output=True,
-        text=True,
-    )
-    return f"namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else None
+    return namespaces.obstacle("a Slurm to test on", PROGRAMS, "slurm-wlm munge iproute2")
 
 
 class Rig:
@@ -99,8 +88,7 @@ class Rig:
     def __init__(self, environment: Mapping[str, str] | None = None, more: str = "") -> None:
         self._environment = dict(os.environ if environment is None else environment)
         self._more = more
-        self._first: subprocess.Popen[str] | None = None
-        self._nodes: dict[str, tuple[subprocess.Popen[str], int]] = {}
+        self._spaces = Namespaces()
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._controller: subprocess.Popen[bytes] | None = None
 
@@ -118,12 +106,11 @@ class Rig:
     @property
     def files(self) -> Path:
         """Slurm's own files, seen from outside: `slurm.conf`, `log/`."""
-        return Path(f"/proc/{self._pid}/root{HOME}")
+        return Path(f"/proc/{self._spaces.pid}/root{HOME}")
 
     def inside(self, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on the login node."""
-        here = f"--wd={os.getcwd()}"
-        return ["nsenter", f"--target={self._pid}", "--mount", "--net", "--uts", "--pid", here, "--", *argv]
+        return self._spaces.inside(argv)
 
     def run(self, argv: Sequence[str], timeout: float = 60.0) -> tuple[int, str, str]:
         """Run a command on the login node: its exit code, what it printed, and its errors."""
@@ -139,25 +126,23 @@ class Rig:
 
     def kill_node(self, node: str) -> None:
         """Kill everything that runs on a node, at once; its interface is gone, too."""
-        process, pid = self._nodes.pop(node)
-        os.kill(pid, signal.SIGKILL)
-        ended(process)
+        self._spaces.kill(node)
 
     def cut(self, node: str) -> None:
         """Take a node off the network."""
-        self._administer("ip", "link", "set", node, "down")
+        self._spaces.administer("ip", "link", "set", node, "down")
 
     def revive(self, node: str) -> None:
         """Bring back a node that was killed or cut, and wait until Slurm has it again."""
-        if node in self._nodes:
-            self._administer("ip", "link", "set", node, "up")
+        if node in self._spaces.nodes:
+            self._spaces.administer("ip", "link", "set", node, "up")
         else:
             self._start_node(node)
         self.wait_for(lambda: self._in_service(node), f"{node} back in service")
 
     def administer(self, node: str, *argv: str) -> None:
         """Run a command on a node, as its administrator."""
-        self._administer(*argv, target=self._nodes[node][1])
+        self._spaces.administer(*argv, node=node)
 
     def stop_controller(self) -> None:
         """Stop the controller, which writes down what it knows; the nodes and their jobs run on. (Killed outright, it
@@ -173,12 +158,7 @@ class Rig:
 
     def limit(self, node: str, rate: str | None) -> None:
         """Slow a node's link down, in both directions: a rate as tc writes it, such as `1gbit`; None for no limit."""
-        for where, interface in ((self._pid, node), (self._nodes[node][1], "eth0")):
-            if rate is None:
-                self._administer("tc", "qdisc", "del", "dev", interface, "root", target=where)
-            else:
-                shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-                self._administer("tc", "qdisc", "replace", "dev", interface, *shape, target=where)
+        self._spaces.limit(node, rate)
 
     def states(self) -> dict[str, str]:
         """What Slurm thinks of each node, such as `idle` or `down`; a `*` at the end stands for no answer."""
@@ -197,30 +177,20 @@ class Rig:
 
     def close(self) -> None:
         """End everything."""
-        if self._first is not None:
-            ended(self._first)  # with it go all others
-            for process, _ in self._nodes.values():
-                ended(process)
+        if self._spaces.is_open:
+            self._spaces.close()
             for daemon in self._daemons:
                 daemon.wait()
-            self._first = None
-            self._nodes.clear()
             self._daemons.clear()
 
     def _start(self) -> None:
-        spaces = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._first, self._pid = waiting(["setpriv", "--pdeathsig", "KILL", *spaces])
+        self._spaces.open("controller")
         for argv in (
             ("mount", "-t", "tmpfs", "-o", "mode=755", "slurm", HOME),
-            ("hostname", "controller"),
             ("mkdir", *(f"{HOME}/{name}" for name in ("munge", "state", "log", *(f"spool-{node}" for node in NODES)))),
             *(("mknod", f"{HOME}/gpu{index}", "c", "1", "3") for index in range(2)),  # as good as /dev/null
-            ("ip", "link", "set", "lo", "up"),
-            ("ip", "link", "add", "name", "bridge", "type", "bridge"),
-            ("ip", "address", "add", "10.77.0.100/24", "dev", "bridge"),
-            ("ip", "link", "set", "bridge", "up"),
         ):
-            self._administer(*argv)
+            self._spaces.administer(*argv)
         key = self.files / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -232,7 +202,7 @@ class Rig:
         (self.files / "slurm.conf").write_text(f"{CONFIGURATION.format(nodes=nodes)}{self._more}\n")
         (self.files / "gres.conf").write_text(GPUS)
         (self.files / "hosts").write_text(HOSTS)
-        self._administer("mount", "--bind", f"{HOME}/hosts", "/etc/hosts")
+        self._spaces.administer("mount", "--bind", f"{HOME}/hosts", "/etc/hosts")
         munge = [f"--{name}={HOME}/munge/{name.partition('-')[0]}" for name in ("key-file", "pid-file", "seed-file")]
         self._daemon(
             ["munged", "--foreground", f"--socket={HOME}/munge/socket", f"--log-file={HOME}/log/munged", *munge]
@@ -244,22 +214,8 @@ class Rig:
         self.wait_for(lambda: set(self.states().values()) == {"idle"}, "all nodes idle")
 
     def _start_node(self, node: str) -> None:
-        number = NODES.index(node) + 1
-        spaces = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc"]
-        enter = ["nsenter", f"--target={self._pid}", "--mount", "--net", "--uts", "--pid", "--"]
-        process, pid = waiting([*enter, *spaces])
-        self._nodes[node] = process, pid
-        # the process id is the host's, so this must not enter the process namespace
-        self._administer("ip", "link", "add", "name", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        self._administer("ip", "link", "set", node, "master", "bridge", "up")
-        for argv in (
-            ("hostname", node),
-            ("ip", "link", "set", "lo", "up"),
-            ("ip", "address", "add", f"10.77.0.{number}/24", "dev", "eth0"),
-            ("ip", "link", "set", "eth0", "up"),
-        ):
-            self._administer(*argv, target=pid)
-        self._daemon(["slurmd", "-D", "-N", node], target=pid)
+        self._spaces.add(node, NODES.index(node) + 1)
+        self._daemon(["slurmd", "-D", "-N", node], node)
 
     def _in_service(self, node: str) -> bool:
         state = self.states()[node]
@@ -267,55 +223,13 @@ class Rig:
             self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
         return state in ("idle", "mixed", "allocated")
 
-    def _administer(self, *argv: str, target: int | None = None) -> None:
-        enter = ["nsenter", f"--target={target or self._pid}", "--mount", "--net", "--uts", "--"]
-        done = subprocess.run([*enter, *argv], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
-
-    def _daemon(self, argv: Sequence[str], target: int | None = None) -> subprocess.Popen[bytes]:
-        enter = ["nsenter", f"--target={target or self._pid}", "--mount", "--net", "--uts", "--pid", "--"]
-        nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._daemons.append(subprocess.Popen([*enter, *argv], start_new_session=True, cwd="/", **nowhere))
+    def _daemon(self, argv: Sequence[str], node: str | None = None) -> subprocess.Popen[bytes]:
+        self._daemons.append(self._spaces.daemon(argv, node))
         return self._daemons[-1]
 
     def _last_words(self) -> str:
         log = self.files / "log" / "slurmctld.log"
         return "\n".join(log.read_text().splitlines()[-30:]) if log.exists() else "slurmctld wrote nothing"
-
-
-def waiting(spaces: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
-    """Start the first process of new namespaces, which does nothing but reap orphans and wait for the end of its input;
-    the process that leads to it, and its id as seen from here."""
-    process = subprocess.Popen(
-        [*spaces, "bash", "-c", "echo ready; read -r _"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is not for the cluster
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{' '.join(spaces)}: {process.stderr.read().strip()}")
-    pid = process.pid
-    while below := children(pid):
-        (pid,) = below
-    return process, pid
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ended(process: subprocess.Popen[str]) -> None:
-    """End what `waiting` started, by the end of its input, if it has not ended, and wait for it."""
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait()
 
 
 def main() -> None:

@@ -1,0 +1,231 @@
+"""Who exchanges gradients, by name: ours and the peers, each as one function of a step on a paced model.
+
+A contender's step is forward, backward and all of the exchange, with no optimizer: that costs the same for all. Those
+that let parameters drift apart and bring them together every so many steps have an optimizer that moves them once, in
+the very first step, by the gradients, so that what comes out can be checked as it can for gradients.
+
+Not here: Horovod, whose last release (0.28.1 of 2023) does not build with a torch of today: it asks for C++14, torch's
+headers for C++17. torch's bf16 hook is here, but it refuses gloo. Not for timing, and not for processes: `node.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from links import PORT, address
+from paced import PacedModel
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.train.exchange import GradientExchange
+
+LR, MOMENTUM = 0.7, 0.9
+"""The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node this is; `local`: steps between two exchanges of those that do not exchange in each. `turn` is another
+    number each time."""
+
+    rank: int
+    world: int
+    local: int
+    turn: int
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`step` does a whole step; every `period` steps it does the same again. `values`: after a period, tensors in the
+    model's order that are `scale` times the mean of what all nodes have drawn as gradients; None if nothing is
+    exchanged."""
+
+    step: Callable[[], None]
+    values: Callable[[], Sequence[Tensor]] | None = None
+    scale: float = 1.0
+    period: int = 1
+    close: Callable[[], None] = _nothing
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _plain(model: PacedModel, called: nn.Module) -> None:
+    """A step of a loop that zeroes, and leaves the exchange to hooks."""
+    model.zero_grad()
+    called().backward()
+
+
+def none(model: PacedModel, place: Place) -> Contender:
+    return Contender(partial(_plain, model, model))
+
+
+# ---- ours
+
+
+def ours(model: PacedModel, place: Place, **keywords: Any) -> Contender:
+    """`GradientExchange` with these arguments, a micro-batch a node."""
+    settings = {"replicas": False, **keywords}
+    parameters = list(model.parameters())
+    exchange = GradientExchange(parameters, rank=place.rank, world=place.world, micro_batches=place.world, **settings)
+
+    def step() -> None:
+        model.zero_grad()
+        exchange.begin(place.rank)
+        model().backward()
+        exchange.end()
+        exchange.finish()
+
+    return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
+
+
+# ---- torch's
+
+
+def ddp(model: PacedModel, place: Place, hook: Callable[[nn.Module], None] | None = None, **keywords: Any) -> Contender:
+    """DistributedDataParallel; `hook` registers what is to be registered on it."""
+    called = DistributedDataParallel(model, **keywords)
+    if hook is not None:
+        hook(called)
+    return Contender(partial(_plain, model, called), partial(_gradients, model))
+
+
+def fp16(called: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    called.register_comm_hook(None, fp16_compress_hook)
+
+
+def bf16(called: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    called.register_comm_hook(None, bf16_compress_hook)
+
+
+def power_sgd(called: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    called.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
+
+
+class Drift(torch.optim.Optimizer):
+    """Moves parameters against their gradients in its first step, and never again."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        super().__init__(parameters, {})
+        self._moved = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self._moved:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad)
+        self._moved = True
+
+
+def post_local_sgd(model: PacedModel, place: Place) -> Contender:
+    """DDP with a hook that keeps gradients on the node, and torch's averager of parameters."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    alone, _ = dist.new_subgroups(group_size=1)
+    called = DistributedDataParallel(model)
+    called.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
+    averager = PeriodicModelAverager(period=place.local)
+    averager.step = 1  # it averages in steps 0, period, ...: in the last of a period instead
+    optimizer = Drift(list(model.parameters()))
+
+    def step() -> None:
+        _plain(model, called)
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+
+    return Contender(step, partial(_parameters, model), scale=-1.0, period=place.local)
+
+
+# ---- others
+
+
+def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
+    """torchft's DiLoCo: each node a replica group of its own, the lighthouse on the first."""
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    port, here, patience = PORT + 2 + 2 * place.turn % 500, address(place.rank), timedelta(seconds=120)
+    lighthouse = LighthouseServer(f"[::]:{port}", place.world) if place.rank == 0 else None
+    store = TCPStore(here, port + 1, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(timeout=patience),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=place.world,
+        use_async_quorum=False,
+        timeout=patience,
+        quorum_timeout=patience,
+        rank=0,
+        world_size=1,
+        store_addr=here,
+        store_port=port + 1,
+        lighthouse_addr=f"http://{address(0)}:{port}",
+        replica_id=f"node-{place.rank}",
+        hostname=here,
+        init_sync=False,
+    )
+    optimizer = Drift(list(model.parameters()))
+    outer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
+    diloco = DiLoCo(manager, [model], optimizer, outer, place.local, pin_memory=False, **keywords)
+    diloco.__enter__()
+
+    def step() -> None:
+        _plain(model, model)
+        optimizer.step()
+
+    def close() -> None:
+        nonlocal store
+        diloco.__exit__(None, None, None)
+        dist.barrier()  # the lighthouse goes when nobody asks it any more
+        manager.shutdown(wait=False)
+        if lighthouse is not None:
+            lighthouse.shutdown()
+        del store
+
+    # momentum begins at the gradient itself, so that Nesterov's first step is 1 + momentum of it
+    return Contender(step, partial(_parameters, model), -LR * (1 + MOMENTUM), place.local, close)
+
+
+MIB = 2**20
+NONE = "none"
+OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
+    "allreduce": ours,
+    "allreduce-1mib": partial(ours, capacity=MIB),
+    "replicas": partial(ours, replicas=True),
+    "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
+}
+PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
+    "ddp": ddp,
+    "ddp-1mib": partial(ddp, bucket_cap_mb=1, gradient_as_bucket_view=True),
+    "ddp-fp16": partial(ddp, hook=fp16),
+    "ddp-bf16": partial(ddp, hook=bf16),
+    # on gloo it hangs with more than about two buckets
+    "ddp-powersgd": partial(ddp, hook=power_sgd, bucket_cap_mb=1000),
+    "post-localsgd": post_local_sgd,
+    "torchft-diloco": torchft,
+}
+CONTENDERS = {NONE: none, **OURS, **PEERS}

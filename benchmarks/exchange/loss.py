@@ -1,0 +1,120 @@
+"""What an exchange costs in accuracy: held-out loss after as many samples as synchronous fp32, paired by seed.
+
+    python benchmarks/exchange/loss.py --strategies bf16 int8 [--also KEY=VALUE ...] [--seeds 0 1 2] [--nproc 2]
+        [--recipe examples/gpt-python.yaml] [--steps 300] [--out loss.json]
+
+Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
+not matter here. The reference of each seed is `exchange.strategy=allreduce exchange.exact=world`; all others have
+`exchange.exact=no`, and what `--also` says. All have fp32, one thread a process, and the same micro-batch. The loss is
+that of the last evaluation, at the last step.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from phalanx.run import Run, read_events
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "allreduce, exact: world"
+SAME = ("precision=fp32", "threads=1", "compile=false", "batch.micro=4")
+HOURS = 2.0
+"""After which a run counts as hanging."""
+
+
+class RunFailed(Exception):
+    """A run that did not end with a score: what it said last."""
+
+
+def overrides(strategy: str | None, also: Sequence[str]) -> list[str]:
+    """Those of a strategy; None: the reference."""
+    if strategy is None:
+        return ["exchange.strategy=allreduce", "exchange.exact=world"]
+    return [f"exchange.strategy={strategy}", "exchange.exact=no", *also]
+
+
+def loss_of(recipe: Path, given: Sequence[str], seed: int, steps: int, nproc: int, folder: Path) -> float:
+    """The last held-out loss of a run with these overrides. RunFailed when it has none at its last step."""
+    values = [*SAME, f"seed={seed}", f"steps={steps}", *given]
+    command = [sys.executable, "-m", "phalanx", "train", str(recipe), *values]
+    command += ["--run", str(folder), "--nproc", str(nproc)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HOURS * 3600)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"not done after {HOURS:g} hours") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise RunFailed(f"exit {done.returncode}: {said[-1] if said else 'no word'}")
+    scores = [event for event in read_events(Run(folder).events) if event["kind"] == "eval"]
+    if not scores or scores[-1]["step"] != steps or scores[-1]["loss"] is None:
+        raise RunFailed(f"{folder}: no finite score at step {steps}")
+    return float(scores[-1]["loss"])
+
+
+def table(losses: Mapping[str, Mapping[int, float]], failed: Mapping[str, str]) -> list[str]:
+    """Lines of Markdown: the losses by seed, and how far they are above the reference's of the same seed."""
+    reference = losses[REFERENCE]
+    seeds = list(reference)
+    lines = [
+        "| exchange | " + " | ".join(f"seed {seed}" for seed in seeds) + " | above synchronous fp32, by seed | mean |",
+        "|---|" + "---:|" * (len(seeds) + 2),
+    ]
+    for name, by_seed in losses.items():
+        above = [by_seed[seed] / reference[seed] - 1 for seed in seeds]
+        told = " | ".join(f"{by_seed[seed]:.4f}" for seed in seeds)
+        lines.append(f"| {name} | {told} | {', '.join(f'{a:+.2%}' for a in above)} | {statistics.mean(above):+.2%} |")
+    for name, why in failed.items():
+        lines.append(f"| {name} | failed: {why.replace('|', '/')} |" + " |" * (len(seeds) + 1))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", nargs="+", required=True, help="names that exchange.strategy takes")
+    parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="overrides besides")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "gpt-python.yaml")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, help="write all losses to this file, as JSON")
+    options = parser.parse_args()
+    losses: dict[str, dict[int, float]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="phalanx-loss-") as scratch:
+        for number, strategy in enumerate([None, *options.strategies]):
+            name = strategy or REFERENCE
+            found: dict[int, float] = {}
+            try:
+                for seed in options.seeds:
+                    folder = Path(scratch) / f"{number}-{seed}"
+                    given = overrides(strategy, options.also)
+                    found[seed] = loss_of(options.recipe, given, seed, options.steps, options.nproc, folder)
+                    print(f"{name}, seed {seed}: {found[seed]:.4f}", file=sys.stderr, flush=True)
+                losses[name] = found
+            except RunFailed as error:
+                if strategy is None:
+                    raise SystemExit(f"the reference: {error}") from None
+                failed[name] = str(error)
+    command = shlex.join(["python", "benchmarks/exchange/loss.py", *sys.argv[1:]])
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    print(f"`{command}`, {datetime.date.today().isoformat()}, {machine}.")
+    print("", *table(losses, failed), sep="\n")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"losses": losses, "failed": failed}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
