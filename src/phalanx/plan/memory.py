@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
 from phalanx.plan.resolve import Choice, parts_of, shared_among
+from phalanx.plan.setup import WIRES, Wire
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
@@ -72,7 +73,9 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
         kept = 4 if optim.momentum else 0
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
-    return 8 + kept
+    single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
+    travelling = 0.0 if single else WIRES.get(recipe.exchange.strategy, Wire()).memory
+    return 8 + kept + math.ceil(travelling)
 
 
 def state_bytes(recipe: Recipe, trainable: int, frozen: int, device: str) -> int:

@@ -201,7 +201,7 @@ def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_by
     bubble = np.where(c["schedule"] == SCHEDULES.index("zero-bubble"), bubble / 3, bubble)
     local = elements / sharing
     apart = c["tensor"] * c["context"] * c["shard"]
-    exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes)
+    exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes * base.wire.share)
     hidden = np.minimum(exchange * stack.hidden, backward)
     update = local * 30.0 / (rates.bandwidth * 0.8)
     seconds = (micros + bubble) * slowest + exchange - hidden * (1 - SLOWED) + update + stack.step_seconds

@@ -48,6 +48,22 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What an exchange of gradients sends, as a share of its bytes, and the bytes of memory that it takes for each
+    element beside the gradient: buffers, and what it holds back."""
+
+    share: float = 1.0
+    memory: float = 0.0
+
+
+WIRES = {
+    "bf16": Wire(2 / 4, 2.0 + 2.0 + 2.0),  # sent, received, summed
+    "int8": Wire((1 + 4 / 256) / 4, 4.0 + 2 * (1 + 4 / 256)),  # held back; sent and received with a scale for 256
+}
+"""By strategy; others send gradients as they are."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """A run that is to be foretold."""
 
@@ -67,6 +83,8 @@ class Setup:
     """Stages that one pipeline rank has (interleaving)."""
     stack: Stack = field(default_factory=Stack)
     optimizer: str = "adamw"
+    wire: Wire = Wire()
+    """How gradients travel between replicas."""
 
     @property
     def parts(self) -> int:

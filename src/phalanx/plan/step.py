@@ -288,7 +288,7 @@ def step_here(setup: Setup, rates: Rates, here: Here) -> Parts:
     sums["memory"] += (setup.micros - 1) * here.accumulate(weights)
     return Parts(
         **sums,
-        gradients=here.exchange(weights * setup.stack.gradient_bytes, ranks) if ranks > 1 else 0.0,
+        gradients=here.exchange(weights * setup.stack.gradient_bytes * setup.wire.share, ranks) if ranks > 1 else 0.0,
         optimizer=here.update(weights),
         rest=setup.stack.step_seconds,
     )
@@ -347,7 +347,8 @@ def _gradients(costs: Costs, weights: float, first: float, last: float) -> float
         adding = float(collective_seconds("reduce_scatter", weights * stack.gradient_bytes, over, scale))
         gathering = float(collective_seconds("all_gather", weights * 2.0, over, scale))
     else:
-        adding = float(collective_seconds("all_reduce", weights * stack.gradient_bytes, over, scale))
+        size = weights * stack.gradient_bytes * setup.wire.share
+        adding = float(collective_seconds("all_reduce", size, over, scale))
         gathering = 0.0
     return _left(adding, last, stack.hidden) + _left(gathering, first, stack.hidden)
 

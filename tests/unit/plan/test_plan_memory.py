@@ -261,6 +261,12 @@ def test_what_is_frozen_has_only_its_weights() -> None:
     assert state_bytes(recipe(), 10, 1000, "cpu") == 160 + 4000
 
 
+def test_what_an_exchange_of_fewer_bytes_keeps_counts_where_there_are_replicas() -> None:
+    exchange = {"strategy": "int8", "exact": "no"}
+    assert parameter_bytes(recipe(exchange=exchange, layout={"replicate": 2}), "cpu") == 16 + 7
+    assert parameter_bytes(recipe(exchange=exchange, layout={"replicate": 1}), "cpu") == 16
+
+
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}])
 def test_state_is_divided_among_the_ranks_that_share_the_parameters(layout: dict[str, int]) -> None:
     assert state_bytes(recipe(layout={**layout, "replicate": 3}), 1000, 0, "cpu") == 4000

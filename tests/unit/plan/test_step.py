@@ -11,7 +11,7 @@ from phalanx.models import moe, transformer
 from phalanx.plan.collectives import Kind, collective_seconds, links
 from phalanx.plan.profile import Attention, Product, Profile, Size
 from phalanx.plan.rates import Rates, attention_seconds, move_seconds, product_seconds, rates
-from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.setup import WIRES, Setup, Stack, Wire
 from phalanx.plan.step import Parts, chunks, even, step
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division, priced_by, work
@@ -124,6 +124,15 @@ def test_a_slow_network_shows_gradients_and_a_fast_one_hides_them() -> None:
         for out in (0.05, 10.0)
     )
     assert slow > 10 * fast
+
+
+def test_fewer_bytes_on_the_wire_show_less_between_replicas_and_nothing_elsewhere() -> None:
+    slow = faster(named("h100:64"), 1, 0.05)
+    whole, sharded = setup(Layout(replicate=64), zero=0), setup(Layout(shard=64), zero=3)
+    for given, share in ((whole, 0.3), (sharded, 1.0)):
+        usual, eight = (step(replace(given, cluster=slow, wire=wire), H100) for wire in (Wire(), WIRES["int8"]))
+        assert eight.gradients <= share * usual.gradients
+    assert eight == usual
 
 
 def test_whole_recomputation_costs_more_than_some_and_some_more_than_none() -> None:
