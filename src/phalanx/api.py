@@ -30,9 +30,12 @@ from phalanx.recipe import (
     check_device,
     dump_recipe,
     expanded,
+    grown,
+    growth_told,
     huggingface_directory,
     load_recipe,
     refused,
+    stays_told,
     workers_for,
 )
 from phalanx.recipe.checks import FP8
@@ -42,7 +45,7 @@ from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.run.lock import locked
-from phalanx.train.schedule import factor
+from phalanx.train.schedule import learning_rate, peak
 
 
 @dataclass(frozen=True)
@@ -195,11 +198,13 @@ def make_ready(
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         check_layout(recipe, folder, call)
-        notes += continuing(old[1], recipe)
+        notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world)]
         plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
+    prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call)
+    notes += growth_told(given, recipe, peak(recipe))
     check(recipe, folder, world, loaded.at)
     if given.layout == "auto":
         check_layout(recipe, folder, call)
@@ -235,7 +240,7 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
     notes = []
     if old.steps != new.steps:
         step = min(old.steps, new.steps)
-        before, after = (recipe.optim.lr * factor(recipe.optim.schedule, step, recipe.steps) for recipe in (old, new))
+        before, after = (learning_rate(recipe, step) for recipe in (old, new))
         notes.append(
             f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
             f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"

@@ -38,7 +38,7 @@ from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
 from phalanx.plan import choices_untried, go_on, resolve
-from phalanx.recipe import Recipe, check, expanded, load_recipe, refused
+from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused, stays_told
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
@@ -256,11 +256,12 @@ def _ready(
         old = None
     if old is not None:
         resolved = go_on(old[1], given, world)
-        notes += continuing(old[1], resolved)
+        notes += [*continuing(old[1], resolved), *stays_told(given, resolved, world)]
         plan: dict[str, Any] = where.read_json(where.plan) or {}
     else:
-        choices = choices_untried(given, machine.cores, world, machine.device)
-        resolved = resolve(given, choices, world)
+        whole = grown(given, world)
+        choices = choices_untried(whole, machine.cores, world, machine.device)
+        resolved = resolve(whole, choices, world)
         plan = {"chosen": [vars(choice) for choice in choices]}
         if loop := (where.read_json(where.plan) or {}).get("loop"):  # forced: it went on with this optimizer's state
             plan["loop"] = loop

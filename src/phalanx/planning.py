@@ -32,7 +32,7 @@ from phalanx.plan.step import Parts, step
 from phalanx.plan.timeline import WORDS, Event, timeline
 from phalanx.plan.work import priced_by
 from phalanx.profiling import profile_of
-from phalanx.recipe import Recipe, check, expanded, load_recipe
+from phalanx.recipe import Recipe, check, expanded, grown, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
@@ -110,6 +110,7 @@ def plan_run(
     """
     where = sized(cluster, gpus, folder) if cluster is not None else _here()
     devices = gpus or where.devices
+    loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
     if isinstance(recipe.layout, Layout):
         with loaded.locating():

@@ -165,7 +165,8 @@ def tune(
     """
     watcher = watcher or Watcher()
     machine = this_machine()
-    fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout)
+    # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
+    fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout) or loaded.recipe.batch.per == "worker"
     with Arena(loaded.folder) as arena:
         start = starting(
             loaded, NOWHERE, nproc, arena.call, False, watcher.progress, write=False, preload=arena.preload

@@ -201,3 +201,8 @@ def test_a_share_of_the_checkpoints_is_in_the_step_and_on_the_time_line(folder: 
     assert found.best.parts.checkpoint > 0
     assert any("checkpoints" in event.name for event in found.events())
     assert max(event.end for event in found.events()) == pytest.approx(found.best.seconds, rel=0.01)
+
+
+def test_a_batch_for_each_worker_is_that_of_all_devices(folder: Path) -> None:
+    found = planned(folder, "batch.global=4", "batch.per=worker", gpus=64)
+    assert found.recipe.batch.global_ == found.best.setup.batch == 256

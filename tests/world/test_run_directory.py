@@ -70,6 +70,25 @@ def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
     assert (ended.run.path / ended.kind("checkpoint")[-1]["path"] / "MANIFEST.json").is_file()
 
 
+def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab: Lab) -> None:
+    told = {
+        event["step"]: event["noise_scale"] for event in lab.reference({}, 1).kind("step") if "noise_scale" in event
+    }
+    assert list(told) == [8]
+    assert told[8] > 0
+
+
+def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> None:
+    """Three workers of 4 samples make steps of 12, with three times the rate; so it stays when one of them goes on."""
+    optim = {"lr": 1e-3, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": {"warmup": 4}}
+    changes = {"batch": {"global": 4, "per": "worker"}, "optim": optim, "steps": 6}
+    ended = lab.train(changes, 3)
+    assert [event["tokens"] for event in ended.kind("step")] == [12 * 32] * 6
+    assert [event["lr"] for event in ended.kind("step")] == pytest.approx([1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3])
+    again = lab.train(changes | {"steps": 8}, 1, run=ended.run)
+    assert [(event["tokens"], event["lr"]) for event in again.kind("step")[-2:]] == [(12 * 32, pytest.approx(3e-3))] * 2
+
+
 def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: Lab) -> None:
     ended = lab.reference({}, 2)
     result = ended.result

@@ -45,7 +45,9 @@ def check(
     if as_json:
         print(json.dumps({"recipe": whole, "auto": automatic}, indent=2))
     else:
-        print(f"ok  {path}: {loaded.recipe.name}, {loaded.recipe.steps} steps of {loaded.recipe.batch.global_} samples")
+        recipe, batch = loaded.recipe, loaded.recipe.batch
+        each = "" if batch.per is None else " a worker"
+        print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_} samples{each}")
         if automatic:
             print(f"auto, chosen when it starts: {', '.join(automatic)}")
 

@@ -34,18 +34,23 @@ def _pool(stride: int = 2, padding: int = 0) -> nn.MaxPool2d:
     return nn.MaxPool2d(3, stride, padding, ceil_mode=True)
 
 
-def nin(classes: int = 1000, channels: int = 3) -> nn.Sequential:
-    """Network-in-Network for ImageNet (Lin, Chen and Yan 2014; Caffe zoo's `nin_imagenet`), images of 224 or 227.
+def nin(classes: int = 1000, channels: int = 3, width: int = 96) -> nn.Sequential:
+    """Network-in-Network for ImageNet (Lin, Chen and Yan 2014; Caffe zoo's `nin_imagenet`), images of 224 or 227; the
+    least that it takes are 43.
 
     Convolutions each followed by two of 1x1, no dense layer: the last maps, one a class, are averaged.
-    7,595,176 parameters with 1000 classes and 3 channels.
+    7,595,176 parameters with 1000 classes and 3 channels. `width`: maps of the first convolution; the others have as
+    many more or less. Raises ValueError when it is no multiple of 3.
     """
+    if width < 3 or width % 3:
+        raise ValueError(f"width={width} must be a multiple of 3: the maps of all layers are in proportion to 96")
+    a, b, c, d = width, width * 8 // 3, width * 4, width * 32 // 3  # 96, 256, 384, 1024
     model = nn.Sequential(
-        *(_conv(channels, 96, 11, stride=4), _conv(96, 96, 1), _conv(96, 96, 1), _pool()),  # 54 -> 27
-        *(_conv(96, 256, 5, padding=2), _conv(256, 256, 1), _conv(256, 256, 1), _pool()),  # 27 -> 13
-        *(_conv(256, 384, 3, padding=1), _conv(384, 384, 1), _conv(384, 384, 1), _pool()),  # 13 -> 6
+        *(_conv(channels, a, 11, stride=4), _conv(a, a, 1), _conv(a, a, 1), _pool()),  # 54 -> 27
+        *(_conv(a, b, 5, padding=2), _conv(b, b, 1), _conv(b, b, 1), _pool()),  # 27 -> 13
+        *(_conv(b, c, 3, padding=1), _conv(c, c, 1), _conv(c, c, 1), _pool()),  # 13 -> 6
         nn.Dropout(0.5),
-        *(_conv(384, 1024, 3, padding=1), _conv(1024, 1024, 1), _conv(1024, classes, 1)),
+        *(_conv(c, d, 3, padding=1), _conv(d, d, 1), _conv(d, classes, 1)),
         nn.AdaptiveAvgPool2d(1),  # 6 -> 1
         nn.Flatten(),
     )

@@ -7,6 +7,7 @@ runs or machines. Import paths in it are the only thing that executes somebody's
 from phalanx.recipe.changes import Difference, differences, is_free, refused
 from phalanx.recipe.checks import check, check_device, workers_for
 from phalanx.recipe.dump import dump_recipe
+from phalanx.recipe.growing import grown, growth_told, stays_told
 from phalanx.recipe.imports import huggingface_directory, import_object, told
 from phalanx.recipe.load import Loaded, load_recipe
 from phalanx.recipe.reference import markdown
@@ -24,6 +25,8 @@ __all__ = [
     "differences",
     "dump_recipe",
     "expanded",
+    "grown",
+    "growth_told",
     "huggingface_directory",
     "import_object",
     "is_free",
@@ -31,6 +34,7 @@ __all__ = [
     "load_recipe",
     "markdown",
     "refused",
+    "stays_told",
     "told",
     "workers_for",
 ]

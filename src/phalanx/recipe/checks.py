@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.recipe.explain import nearest, several
+from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.schema import LOSSY, Layout, Recipe
 
@@ -75,7 +76,13 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
     if isinstance(recipe.layout, Layout):
         yield from _layout(recipe, recipe.layout, workers)
         replicas = recipe.layout.replicate * recipe.layout.shard
-    yield from _batch(recipe.batch.global_, recipe.batch.micro, replicas)
+    scaling = recipe.optim.scaling
+    if scaling is not None and scaling.base_batch is None and recipe.batch.per is None:
+        yield (
+            "optim.scaling",
+            "base_batch is missing: for how many samples of a step is optim.lr right? (batch.per: worker would say so)",
+        )
+    yield from _batch(grown(recipe, workers).batch.global_, recipe.batch.micro, replicas)
 
 
 def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:

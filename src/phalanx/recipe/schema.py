@@ -163,6 +163,9 @@ class Batch(Part):
     global_: PositiveInt = Field(16, alias="global")
     """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` tells how far it may
     grow: the gradient noise scale."""
+    per: Literal["worker"] | None = None
+    """`worker`: the batch is `global` samples for each worker that the run is first started on, and stays that when it
+    goes on with others; `optim.scaling` lets the learning rate follow. null: `global` is the whole batch."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Samples computed at once by one worker. Changes speed, memory and rounding only. `auto`: as many as fit, by
     prediction and a trial; when memory runs out all the same, the run goes on with fewer."""
@@ -173,10 +176,30 @@ class Schedule(Part):
 
     warmup: Annotated[int, Field(ge=0)] = 20
     """Steps over which the rate rises linearly."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the way down from `lr`."""
+    decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
+    """Shape of the way down from `lr`. `poly` and `step` are Caffe's: a power of what is left of the run, and drops at
+    given times."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Rate at the last step, as a share of `lr`."""
+    """Rate at the last step, as a share of `lr`; not of `step`, which ends where its drops lead."""
+    power: Annotated[float, Field(gt=0)] = 0.5
+    """Of `poly`: lr x (what is left of the run)^power."""
+    drops: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        [0.5, 0.75], description="Of `step`: when the rate drops, as shares of the run after warm-up."
+    )
+    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Of `step`: what each drop multiplies the rate with."""
+
+
+class Scaling(Part):
+    """How the learning rate follows the batch. `lr` is then that of `base_batch` samples; with k times as many it
+    becomes k x or sqrt(k) x lr, after a warm-up that begins at `lr` (Goyal et al. 2017)."""
+
+    rule: Literal["linear", "sqrt"] = "linear"
+    """`linear` is usual for sgd, `sqrt` for adamw and lamb."""
+    base_batch: PositiveInt | None = None
+    """Samples of a step for which `lr` is right. null: batch.global, where that is for each worker."""
+    warmup: Annotated[int, Field(ge=0)] = 200
+    """Steps over which the rate rises from `lr` to that of the batch, beside the schedule's own warm-up."""
 
 
 class Optim(Part):
@@ -197,6 +220,7 @@ class Optim(Part):
     """Bound on the norm of the whole gradient; null leaves it alone."""
     schedule: Schedule = Schedule()
     """Learning rate over the run."""
+    scaling: Scaling | None = Field(None, description="Whether the learning rate follows the batch. null: it does not.")
 
 
 class Layout(Part):

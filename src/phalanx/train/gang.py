@@ -38,7 +38,7 @@ from phalanx.train.precision import LossScale
 from phalanx.train.reporter import Reporter
 from phalanx.train.restoring import restore
 from phalanx.train.saving import Saving
-from phalanx.train.schedule import factor
+from phalanx.train.schedule import learning_rate
 from phalanx.train.state import Progress, Standing, held_state
 from phalanx.train.step import Outcome, Stepper
 from phalanx.train.stop import StopRequest
@@ -237,7 +237,7 @@ class Gang:
         parts, recipe, progress, watch = self.parts, self.parts.recipe, self.progress, self.watch
         step = progress.step + 1
         outcome, scale = parts.stepper.settle(parts.stepper.finish(watch))
-        lr = recipe.optim.lr * factor(recipe.optim.schedule, step, recipe.steps)
+        lr = learning_rate(recipe, step)
         watch.lap("optimizer")
         self.saving.wait_copied()
         watch.lap("checkpoint")

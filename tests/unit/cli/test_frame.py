@@ -133,7 +133,7 @@ def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]
     Path("r.yaml").write_text("model: {build: 'json:load'}\n")
     assert cli.main(["recipe", "check", "r.yaml", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["recipe"]["batch"] == {"global": 16, "micro": "auto"}
+    assert answer["recipe"]["batch"] == {"global": 16, "micro": "auto", "per": None}
     assert "precision" in answer["auto"]
 
 

@@ -93,6 +93,18 @@ def test_activations_keep_their_scale_through_the_depth() -> None:
     assert 0.05 < out.std().item() < 20
 
 
+def test_a_narrow_nin_has_the_same_layers_in_proportion() -> None:
+    wide, narrow = shapes(nin(10), 43), shapes(nin(10, width=12), 43)
+    assert [(maps * 12 // 96, *size) for maps, *size in wide[:-3]] == [tuple(shape) for shape in narrow[:-3]]
+    assert narrow[-1] == wide[-1]
+
+
+@pytest.mark.parametrize("width", [0, 32])
+def test_a_width_that_nin_cannot_have_is_refused(width: int) -> None:
+    with pytest.raises(ValueError, match="must be a multiple of 3"):
+        nin(10, width=width)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"), [({"width": 20}, "multiple of 8"), ({"blocks": (2, 0)}, "at least one")]
 )

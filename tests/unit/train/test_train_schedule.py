@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.recipe.schema import Schedule
-from phalanx.train.schedule import factor
+from phalanx.recipe.schema import Recipe, Scaling, Schedule
+from phalanx.train.schedule import factor, growth, learning_rate, peak
 
-DECAYS = ["cosine", "linear", "constant"]
+DECAYS = ["cosine", "linear", "poly", "step", "constant"]
 
 
 def schedule(decay: str, warmup: int = 10, final: float = 0.1) -> Schedule:
@@ -20,7 +20,7 @@ def test_warm_up_is_linear_and_reaches_one_at_its_last_step(decay: str) -> None:
     assert [factor(schedule(decay), step, 100) for step in (1, 5, 10)] == [0.1, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "poly"])
 def test_decay_ends_at_the_final_share_at_the_last_step(decay: str) -> None:
     assert factor(schedule(decay), 100, 100) == pytest.approx(0.1)
 
@@ -64,3 +64,57 @@ def test_a_run_shorter_than_its_warm_up_only_rises(decay: str) -> None:
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_run_may_be_one_step_long(decay: str) -> None:
     assert 0 < factor(schedule(decay, warmup=0), 1, 1) <= 1
+
+
+def test_poly_is_caffes_power_of_what_is_left() -> None:
+    """GoogLeNet's solver: base_lr x (1 - iter / max_iter)^0.5."""
+    poly = Schedule(warmup=0, decay="poly", power=0.5, final=0.0)
+    assert [factor(poly, step, 100) for step in (19, 75, 100)] == [0.9, 0.5, 0.0]
+
+
+def test_steps_drop_where_caffes_policy_drops() -> None:
+    """NiN's solver: gamma^floor(iter / stepsize), where iter counts from 0: 220 iterations, stepsize 100."""
+    drops = Schedule(warmup=0, decay="step", drops=[10 / 22, 20 / 22], gamma=0.1)
+    found = [factor(drops, step, 220) for step in (1, 100, 101, 200, 201, 220)]
+    assert found == pytest.approx([0.1 ** ((step - 1) // 100) for step in (1, 100, 101, 200, 201, 220)])
+
+
+def scaled(batch: int, **scaling: object) -> Recipe:
+    values = {"base_batch": 64, "warmup": 100, **scaling}
+    optim = {"lr": 0.01, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": values}
+    return Recipe.model_validate({"batch": {"global": batch}, "steps": 1000, "optim": optim})
+
+
+@pytest.mark.parametrize(("rule", "times"), [("linear", 16.0), ("sqrt", 4.0)])
+def test_the_rate_follows_the_batch_by_its_rule(rule: str, times: float) -> None:
+    assert learning_rate(scaled(1024, rule=rule), 500) == pytest.approx(0.01 * times)
+    assert peak(scaled(1024, rule=rule)) == pytest.approx(0.01 * times)
+
+
+def test_its_warm_up_is_a_line_from_the_given_rate_to_that_of_the_batch() -> None:
+    """Goyal et al. 2017, sec. 2.2."""
+    recipe = scaled(1024)
+    rates = [learning_rate(recipe, step) for step in range(1, 102)]
+    assert rates[0] == pytest.approx(0.01 * (1 + 15 / 100))
+    steps = [after - before for before, after in pairwise(rates[:100])]
+    assert steps == pytest.approx([0.01 * 15 / 100] * 99)
+    assert rates[99] == rates[100] == pytest.approx(0.16)
+
+
+def test_without_warm_up_the_first_step_has_the_whole_rate() -> None:
+    assert learning_rate(scaled(1024, warmup=0), 1) == pytest.approx(0.16)
+
+
+def test_a_smaller_batch_has_its_smaller_rate_from_the_first_step_on() -> None:
+    assert learning_rate(scaled(16), 1) == pytest.approx(0.0025)
+
+
+def test_the_batch_that_the_rate_was_given_for_has_that_rate() -> None:
+    assert {growth(Scaling(base_batch=64), 64, step) for step in range(1, 300)} == {1.0}
+
+
+def test_scaling_goes_on_top_of_the_schedule() -> None:
+    plain = Recipe.model_validate({"steps": 300, "optim": {"lr": 0.01}})
+    scaled = plain.model_copy(update={"optim": plain.optim.model_copy(update={"scaling": Scaling(base_batch=4)})})
+    ratio = [learning_rate(scaled, step) / learning_rate(plain, step) for step in (10, 200, 300)]
+    assert ratio == pytest.approx([1 + 3 * 10 / 200, 4.0, 4.0])

@@ -1,0 +1,186 @@
+"""Accuracy against batch: Network-in-Network on Fashion-MNIST, with and without scaling of the learning rate.
+
+    python benchmarks/large_batch.py [--out docs/results] [--samples 163840] [--width 24] [--batches 64 256 1024 4096]
+
+Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with the same weights, and
+decays its rate in a straight line to 0. Without scaling all have the learning rate of the smallest batch; with it that
+rises by optim.scaling, linear or sqrt, over the first quarter of the run. The network is that of
+examples/firecaffe/nin.yaml, narrower. The gradient noise scale is what `phalanx report` tells of each run.
+
+One process and one thread, each run in a run directory of its own below --runs (default a temporary one). What the page
+tells of time is what the machine was doing meanwhile; accuracies do not depend on it.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+from pictures import Curve, chart
+
+import phalanx
+from phalanx.cluster import this_machine
+from phalanx.errors import PhalanxError
+from phalanx.observe.history import read_history
+from phalanx.recipe import load_recipe
+from phalanx.run import Run, read_events
+from phalanx.train.schedule import peak
+
+RECIPE = Path(__file__).parents[1] / "examples" / "firecaffe" / "nin.yaml"
+WAYS = ("none", "linear", "sqrt")
+SIZE = 43
+"""Pixels to a side; the least that the network takes."""
+
+READING = "\n## Reading\n"
+"""From here on the page is written by hand, and kept."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. `noise` is the gradient noise scale in samples as last estimated, None before there was an estimate."""
+
+    batch: int
+    way: str
+    steps: int
+    rate: float
+    loss: float | None
+    accuracy: float | None
+    noise: float | None
+    estimates: int
+    seconds: float
+    skipped: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--runs", type=Path, help="where to keep the runs")
+    parser.add_argument("--samples", type=int, default=163_840, help="training samples of each run")
+    parser.add_argument("--width", type=int, default=24, help="maps of the first convolution; the paper's are 96")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the smallest batch")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    batches = sorted(given.batches)
+    if given.samples % batches[-1] or any(batch % batches[0] for batch in batches):
+        parser.error("--samples must be a multiple of the largest batch, and each batch one of the smallest")
+    with tempfile.TemporaryDirectory(prefix="phalanx-large-batch-") as folder:
+        results = []
+        for batch in batches:
+            for way in WAYS if batch > batches[0] else WAYS[:1]:
+                run = (given.runs or Path(folder)) / f"{way}-{batch}"
+                results.append(trained(run, batch, way, batches[0], given))
+                print(line(results[-1]), flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out.parent / "images").mkdir(parents=True, exist_ok=True)
+    (given.out.parent / "images" / "large-batch.svg").write_text(picture(results))
+    text = page(results, given)
+    target = given.out / "large_batch.md"
+    _, heading, reading = (target.read_text() if target.is_file() else "").partition(READING)
+    target.write_text(text + heading + reading)
+    print(f"\n{text}")
+
+
+def trained(run: Path, batch: int, way: str, base: int, given: argparse.Namespace) -> Result:
+    """One run from its beginning to its end, or what an earlier call left of it."""
+    steps = given.samples // batch
+    # Eight micro-batches or more: the noise scale compares one of them with the whole batch.
+    values = [f"batch.global={batch}", f"batch.micro={max(min(batch // 8, 32), batch // 16)}", f"steps={steps}"]
+    values += [f"model.args.size={SIZE}", f"model.args.width={given.width}", f"optim.lr={given.lr}"]
+    values += ["optim.schedule.decay=linear", "optim.schedule.final=0", f"seed={given.seed}"]
+    values += ["precision=fp32", "compile=false", "threads=1", "memory.recompute=none", "checkpoint.keep=1"]
+    values += [f"evaluate.every={steps}", "evaluate.samples=10000", "recovery.hot=null"]
+    if way == "none":
+        values += ["optim.scaling=null"]
+    else:
+        values += [f"optim.scaling.{key}={value}" for key, value in (("rule", way), ("base_batch", base))]
+        values += [f"optim.scaling.warmup={steps // 4}"]
+    try:
+        phalanx.train(RECIPE, values, run=run, nproc=1)
+    except PhalanxError as error:  # a run that diverges is a result, and its events tell it
+        print(f"{way}, batch {batch}: {error}", flush=True)
+    where = Run(run)
+    scales = read_history(where.events).steps.noise_scale
+    noise = [float(value) for value in scales[np.isfinite(scales)]]
+    scored = [event for event in read_events(where.events) if event["kind"] == "eval" and event["step"] == steps]
+    last = scored[-1] if scored else {}
+    return Result(
+        batch,
+        way,
+        steps,
+        peak(load_recipe(where.resolved).recipe),
+        last.get("loss"),
+        last.get("metrics", {}).get("accuracy"),
+        noise[-1] if noise else None,
+        len(noise),
+        float((where.read_json(where.result) or {}).get("seconds", 0.0)),
+        sum(event["kind"] == "step" and bool(event.get("skipped")) for event in read_events(where.events)),
+    )
+
+
+def line(result: Result) -> str:
+    """A row of the table."""
+    scores = ("-", "-") if result.accuracy is None else (f"{result.accuracy:.1%}", f"{result.loss:.3f}")
+    noise = "-" if result.noise is None else f"{float(f'{result.noise:.2g}'):g} ({result.estimates})"
+    cells = (result.batch, result.steps, result.way, f"{result.rate:.3g}", *scores, noise, f"{result.seconds:.0f}")
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def picture(results: Sequence[Result]) -> str:
+    """Accuracy against batch, a curve for each way."""
+    first = [each for each in results if each.way == "none"][:1]
+    curves = []
+    for way in WAYS:
+        mine = first * (way != "none") + [each for each in results if each.way == way]
+        points = [(float(each.batch), 100 * each.accuracy) for each in mine if each.accuracy is not None]
+        curves.append(Curve("no scaling" if way == "none" else f"{way} scaling", points, dots=True))
+    title = "NiN on Fashion-MNIST: accuracy after the same number of samples"
+    return chart(curves, title, "batch, samples a step", "held-out accuracy, %")
+
+
+def page(results: Sequence[Result], given: argparse.Namespace) -> str:
+    """The Markdown page of what was run."""
+    machine, seconds = this_machine(), sum(each.seconds for each in results)
+    smallest, batches = min(given.batches), " ".join(str(batch) for batch in sorted(given.batches))
+    command = f"python benchmarks/large_batch.py --samples {given.samples} --width {given.width} --lr {given.lr:g}"
+    setting = (
+        f"{date.today()}; {machine.name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
+        "minutes of training; other work ran beside it, so do not read speeds from it."
+    )
+    size = (
+        f"Small: Network-in-Network with {given.width} maps in its first convolution (the paper's has 96) on "
+        f"Fashion-MNIST, images enlarged from 28 to {SIZE} pixels a side; {given.samples:,} samples a run, which is "
+        f"{given.samples / 60_000:.2g} epochs, and one seed. SGD with momentum 0.9 and weight decay 0.0005; the rate "
+        f"of batch {smallest} is {given.lr:g}, falling in a straight line to 0; scaled rates rise over the first "
+        "quarter of the run. Scored on all 10,000 test images; guessing has 10%."
+    )
+    warning = (
+        "The noise scale, in samples, is a running estimate over the whole run, with a new one every eighth step: in "
+        "brackets how many. Of runs with few steps it says little, and it is small while a network has learned little."
+    )
+    return "\n".join(
+        [
+            "# Accuracy against batch, with and without scaling of the learning rate",
+            "",
+            f"`{command} --seed {given.seed} --batches {batches}`",
+            "",
+            *(f"{fill(text, 120)}\n" for text in (setting, size)),
+            "![accuracy against batch](../images/large-batch.svg)",
+            "",
+            "| batch | steps | scaling | highest rate | accuracy | held-out loss | noise scale | s |",
+            "|---:|---:|---|---:|---:|---:|---:|---:|",
+            *(line(result) for result in results),
+            "",
+            fill(warning, 120),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""benchmarks/firecaffe.py with made-up points: speed-ups, the paper's formula, replay's curves, and the pictures."""
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.recipe import check, load_recipe
+from phalanx.train.schedule import peak
+
+ROOT = Path(__file__).parents[2]
+POINT = {"nodes": 4, "way": "reduction_tree", "step_seconds": 3.0, "compute_seconds": 1.5}
+POINTS: dict[str, Any] = {
+    "workload": "NiN & <friends>",
+    "bytes": 25e6,
+    "link": {"gbit": 0.8, "latency": 0.0},
+    "points": [POINT, {**POINT, "nodes": 8, "way": "parameter_server", "step_seconds": 6.0}],
+}
+
+
+@pytest.fixture
+def firecaffe() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import firecaffe
+
+        yield firecaffe
+
+
+def test_a_measured_speed_up_is_over_a_node_that_exchanges_nothing(firecaffe: ModuleType) -> None:
+    assert [point.speedup for point in firecaffe.measured_from(POINTS).points] == [2.0, 2.0]
+
+
+def test_the_formula_is_the_papers(firecaffe: ModuleType) -> None:
+    """25 MB over 100 MB/s take 0.25 s: 4 nodes wait 4 x 0.25 s for a tree (up and down, two levels), 8 for a server
+    2 s, beside 1.5 s of computing."""
+    found = firecaffe.measured_from(POINTS)
+    assert firecaffe.formula(found, "reduction_tree", [1, 4]) == [(1, 1.0), (4, pytest.approx(4 * 1.5 / 2.5))]
+    assert firecaffe.formula(found, "parameter_server", [8]) == [(8, pytest.approx(8 * 1.5 / 3.5))]
+
+
+@pytest.mark.parametrize(("model", "claimed", "server"), [("NiN", 39, 6.0), ("GoogLeNet", 47, 7.9)])
+def test_the_planner_comes_near_what_the_paper_claims(
+    firecaffe: ModuleType, model: str, claimed: float, server: float
+) -> None:
+    curves = firecaffe.titan_curves(model)
+    assert curves["reduction tree"][-1] == (128, pytest.approx(claimed, rel=0.05))
+    assert curves["parameter server"][-1] == (128, pytest.approx(server, rel=0.05))
+
+
+def test_both_pictures_are_whole_and_name_their_curves(firecaffe: ModuleType) -> None:
+    links = firecaffe.links_picture(firecaffe.measured_from(POINTS))
+    for picture, labels in (
+        (links, ["reduction tree: formula", "parameter server: measured", "NiN & <friends>; 0.8 Gbit/s a node"]),
+        (firecaffe.titan_picture(), ["NiN: paper", "GoogLeNet, parameter server: planner"]),
+    ):
+        texts = [element.text for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+        assert set(labels) <= set(texts)
+
+
+def test_every_point_lies_within_the_picture(firecaffe: ModuleType) -> None:
+    picture = ET.fromstring(firecaffe.titan_picture())
+    circles = list(picture.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == 4
+    assert all(60 <= float(one.get("cx", 0)) <= 620 and 34 <= float(one.get("cy", 0)) <= 374 for one in circles)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"points": []}, "there is none"),
+        ({"points": [{**POINT, "way": "pigeons"}]}, "way 'pigeons', expected one of parameter_server"),
+        ({"points": [{**POINT, "step_seconds": 0}]}, "must be above 0"),
+        ({"points": [{"nodes": 4}]}, "--help"),
+        ({"bytes": 0}, "bytes and gbit must be above 0"),
+        ({"link": {"gbit": "fast", "latency": 0}}, "--help"),
+    ],
+)
+def test_points_that_cannot_be_are_told(firecaffe: ModuleType, wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        firecaffe.measured_from(POINTS | wrong)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("nin", 0.04), ("googlenet", 0.08)])
+def test_the_recipes_have_the_papers_rate_at_its_batch(name: str, rate: float) -> None:
+    loaded = load_recipe(ROOT / "examples" / "firecaffe" / f"{name}.yaml", ["batch.global=1024"])
+    check(loaded.recipe, loaded.folder, 1, loaded.at)
+    assert peak(loaded.recipe) == pytest.approx(rate)
