@@ -217,6 +217,8 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "allreduce-1mib": partial(ours, capacity=MIB),
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
+    "bf16-1mib": partial(ours, strategy="bf16", capacity=MIB),
+    "int8-1mib": partial(ours, strategy="int8", capacity=MIB),
 }
 PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "ddp": ddp,
