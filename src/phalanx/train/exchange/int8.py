@@ -67,6 +67,7 @@ class _Wire:
     def __init__(self, length: int, site: Site):
         self._length, blocks = length, -(-length // BLOCK)
         self._numbers = torch.zeros(blocks, BLOCK, device=site.device)
+        self._magnitudes = torch.zeros_like(self._numbers)
         self._size = blocks * BLOCK
         size = self._size + 4 * blocks
         self.sent = torch.zeros(site.world, size, dtype=torch.uint8, device=site.device)
@@ -77,7 +78,7 @@ class _Wire:
         """Quantise `part` into `out`, and leave in `part` what was lost."""
         numbers, scales = self._numbers, out[self._size :].view(torch.float32)
         numbers.view(-1)[: self._length].copy_(part)
-        torch.amax(numbers.abs(), dim=1, out=scales)
+        torch.amax(torch.abs(numbers, out=self._magnitudes), dim=1, out=scales)
         finite = bool(scales.isfinite().all())
         scales.div_(LEVELS)
         numbers.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
