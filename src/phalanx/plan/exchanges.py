@@ -18,8 +18,14 @@ Exchange = Callable[[float, int, float, float], float]
 def parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     """One server beside the ranks: it takes all their gradients in through one port while it sends weights out:
     n |W| / BW, linear in the ranks (FireCaffe sec. 5). Paleo (Qi et al. 2017) has it among them and both ways one after
-    the other, 2 (n - 1) |W| / BW."""
+    the other, 2 (n - 1) |W| / BW (`serving_rank`)."""
     return ranks * (size / bandwidth + latency) if ranks > 1 else 0.0
+
+
+def serving_rank(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """One of the ranks is the server, as in `train.exchange.server`: bucket by bucket it takes the others' gradients
+    in, then sends them the sum, 2 (n - 1) |W| / BW (Paleo's)."""
+    return 2 * (ranks - 1) * (size / bandwidth + latency)
 
 
 def sharded_parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
@@ -56,16 +62,6 @@ def butterfly(size: float, ranks: int, bandwidth: float, latency: float) -> floa
     return math.ceil(math.log2(ranks)) * (size / bandwidth + latency)
 
 
-WAYS: dict[str, Exchange] = {
-    "parameter_server": parameter_server,
-    "sharded_parameter_server": sharded_parameter_server,
-    "reduction_tree": reduction_tree,
-    "halving_doubling": halving_doubling,
-    "ring": ring,
-    "butterfly": butterfly,
-}
-
-
 def hierarchical(
     size: float,
     nodes: int,
@@ -79,6 +75,37 @@ def hierarchical(
     seconds a message), `inner` of one device, `outer` of one whole node: its devices share its ports."""
     inside = ring(size, a_node, *inner)  # reduce-scatter and all-gather together are one ring all-reduce
     return inside + way(size, nodes, *outer)
+
+
+def one_level(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """`hierarchical` with every rank on a node of its own, which makes it a ring."""
+    return hierarchical(size, ranks, 1, (bandwidth, latency), (bandwidth, latency))
+
+
+def half(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Gradients that are fp32, in bf16 on the wire: parts to those that add them, and sums back."""
+    return sharded_parameter_server(size / 2, ranks, bandwidth, latency)
+
+
+def eighth(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """fp32 gradients as 8 bits with an fp32 scale for each 256 of them, in the two steps of a sharded server."""
+    return sharded_parameter_server(size * (1 + 4 / 256) / 4, ranks, bandwidth, latency)
+
+
+WAYS: dict[str, Exchange] = {
+    "allreduce": ring,  # what the libraries do with large messages
+    "bf16": half,
+    "int8": eighth,
+    "ring": ring,
+    "tree": reduction_tree,
+    "halving": halving_doubling,
+    "server": serving_rank,
+    "sharded-server": sharded_parameter_server,
+    "hierarchical": one_level,
+    "parameter_server": parameter_server,
+    "butterfly": butterfly,
+}
+"""By the names that recipes give them (`train.exchange.ways`), and two that are only foretold."""
 
 
 @dataclass(frozen=True)

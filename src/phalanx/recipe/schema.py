@@ -268,7 +268,9 @@ class Memory(Part):
     nothing."""
 
 
-Strategy = Literal["auto", "allreduce", "bf16", "int8"]
+Strategy = Literal[
+    "auto", "allreduce", "ring", "tree", "halving", "server", "sharded-server", "hierarchical", "bf16", "int8"
+]
 LOSSY = ("bf16", "int8")
 """Strategies that round what they send."""
 

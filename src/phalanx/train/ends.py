@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import DataError
@@ -17,6 +18,7 @@ from phalanx.train.exchange.ways import WAYS
 from phalanx.train.gang import Parts, reject
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.model import Seeds, has_batch_norm
+from phalanx.train.nodes import nodes_of
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
@@ -56,6 +58,7 @@ def make_stepper(
             group=mesh.replicate,
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
             strategy=strategy,
+            nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
         )
         divided.residuals = Residuals.of(divided, gradients.residuals()) if holds_back else None
     if mesh.rounds:
@@ -75,6 +78,14 @@ def make_stepper(
         modules=divided.modules,
         own_gradients=recipe.compile == "graphs",
     )
+
+
+def _nodes(mesh: Mesh, place: Place) -> list[int] | None:
+    """The node of each replica with which this worker adds up gradients."""
+    if mesh.replicate is None:
+        return None
+    nodes = nodes_of(place)
+    return [nodes.of[rank] for rank in dist.get_process_group_ranks(mesh.replicate)]
 
 
 def norms_of(divided: Divided) -> NormOf:

@@ -14,12 +14,19 @@ from phalanx.plan.exchanges import (
     parameter_server,
     reduction_tree,
     ring,
+    serving_rank,
     sharded_parameter_server,
     speedup,
 )
+from phalanx.train.exchange import ways
 
 SIZE, BANDWIDTH, LATENCY = 30.38e6, 2.9e9, 5e-6
 EVERY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@pytest.mark.parametrize("name", ways.WAYS)
+def test_every_strategy_of_the_worker_has_a_formula(name: str) -> None:
+    assert name in WAYS
 
 
 @EVERY
@@ -37,6 +44,18 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_never_faster(way: Exchang
 def test_a_parameter_server_grows_with_the_ranks_and_a_tree_with_their_logarithm() -> None:
     assert parameter_server(SIZE, 128, BANDWIDTH, 0) / parameter_server(SIZE, 32, BANDWIDTH, 0) == pytest.approx(4)
     assert reduction_tree(SIZE, 128, BANDWIDTH, 0) / reduction_tree(SIZE, 32, BANDWIDTH, 0) == pytest.approx(7 / 5)
+
+
+def test_a_server_among_the_ranks_takes_every_other_gradient_in_and_then_sends_as_many_sums() -> None:
+    assert serving_rank(1e9, 5, 1e9, 0.1) == pytest.approx(8 * 1.1)
+
+
+def test_bf16_on_the_wire_takes_half_the_time_of_large_messages() -> None:
+    assert WAYS["bf16"](1e9, 8, 1e9, 0.0) == pytest.approx(ring(1e9, 8, 1e9, 0.0) / 2)
+
+
+def test_a_hierarchy_of_single_ranks_is_a_ring() -> None:
+    assert WAYS["hierarchical"](SIZE, 8, BANDWIDTH, LATENCY) == ring(SIZE, 8, BANDWIDTH, LATENCY)
 
 
 def test_a_tree_among_128_passes_whole_messages_7_times_up_and_7_down() -> None:

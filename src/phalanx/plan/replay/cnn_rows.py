@@ -159,8 +159,8 @@ def way_of(text: str) -> str:
     said = text.casefold()
     for match, way in (
         (r"parameter.?server|\bps\b", "parameter_server"),
-        (r"halving|doubling", "halving_doubling"),
-        (r"tree", "reduction_tree"),
+        (r"halving|doubling", "halving"),
+        (r"tree", "tree"),
         (r"butterfly", "butterfly"),
     ):
         if re.search(match, said):

@@ -1,12 +1,23 @@
-"""The strategies by the names that recipes give them."""
+"""The strategies by the names that recipes give them. What each costs is in `plan.exchanges`, under the same name."""
 
 from phalanx.train.exchange.allreduce import AllReduce
 from phalanx.train.exchange.half import Half
+from phalanx.train.exchange.halving import Halving
+from phalanx.train.exchange.hierarchical import Hierarchical
 from phalanx.train.exchange.int8 import Int8
+from phalanx.train.exchange.reduction_tree import ReductionTree
+from phalanx.train.exchange.ring import Ring
+from phalanx.train.exchange.server import Server, ShardedServer
 from phalanx.train.exchange.strategy import Way
 
 WAYS: dict[str, Way] = {
     "allreduce": AllReduce,
     "bf16": Half,
     "int8": Int8,
+    "ring": Ring,
+    "tree": ReductionTree,
+    "halving": Halving,
+    "server": Server,
+    "sharded-server": ShardedServer,
+    "hierarchical": Hierarchical,
 }

@@ -1,0 +1,47 @@
+"""Messages from one worker to another, of which the classic strategies are made."""
+
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.train.exchange.strategy import Site
+
+Letters = Iterable[tuple[int, Tensor]]
+"""Ranks of a site's world, and what goes to them or comes from them (contiguous)."""
+
+
+class Post:
+    """Carries messages over the second group of a site: one batch at a time, alike at both ends."""
+
+    def __init__(self, site: Site):
+        self._group = site.second
+        self._hangs_up = site.device.type == "cpu"
+        if not self._hangs_up:  # NCCL wants all workers to have met before some of them talk
+            dist.all_reduce(torch.zeros((), device=site.device), group=self._group)
+
+    def swap(self, send: Letters = (), receive: Letters = ()) -> None:
+        """Send and receive, all at once, until everything is here and may be written to again. Raises at once when an
+        end is gone; then the other workers get an error, too, instead of waiting for what would have come from here."""
+        batch = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in send]
+        batch += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receive]
+        if not batch:
+            return
+        try:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
+        except RuntimeError:
+            if self._hangs_up:
+                self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        """Close the connections of the group. A wait that runs out of time is how gloo is told so: it has no call for
+        it, and connections would else be open until the last reference to the group is gone."""
+        with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
+            never = dist.irecv(torch.empty(1), group=self._group, tag=1)
+            if never is not None:
+                never.wait(timedelta(milliseconds=1))

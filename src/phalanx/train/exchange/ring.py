@@ -1,0 +1,40 @@
+"""Ring: reduce-scatter, then all-gather, by messages to the right (Patarasuk and Yuan 2009, JPDC 69).
+
+Each worker sends 2 (n - 1)/n of the gradients, which is the least that there can be, in 2 (n - 1) messages:
+`plan.exchanges.ring`. A part is added up on its way around, always from the same worker on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.train.exchange.buckets import Bucket
+from phalanx.train.exchange.messages import Post
+from phalanx.train.exchange.strategy import Exact, Pending, Site
+
+
+class Ring(Exact):
+    """All workers in one ring."""
+
+    def __init__(self, site: Site, buckets: object):
+        self._site, self._post = site, Post(site)
+
+    def answer(self, number: int, bucket: Bucket) -> Pending | None:
+        ring_sum(self._post, bucket.slab.flat, range(self._site.world), self._site.rank)
+        return None
+
+
+def ring_sum(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
+    """Leave the sum over `ranks`, of which `rank` is this one, in `flat` [at least as many elements as ranks]."""
+    count, here = len(ranks), ranks.index(rank)
+    left, right = ranks[here - 1], ranks[(here + 1) % count]
+    parts = flat.tensor_split(count)
+    room = torch.empty_like(parts[0])  # the first is never shorter than others
+    for turn in range(count - 1):
+        added = parts[(here - turn - 1) % count]
+        received = room[: len(added)]
+        post.swap([(right, parts[(here - turn) % count])], [(left, received)])
+        added.add_(received)
+    for turn in range(count - 1):
+        post.swap([(right, parts[(here - turn + 1) % count])], [(left, parts[(here - turn) % count])])

@@ -1,0 +1,242 @@
+"""Every strategy of the exchange on gloo: the sums of a single process, the same bits on all ranks and again."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.ways import WAYS
+from phalanx.train.place import lost_peer
+from worlds import World
+
+SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
+CAPACITY = 400.0  # bytes: several buckets
+STEPS = 3
+PLAIN = [name for name, way in WAYS.items() if way.plain]
+TOLERANCE = {"bf16": 2e-2, "int8": 4e-2}
+"""Of the largest element, where it is more than the rounding of fp32."""
+
+Sums = list[list[Tensor]]
+"""Of every step the gradients' sums, and as the last what came back in the slots."""
+
+
+def sums_of(
+    strategy: str,
+    rank: int,
+    workers: int,
+    *,
+    alone: bool = False,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    nodes: Sequence[int] | None = None,
+    first: int = 0,
+) -> Sums:
+    """What `strategy` leaves on this rank of as many workers. Each has gradients of its own, that differ in size, from
+    number `first` on. A single process that is `alone` has those of all."""
+    generator = torch.Generator().manual_seed(7)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    exchange = GradientExchange(
+        weights,
+        rank=rank,
+        world=1 if alone else workers,
+        micro_batches=workers,
+        replicas=False,
+        capacity=CAPACITY,
+        group=group,
+        slots=0 if alone else 2,
+        strategy=strategy,
+        nodes=nodes,
+    )
+    assert len(exchange.buckets) > 2
+    assert (exchange.slots is not None) == (strategy in PLAIN and dtype == torch.float32 and not alone)
+    found = []
+    for step in range(STEPS):
+        for weight in weights:
+            weight.grad = None
+        if exchange.slots is not None:
+            exchange.slots.copy_(torch.tensor([10.0 ** (first + rank), step]))
+        for leaf in range(workers) if alone else [rank]:
+            noise = torch.Generator().manual_seed(100 * step + first + leaf)
+            exchange.begin(leaf)
+            factors = [torch.randn(shape, generator=noise) * 4.0 ** (leaf % 3 - 1) for shape in SHAPES]
+            torch.stack([(w * f.to(dtype)).sum() for w, f in zip(weights, factors, strict=True)]).sum().backward()
+            exchange.end()
+        exchange.finish()
+        gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
+        found.append([*gradients, torch.zeros(0) if exchange.slots is None else exchange.slots.clone()])
+    exchange.close()
+    return found
+
+
+def every_strategy(rank: int, world: int, *, dtype: torch.dtype) -> dict[str, tuple[Sums, Sums]]:
+    """Each twice. Nodes are of unequal size where there are enough workers."""
+    nodes = [0, 1, 0, 0, 2, 2, 1, 0][:world]
+    return {
+        name: (
+            sums_of(name, rank, world, dtype=dtype, nodes=nodes),
+            sums_of(name, rank, world, dtype=dtype, nodes=nodes),
+        )
+        for name in WAYS
+    }
+
+
+def assert_equal(one: Sums, other: Sums) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+def assert_sums(found: Sums, alone: Sums, tolerance: float) -> None:
+    """Those of a single process, but for the slots."""
+    for one, other in zip(found, alone, strict=True):
+        for a, b in zip(one[:-1], other[:-1], strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+RANKS = pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+NAMES = pytest.mark.parametrize("name", WAYS)
+
+
+@NAMES
+@RANKS
+@DTYPES
+def test_sums_are_those_of_a_single_process(world: World, ranks: int, dtype: torch.dtype, name: str) -> None:
+    alone = sums_of(name, 0, ranks, alone=True, dtype=dtype)
+    rough = 5e-2 if dtype == torch.bfloat16 else TOLERANCE.get(name, 1e-5)
+    for found in world.once(ranks, every_strategy, dtype=dtype):
+        assert_sums(found[name][0], alone, rough)
+
+
+@NAMES
+@RANKS
+@DTYPES
+def test_all_ranks_have_the_same_bits_and_have_them_again(
+    world: World, ranks: int, dtype: torch.dtype, name: str
+) -> None:
+    (first, _), *others = (found[name] for found in world.once(ranks, every_strategy, dtype=dtype))
+    for one, again in [*others, *(found[name] for found in world.once(ranks, every_strategy, dtype=dtype))]:
+        assert_equal(one, first)
+        assert_equal(again, first)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@RANKS
+def test_slots_are_summed_with_the_gradients(world: World, ranks: int, name: str) -> None:
+    for found in world.once(ranks, every_strategy, dtype=torch.float32):
+        for step, tensors in enumerate(found[name][0]):
+            assert tensors[-1].tolist() == [sum(10.0**rank for rank in range(ranks)), ranks * step]
+
+
+def in_two_halves(rank: int, world: int) -> dict[str, Sums]:
+    """Ranks 0 and 2, and 1 and 3, each among themselves at the same time."""
+    groups = [dist.new_group([half, half + 2]) for half in range(2)]
+    half, own = rank % 2, rank // 2
+    return {name: sums_of(name, own, 2, group=groups[half], first=10 * half) for name in WAYS}
+
+
+@NAMES
+def test_a_group_that_is_a_part_of_the_world_sums_among_itself(world: World, name: str) -> None:
+    found = [results[name] for results in world.once(4, in_two_halves)]
+    for half in range(2):
+        assert_equal(found[half], found[half + 2])
+        assert_sums(found[half], sums_of(name, 0, 2, alone=True, first=10 * half), TOLERANCE.get(name, 1e-5))
+
+
+LAYOUTS = {"all on one": [0, 0, 0, 0], "two and two": [5, 3, 5, 3], "three and one": [0, 0, 0, 1], "each": [3, 2, 1, 0]}
+
+
+def on_nodes(rank: int, world: int) -> dict[str, Sums]:
+    return {label: sums_of("hierarchical", rank, world, nodes=nodes) for label, nodes in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("label", LAYOUTS)
+def test_nodes_may_hold_any_numbers_of_ranks(world: World, label: str) -> None:
+    found = [results[label] for results in world.once(4, on_nodes)]
+    for one in found:
+        assert_equal(one, found[0])
+        assert_sums(one, sums_of("hierarchical", 0, 4, alone=True), 1e-5)
+
+
+DOOMED, SURVIVORS = 2, (0, 1, 3)
+OPERATIONS = ("batch_isend_irecv", "all_reduce", "all_to_all_single")
+
+
+def fatal(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation is begun, and this process is no more, as if it had been killed."""
+
+    def begun(*args: Any, **options: Any) -> None:
+        operation(*args, **options)
+        os._exit(1)
+
+    return begun
+
+
+def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
+    """A worker; the doomed one dies with its first bucket of the second step. Survivors tell what they meet. Then those
+    whose strategy sends messages stay until the test ends them: nobody must learn only from a survivor's end."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=4)
+    weights = [nn.Parameter(torch.ones(300)) for _ in range(6)]
+    exchange = GradientExchange(
+        weights,
+        rank=rank,
+        world=4,
+        micro_batches=4,
+        replicas=False,
+        capacity=1.0,
+        strategy=strategy,
+        nodes=[0, 0, 1, 1],
+    )
+    try:
+        for step in range(2):
+            for weight in weights:
+                weight.grad = None
+            if step == 1 and rank == DOOMED:
+                for name in OPERATIONS:
+                    setattr(dist, name, fatal(getattr(dist, name)))
+            exchange.begin(rank)
+            torch.stack([weight.sum() for weight in weights]).sum().backward()
+            exchange.end()
+            exchange.finish()
+        told.send((2, False, "noticed nothing"))
+    except RuntimeError as error:
+        told.send((step, lost_peer(error), str(error)))
+    if strategy not in ("allreduce", "bf16", "int8"):
+        told.recv()
+    os._exit(0)
+
+
+@NAMES
+def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")  # torch is imported once for all of these tests
+    context.set_forkserver_preload(
+        ["torch", "phalanx.train.exchange.ways", "phalanx.train.exchange.bucketed", "pytest"]
+    )
+    pipes = [context.Pipe() for _ in range(4)]
+    workers = [
+        context.Process(target=bereaved, args=(rank, name, tmp_path, pipes[rank][1]), daemon=True) for rank in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for rank in SURVIVORS:
+            assert pipes[rank][0].poll(60), f"rank {rank} waits"  # torch's own patience is half an hour
+            step, lost, message = pipes[rank][0].recv()
+            assert (step, lost) == (1, True), message
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        for near, far in pipes:
+            near.close()
+            far.close()
