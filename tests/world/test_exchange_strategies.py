@@ -102,13 +102,20 @@ def assert_sums(found: Sums, alone: Sums, tolerance: float) -> None:
 
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CASES = pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        pytest.param(ranks, dtype, id=f"{ranks}-{str(dtype)[6:]}", marks=[] if quick else [pytest.mark.slow])
+        for dtype in (torch.float32, torch.bfloat16)
+        for ranks in (2, 3, 4, 8)
+        for quick in [ranks == 2 or (ranks < 8 and dtype == torch.float32)]
+    ],
+)
 NAMES = pytest.mark.parametrize("name", WAYS)
 
 
 @NAMES
-@RANKS
-@DTYPES
+@CASES
 def test_sums_are_those_of_a_single_process(world: World, ranks: int, dtype: torch.dtype, name: str) -> None:
     alone = sums_of(name, 0, ranks, alone=True, dtype=dtype)
     rough = 5e-2 if dtype == torch.bfloat16 else TOLERANCE.get(name, 1e-5)
@@ -117,8 +124,7 @@ def test_sums_are_those_of_a_single_process(world: World, ranks: int, dtype: tor
 
 
 @NAMES
-@RANKS
-@DTYPES
+@CASES
 def test_all_ranks_have_the_same_bits_and_have_them_again(
     world: World, ranks: int, dtype: torch.dtype, name: str
 ) -> None:
@@ -216,7 +222,9 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
     os._exit(0)
 
 
-@NAMES
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in WAYS]
+)
 def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # torch is imported once for all of these tests
     context.set_forkserver_preload(

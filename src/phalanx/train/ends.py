@@ -22,6 +22,7 @@ from phalanx.train.nodes import nodes_of
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.recall import find_copies, go_on_from, recall
