@@ -55,11 +55,11 @@ class Orders:
         while (messages := receive(self._sock)) is not None:
             for message in messages:
                 order = Order(message["attempt"], tuple(message["workers"]), message["told"], message["lost"])
+                if order.lost:  # before it can be obeyed, or it might be the connections of the next group
+                    self._cut()
                 with self._changed:
                     self._latest = order
                     self._changed.notify_all()
-                if order.lost:
-                    self._cut()
 
 
 def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.environ) -> Orders | None:
@@ -69,26 +69,28 @@ def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.envir
 
 
 class Connections:
-    """The TCP connections that a process group opened, so that they can be closed under it. Only where the kernel
-    lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost worker is killed."""
+    """The TCP connections that process groups opened while this was entered, so that they can be closed under them.
+    Only where the kernel lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost
+    worker is killed."""
 
     def __init__(self) -> None:
         self._before: frozenset[int] = frozenset()
         self._own: frozenset[int] = frozenset()
 
     def __enter__(self) -> "Connections":
-        """Before the group is made."""
+        """Before a group is made."""
         self._before = frozenset(_sockets())
         return self
 
     def __exit__(self, *_: object) -> None:
         """After it was made."""
-        self._own = frozenset(_sockets()) - self._before
+        self._own |= frozenset(_sockets()) - self._before
 
     def cut(self) -> None:
-        """End them in both directions; harmless when they are closed already."""
+        """End them in both directions, and forget them; harmless when they are closed already."""
+        own, self._own = self._own, frozenset()
         found = _sockets()
-        for inode in self._own & found.keys():
+        for inode in own & found.keys():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
                 # A listener that is shut down ends the process in gloo's thread that accepts.
                 tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
