@@ -137,7 +137,8 @@ class Gang:
         parts.callbacks.view.step = progress.step
         parts.callbacks.start()
         gc.collect()
-        gc.freeze()  # what exists now stays; later collections need not look at it again
+        if parts.summoned is never or parts.divided.mesh.only_replicates:
+            gc.freeze()  # what exists now stays; later collections need not look at it again
         with Feed(
             parts.data,
             global_batch=recipe.batch.global_,

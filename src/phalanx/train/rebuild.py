@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.compat import scale_in_place
+from phalanx.compat import forget_meshes, scale_in_place
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.gang import Parts
 from phalanx.train.optimizers.local import like
@@ -36,6 +36,7 @@ class Sharded:
 
     def renew(self, before: Built | None, place: Place) -> Built:
         """The model and everything around it, built in another world."""
+        forget_meshes()
         built = self._build(place, None if before is None else before.parts.callbacks)
         built.parts.callbacks.view.model = built.parts.model
         return built

@@ -133,9 +133,14 @@ def build_mesh(layout: Layout, place: Place, exact: str = "world") -> Mesh:
     groups = {name: _own_group(ranks.movedim(i, -1), place.rank) for i, name in enumerate(DIMENSIONS)}
     fsdp = expert_fsdp = expert = None
     rounds = exact == "replicas" and sharded > 1
-    if sharded > 1:
+    if rounds:  # which go with no other dimension than these two
+        assert groups["shard"] is not None
+        # DTensor remembers what it made on a mesh, and would take one of an earlier world for this if they were equal.
+        name = f"shard of attempt {place.attempt}"
+        fsdp = DeviceMesh.from_group(groups["shard"], place.device.type, mesh_dim_names=(name,))
+    elif sharded > 1:
         # [pipeline, replicate, shard x context, tensor]
-        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1 and not rounds)
+        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1)
         if layout.expert > 1:
             owners = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
             expert = _own_group(owners.movedim(3, -1), place.rank)
