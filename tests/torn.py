@@ -2,7 +2,8 @@
 that are cut at a moment that no fault from outside can be sure to hit.
 
 `RUN.torn.json` is {"step", "rank", "victim"}. When the rank has its sums of the step, and so has everybody, it waits
-until the worker of rank `victim` is gone, and then finds that its connections are. The plan is removed when that has come true.
+until the worker of rank `victim` is gone, and then finds that its connections are. The plan is removed when that has
+come true.
 """
 
 import json

@@ -76,6 +76,7 @@ class Connections:
     def __init__(self) -> None:
         self._before: frozenset[int] = frozenset()
         self._own: frozenset[int] = frozenset()
+        self._cutting = threading.Lock()
 
     def __enter__(self) -> "Connections":
         """Before a group is made."""
@@ -88,14 +89,15 @@ class Connections:
 
     def cut(self) -> None:
         """End them in both directions, and forget them; harmless when they are closed already."""
-        own, self._own = self._own, frozenset()
-        found = _sockets()
-        for inode in own & found.keys():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
-                # A listener that is shut down ends the process in gloo's thread that accepts.
-                tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    sock.shutdown(socket.SHUT_RDWR)
+        with self._cutting:  # who comes second must find them cut, not about to be
+            found = _sockets()
+            for inode in self._own & found.keys():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
+                    # A listener that is shut down ends the process in gloo's thread that accepts.
+                    tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+                    if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        sock.shutdown(socket.SHUT_RDWR)
+            self._own = frozenset()
 
 
 def _sockets() -> dict[int, int]:

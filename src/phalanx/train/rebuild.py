@@ -19,7 +19,8 @@ from phalanx.train.optimizers.local import like
 from phalanx.train.parallel.divided import local
 from phalanx.train.place import Place
 from phalanx.train.regroup import NOTHING, Built, Found, broadcast
-from phalanx.train.state import Last
+from phalanx.train.state import Last, Progress
+from phalanx.train.warm_up import warm_up
 
 Build = Callable[[Place, Callbacks | None], Built]
 """Builds and divides the model for a place, without weights; with callbacks that there are already."""
@@ -59,6 +60,11 @@ class Sharded:
         if not found.alike:
             _broadcast_buffers(parts, found)
         self._parameters = parts.divided.parameters()
+
+    def warm_up(self, now: Built, progress: Progress) -> None:
+        """Compile what was built anew."""
+        if now.parts.recipe.compile:
+            warm_up(now.parts, now.objective, progress)
 
     @torch.no_grad()
     def _take_over(self, before: Parts, now: Parts) -> None:

@@ -72,6 +72,9 @@ class Way(Protocol):
     def share(self, before: Built | None, now: Built, found: Found) -> None:
         """Bring all to the state of those who are farthest."""
 
+    def warm_up(self, now: Built, progress: Progress) -> None:
+        """What is left to do before the next step."""
+
 
 class Regrouping:
     """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank."""
@@ -120,6 +123,7 @@ class Regrouping:
             clean(built.parts.run.checkpoints)
             tell_start(built.parts, samples, found.standing.progress, grown=not order.lost)
             self._reporter.recall(reached if led else order.told)
+        self._way.warm_up(built, found.standing.progress)
         return built, found.standing.progress, found.standing.settled
 
     def _find(self, before: Built | None, standing: Standing | None) -> Found:
@@ -177,6 +181,9 @@ class Whole:
         received = broadcast(own if parts.place.rank == found.source else None, found.source)
         if behind:
             load_state(parts.divided.modules[0], parts.optimizer, parts.scale, received, "the other workers")
+
+    def warm_up(self, now: Built, progress: Progress) -> None:
+        """Nothing: the model is the one that was there."""
 
 
 def broadcast(own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:

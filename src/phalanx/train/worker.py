@@ -132,16 +132,15 @@ def _train(
             assert built is not None
             way = Whole(partial(_scorer, recipe, built.objective, data, stop, pulse))
         regrouping = Regrouping(orders, connections, number, place, report, pulse, way, data.fingerprint)
-    settled, progress = None, Progress()
+    settled, progress, samples = None, Progress(), data.train_samples
     if not comes_later:
         assert built is not None
         progress = resume(built.parts, data.fingerprint, force)
+        if place.leads:
+            tell_start(built.parts, samples, progress)
     pulse.beat("restoring")
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    if place.leads and not comes_later:
-        assert built is not None
-        tell_start(built.parts, data.train_samples, progress)
     with explain_memory(micro, run.read_json(run.plan)):
         if recipe.compile and built is not None:
             warm_up(built.parts, built.objective, progress)
@@ -149,12 +148,9 @@ def _train(
         if comes_later:
             assert regrouping is not None
             report.say("ready", number)
-            built, progress, settled = regrouping.meet(built, None, data.train_samples)
+            built, progress, settled = regrouping.meet(built, None, samples)
         assert built is not None
-        anew = comes_later
         while True:
-            if recipe.compile and size > 1 and anew:
-                warm_up(built.parts, built.objective, progress)
             if orders is not None:
                 built.parts.summoned = lambda: orders.waiting
             gang = Gang(built.parts, progress, meta, settled)
@@ -167,11 +163,9 @@ def _train(
             pulse.beat("restoring")
             standing = regrouping.leave(gang)
             del gang
-            built, progress, settled = regrouping.meet(built, standing, data.train_samples)
-            anew = True
-    parts = built.parts
-    if parts.place.leads:
-        report.result(result_of(parts, progress, status))
+            built, progress, settled = regrouping.meet(built, standing, samples)
+    if built.parts.place.leads:
+        report.result(result_of(built.parts, progress, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
 
