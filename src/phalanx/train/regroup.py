@@ -77,12 +77,14 @@ class Way(Protocol):
 
 
 class Regrouping:
-    """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank."""
+    """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank; `between` and
+    `within` are its connections to other replicas and to the workers of its own."""
 
     def __init__(
         self,
         orders: Orders,
-        connections: Connections,
+        between: Connections,
+        within: Connections,
         number: int,
         place: Place,
         reporter: Reporter,
@@ -90,14 +92,16 @@ class Regrouping:
         way: Way,
         fingerprint: str,
     ):
-        self.orders, self._connections, self._number, self._place = orders, connections, number, place
+        self.orders, self._between, self._within = orders, between, within
+        self._number, self._place = number, place
         self._reporter, self._pulse, self._way, self._fingerprint = reporter, pulse, way, fingerprint
 
     def leave(self, gang: Gang) -> Standing:
         """Leave a group of which somebody may be gone, and undo what was begun."""
         self._reporter.say("adrift", self._number)
         standing = gang.abandon()
-        self._connections.cut()  # or those who have not noticed yet would wait for us
+        for connections in (self._between, self._within):
+            connections.cut()  # or those who have not noticed yet would wait for us
         part()
         return standing
 
@@ -108,7 +112,7 @@ class Regrouping:
         rank, world = order.workers.index(self._number), len(order.workers)
         led = self._place.leads and standing is not None
         self._place = place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
-        join(place, connections=self._connections)
+        join(place, connections=self._between)
         found = self._find(before, standing)
         built = self._way.renew(before, place)
         if before is not None:

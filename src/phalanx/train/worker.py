@@ -94,8 +94,10 @@ def _train(
 ) -> ExitCode:
     recipe = load_recipe(run.resolved).recipe
     prepare_torch(recipe, place)
-    connections, comes_later = Connections(), os.environ.get(COMES_LATER) == "1"
-    orders = orders_of(connections.cut)
+    between, within, comes_later = Connections(), Connections(), os.environ.get(COMES_LATER) == "1"
+    # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
+    # of them is torn out of a collective with other replicas cuts these, too.
+    orders = orders_of(between.cut)
     layout = recipe.layout
     assert isinstance(layout, Layout)
     size = layout.world // layout.replicate  # workers that hold a replica together
@@ -104,7 +106,7 @@ def _train(
         number, place = place.rank, replace(place, rank=0, world=1)
     else:
         number = place.rank
-        join(place, connections=connections)
+        join(place, connections=between)
         if place.leads:
             clean(run.checkpoints)
     recipe = with_data_here(recipe, run, folder)
@@ -118,8 +120,8 @@ def _train(
         if orders is not None:
             now = layout.model_copy(update={"replicate": place.world // size})
             here = recipe.model_copy(update={"layout": now})
-        built = assemble(run, here, folder, place, data, report, stop, pulse, fresh, callbacks, connections)
-        return Built(*built)
+        made = (run, here, folder, place, data, report, stop, pulse, fresh, callbacks)
+        return Built(*assemble(*made, lambda dimension: between if dimension == "replicate" else within))
 
     # Without the other workers of its replica none can divide a model.
     built = None if comes_later and size > 1 else build(place, fresh=not comes_later)
@@ -131,7 +133,7 @@ def _train(
         else:
             assert built is not None
             way = Whole(partial(_scorer, recipe, built.objective, data, stop, pulse))
-        regrouping = Regrouping(orders, connections, number, place, report, pulse, way, data.fingerprint)
+        regrouping = Regrouping(orders, between, within, number, place, report, pulse, way, data.fingerprint)
     settled, progress, samples = None, Progress(), data.train_samples
     if not comes_later:
         assert built is not None
@@ -207,13 +209,12 @@ def assemble(
     pulse: Pulse | Silent | None = None,
     fresh: bool = True,
     callbacks: Callbacks | None = None,
-    connections: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
+    opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> tuple[Parts, Objective | Staged]:
     """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`, and
-    with the `callbacks` that there are already. `connections` is entered while groups open theirs."""
+    with the `callbacks` that there are already. `opening` as for `build_mesh`."""
     assert isinstance(recipe.layout, Layout)
-    with connections:
-        mesh = build_mesh(recipe.layout, place, recipe.exchange.exact)
+    mesh = build_mesh(recipe.layout, place, recipe.exchange.exact, opening)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
