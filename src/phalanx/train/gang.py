@@ -272,17 +272,17 @@ class Gang:
         if (noise := self._noise(outcome)) is not None:
             event["noise_scale"] = noise
         first, self._last = self._last is None, Last((scale, lr) if outcome.skipped is None else None, ())
-        self._tell_of_step("step", event, moment="step")
+        self._remember("step", "step", event)
+        self._tell("step", event, moment="step")
         if first:
             parts.reporter.flush()  # the agent can do without a worker from now on
         self._judge(step, outcome)
         return outcome
 
-    def _tell_of_step(self, kind: str, event: dict[str, Any], moment: str) -> None:
-        """Report what was done in a step, and remember it for workers that may be torn out of it."""
+    def _remember(self, kind: str, moment: str, event: dict[str, Any]) -> None:
+        """Keep what is told of a step for workers that may be torn out of it."""
         assert self._last is not None
         self._last = replace(self._last, told=(*self._last.told, (kind, moment, event)))
-        self._tell(kind, event, moment)
 
     def _noise(self, outcome: Outcome) -> float | None:
         """The gradient noise scale in samples, where this step added to the estimate."""
@@ -309,7 +309,8 @@ class Gang:
         progress.guards += 1
         action, progress.skipped_in_a_row = judge(progress.skipped_in_a_row, curable=overflow)
         event = {"step": step, "what": outcome.skipped, "action": action, "count": progress.guards}
-        self._tell_of_step("guard", event, moment="fault")
+        self._remember("guard", "fault", event)
+        self._tell("guard", event, moment="fault")
         if action == "rollback":
             self._roll_back(outcome.skipped)
 
