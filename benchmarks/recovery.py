@@ -6,9 +6,9 @@ Two workers train the same transformer on the CPU and save every ten steps; the 
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
 noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
 Ours is run without hot copies, so from the checkpoint; with them; and under `exact: replicas`, where the other worker
-goes on from memory and a new one joins it later. torchrun runs a plain DDP loop with torch.save; both agents have their
-default settings. Each of the loop's attempts has its own prefix in torchrun's store: without it the second or third
-restart hangs.
+goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
+torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
+its own prefix in torchrun's store: without it the second or third restart hangs.
 """
 
 import argparse
@@ -42,6 +42,11 @@ OURS: dict[str, dict[str, object]] = {
     "phalanx train, from the checkpoint": {"recovery": {"hot": None}},
     "phalanx train, from a hot copy": {"recovery": {"hot": 2}},
     "phalanx train, exact: replicas": {"exchange": {"exact": "replicas"}},
+    "phalanx train, exact: replicas of two workers": {
+        "exchange": {"exact": "replicas"},
+        "layout": {"replicate": 2, "shard": 2},
+        "batch": {"global": 8, "micro": 2},
+    },
 }
 RECIPE = {
     "name": "recovery",
@@ -162,7 +167,8 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
         pid: int = workers[-1]["pid"]
         return pid
 
-    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", "2"]
+    count = 4 if "layout" in changes else 2
+    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", str(count)]
     contender = Contender(command, folder, steps)
     try:
         yield contender, victim

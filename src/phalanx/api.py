@@ -313,17 +313,19 @@ def supervise(
         recipe.recovery.silence,
         crew=crew,
         preflight=lambda: quick(run.path, expected),
-        elastic=goes_on_from_memory(recipe, machine.device),
+        replica=replica_that_can_be_lost(recipe, machine.device),
     )
     return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
 
 
-def goes_on_from_memory(recipe: Recipe, device: str) -> bool:
-    """Whether the other workers can go on when one is lost, with the same bits: all hold the whole state, and sums do
-    not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone."""
+def replica_that_can_be_lost(recipe: Recipe, device: str) -> int | None:
+    """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
+    and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
+    """
     layout = recipe.layout
-    replicates = not isinstance(layout, str) and layout.replicate == layout.world > 1
-    return replicates and recipe.exchange.exact == "replicas" and device == "cpu"
+    if isinstance(layout, str) or layout.replicate == 1 or recipe.exchange.exact != "replicas" or device != "cpu":
+        return None
+    return layout.world // layout.replicate
 
 
 def to_the_end(

@@ -82,6 +82,14 @@ def reduce_scatter_into(
     return work
 
 
+def forget_meshes() -> None:
+    """Have DTensor forget what it has worked out on any mesh, which keeps the mesh and its groups, with their threads
+    and connections, alive."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def fake_tensors(symbols: bool = True) -> "AbstractContextManager[object]":
     """A context in which new tensors have shape, dtype and device but no data, and operations only follow these. Where
     code asks for a value it gets a symbol, or without `symbols` an exception."""

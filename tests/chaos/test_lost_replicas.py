@@ -82,14 +82,6 @@ def test_two_at_once_start_again_from_the_last_checkpoint(lab: Lab) -> None:
     assert alive(ended) == []
 
 
-def test_sharded_replicas_start_again_and_end_in_the_same_digest(lab: Lab) -> None:
-    changes = {**REPLICAS, "layout": {"replicate": 2, "shard": 2}}
-    ended = lab.train(changes, 4, faults=[fault(6, ranks=[3])])
-    assert ended.digest == lab.reference({**changes, "layout": {"shard": 2}}, 2).digest
-    assert worlds(ended) == [4, 4]
-    assert alive(ended) == []
-
-
 def test_killed_when_it_is_about_to_take_its_place(lab: Lab) -> None:
     killed: list[int] = []
 

@@ -54,8 +54,9 @@ class Outcome:
 
 
 class Agent:
-    """Supervises one run. `show` gets every event as it is written. `elastic`: when a worker is lost, the others go on
-    from memory. Entered as a context it owns the signals."""
+    """Supervises one run. `show` gets every event as it is written. `replica`: workers that hold the whole state
+    together; when one of them is lost, the other replicas go on from memory. Entered as a context it owns the signals.
+    """
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         crew: Crew | None = None,
         preflight: Callable[[], Sequence[Finding]] = lambda: (),
-        elastic: bool = False,
+        replica: int | None = None,
     ):
-        self.elastic = elastic
+        self.replica = replica
         self.replicas: Replicas | None = None
         self.preflight = preflight
         self.run = run
@@ -185,8 +186,9 @@ class Agent:
         attempt = Attempt(world, dict(self.crew.ranks(world)), number)
         attempt.logs = dict.fromkeys(range(world), number)
         start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
-        start |= {"environment": dict(environment), "logs": str(self.run.logs), "elastic": self.elastic}
-        self.replicas = Replicas(attempt, start, self.clock, self.emit) if self.elastic else None
+        start |= {"environment": dict(environment), "logs": str(self.run.logs), "elastic": self.replica is not None}
+        if self.replica is not None:
+            self.replicas = Replicas(attempt, start, self.clock, self.emit, size=self.replica)
         try:
             if self.crew.count > 1:
                 start |= {"master": [self.crew.address, self.nursery.store()], "meeting": next(self._meetings)}
@@ -293,7 +295,8 @@ class Agent:
 
     def going_on(self, attempt: Attempt, lost: Sequence[int]) -> str:
         """What happens next, for people."""
-        left = len(attempt.members) - len(lost)
+        assert self.replicas is not None
+        left = len(attempt.members) - len(self.replicas.with_mates(lost))
         return f"going on from memory with {left} {'worker' if left == 1 else 'workers'}"
 
     def compare(self, attempt: Attempt) -> None:
@@ -387,7 +390,7 @@ class Agent:
 
     def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""
-        if self.replicas is not None and rank in attempt.joining:
+        if self.replicas is not None and rank in attempt.joining | attempt.leaving:
             self.replicas.fell(rank)
             return
         if self.replicas is not None and status < 0 and self.spares([rank]):

@@ -33,6 +33,8 @@ class Attempt:
     """Workers that were lost, by the status with which they ended, and whose work the others do."""
     joining: set[int] = field(default_factory=set)
     """Those of them that were started again, and are not ready."""
+    leaving: set[int] = field(default_factory=set)
+    """Those of them that are being ended, because others of their replica were lost."""
     saved: int = 0  # highest step of a checkpoint in it
     steps: int = 0  # steps done in it
     orphaned: bool = False  # the nursery died
@@ -54,7 +56,7 @@ class Attempt:
     @property
     def over(self) -> bool:
         """Whether no worker is left."""
-        return self.codes.keys() >= self.members and not self.joining
+        return self.codes.keys() >= self.members and not self.joining and not self.leaving
 
     def signs(self) -> tuple[dict[int, Beat | None], Callable[[], set[int]]]:
         """The last signs of the workers that are still there, and what finds those that somebody holds still."""

@@ -7,10 +7,10 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
 number of `local` workers, `master` address and port, `meeting`; for workers that take the places of lost ones `only`
 their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`), `store`,
-`signal{number}`, `call{function, payload}`, `preload{function, payload}`, `exit`. Nursery -> agent: `ready`,
-`exited{rank, status}`, `store{port}`, `returned{value}` or `raised{...}`. Workers write their events to a second
-socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life in memory that the agent
-made (`run/pulse.py`).
+`signal{number}` (with `ranks` to these workers only), `call{function, payload}`, `preload{function, payload}`, `exit`.
+Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `returned{value}` or `raised{...}`. Workers write
+their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life
+in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,7 +96,7 @@ class Nursery:
             self.port = self.port or self.start_store()
             send(self.agent, {"kind": "store", "port": self.port})
         elif kind == "signal":
-            self.kill(message["number"])
+            self.kill(message["number"], message.get("ranks"))
         elif kind == "order":
             for rank in self.orders.keys() & set(message["ranks"]):
                 with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
@@ -210,10 +210,10 @@ class Nursery:
                 continue
             send(self.agent, {"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
-    def kill(self, number: int) -> None:
-        """Send a signal to every worker (to the store and trials only one that ends them for good)."""
+    def kill(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
         for pid, rank in self.children.items():
-            if rank >= 0 or (number == signal.SIGKILL and rank == CALL):
+            if rank in ranks if ranks is not None else rank >= 0 or (number == signal.SIGKILL and rank == CALL):
                 os.kill(pid, number)
 
     def end(self) -> None:

@@ -3,9 +3,11 @@ they are to meet anew. What workers do about it is `train/regroup.py`.
 
 A worker is lost: the others are told at once, and meet from memory. A new one is forked in its place, gets ready while
 they train, and says so; then all are told, and meet at the end of a step. Whatever goes wrong with it, or takes too
-long, ends the attempt, and the run starts again as it would have without.
+long, ends the attempt, and the run starts again as it would have without. Where several workers hold a replica
+together, they come and go together: the mates of a lost one are of no use to anybody, are ended, and started again.
 """
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -24,10 +26,17 @@ TRIES = 3
 
 
 class Replicas:
-    """The replicas of one attempt. `start` is what their nurseries were told."""
+    """The replicas of one attempt, of `size` workers each. `start` is what their nurseries were told."""
 
-    def __init__(self, attempt: Attempt, start: Message, clock: Callable[[], float], emit: Callable[..., None]):
-        self._attempt, self._start, self._clock, self._emit = attempt, start, clock, emit
+    def __init__(
+        self,
+        attempt: Attempt,
+        start: Message,
+        clock: Callable[[], float],
+        emit: Callable[..., None],
+        size: int = 1,
+    ):
+        self._attempt, self._start, self._clock, self._emit, self._size = attempt, start, clock, emit, size
         self._ready: set[int] = set()
         self._let: set[int] = set()  # in, but they have not met the others yet
         self._tries: Counter[int] = Counter()
@@ -40,13 +49,24 @@ class Replicas:
         """Whether the others can go on without these: they are at work, and nothing else is wrong."""
         attempt = self._attempt
         well = not attempt.codes and attempt.ending is None and attempt.error is None
-        return well and self._steps > 0 and not self._meeting and bool(attempt.members - set(ranks))
+        return well and self._steps > 0 and not self._meeting and bool(attempt.members - self.with_mates(ranks))
+
+    def with_mates(self, ranks: Collection[int]) -> set[int]:
+        """All workers of the replicas of these."""
+        firsts = {rank - rank % self._size for rank in ranks}
+        return {first + position for first in firsts for position in range(self._size)}
 
     def spare(self, ranks: Collection[int], status: int) -> None:
-        """Have the others go on without these, which ended with a status."""
+        """Have the others go on without these, which ended with a status, and end the mates of these."""
         attempt = self._attempt
-        attempt.away |= dict.fromkeys(ranks, status)
+        mates = self.with_mates(ranks) - set(ranks)
+        attempt.away |= dict.fromkeys(ranks, status) | dict.fromkeys(mates, -signal.SIGKILL)
+        attempt.leaving |= mates
         self._meet(lost=True)
+        for node, own in attempt.places.items():
+            if here := sorted(mates & set(own)):
+                with suppress(ConnectionError):  # noticed where it is read
+                    node.send({"kind": "signal", "number": int(signal.SIGKILL), "ranks": here})
 
     def replace(self, node: Node, ranks: Collection[int]) -> None:
         """Start workers on a node in the places of lost ones."""
@@ -59,11 +79,12 @@ class Replicas:
             attempt.logs |= dict.fromkeys(ranks, attempt.number)
 
     def fell(self, rank: int) -> None:
-        """A worker ended before it took its place: try another, unless too many did."""
+        """A worker ended before it took its place, or because its mate was lost: try another, unless too many did."""
         attempt = self._attempt
+        self._tries[rank] += rank in attempt.joining
         attempt.joining.discard(rank)
+        attempt.leaving.discard(rank)
         self._ready.discard(rank)
-        self._tries[rank] += 1
         if attempt.codes or attempt.ending is not None:
             return
         if self._tries[rank] < TRIES:
@@ -77,6 +98,7 @@ class Replicas:
     def gone(self, ranks: Collection[int]) -> None:
         """Those of these who were getting ready went away with their node."""
         self._attempt.joining -= set(ranks)
+        self._attempt.leaving -= set(ranks)
         self._ready -= set(ranks)
 
     def hear(self, message: Message) -> None:
@@ -91,7 +113,7 @@ class Replicas:
             self._let_in()
         elif kind == "start" and message["attempt"] == self._attempt.number:
             self._deadline, self._meeting, self._let = None, False, set()
-        elif kind == "adrift" and self._deadline is None:
+        elif kind == "adrift" and self._deadline is None and message["rank"] in self._attempt.members:
             self._deadline = self._clock() + MEETING  # somebody it worked with is gone, which is told soon
 
     def ends(self) -> None:
@@ -111,14 +133,17 @@ class Replicas:
         return self._deadline is not None and self._clock() > self._deadline
 
     def _let_in(self) -> None:
-        """Have all meet with those who are ready, when everybody who is to come is."""
+        """Have all meet with those who are ready, when everybody who is to come is; by whole replicas."""
         attempt = self._attempt
-        if self._ready and self._ready == attempt.joining and self.can_spare(()):
-            for rank in self._ready:
+        all_ready = self._ready == attempt.joining and not attempt.leaving
+        whole = {rank for rank in self._ready if self.with_mates([rank]) <= self._ready}
+        if whole and all_ready and self.can_spare(()):
+            for rank in whole:
                 del attempt.away[rank]
                 self._tries[rank] = 0
-            self._let = self._ready
-            self._ready, attempt.joining = set(), set()
+            self._let = whole
+            self._ready -= whole
+            attempt.joining -= whole
             self._meet(lost=False)
 
     def _meet(self, lost: bool) -> None:

@@ -14,7 +14,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from phalanx.train.reporter import Reporter
 from phalanx.train.restoring import restore
 from phalanx.train.saving import Saving
 from phalanx.train.schedule import learning_rate
-from phalanx.train.state import Progress, Standing, held_state
+from phalanx.train.state import Last, Progress, Standing, held_state
 from phalanx.train.step import Outcome, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.timing import Beating, stopwatch
@@ -113,7 +113,7 @@ class Gang:
         self._settled = progress.step if settled is None else settled
         self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
         self._before: list[Tensor] = []  # those buffers, when the step began
-        self._works = False  # a step was done
+        self._last: Last | None = None  # a step was done
         self._changing = False  # state and progress do not belong together
         self._handed_out = 0  # micro-batches of it that the loop has got
         self._stopping = False
@@ -137,7 +137,8 @@ class Gang:
         parts.callbacks.view.step = progress.step
         parts.callbacks.start()
         gc.collect()
-        gc.freeze()  # what exists now stays; later collections need not look at it again
+        if parts.summoned is never or parts.divided.mesh.only_replicates:
+            gc.freeze()  # what exists now stays; later collections need not look at it again
         with Feed(
             parts.data,
             global_batch=recipe.batch.global_,
@@ -218,11 +219,12 @@ class Gang:
         """Leave everything as it was at the end of the last step that is done, without a word to the others."""
         self.saving.abandon()
         self.parts.stepper.summed.close()
-        if self.progress.samples == self._begun and self._before:
+        within = self.progress.samples == self._begun
+        if within and self._before:
             with torch.no_grad():
                 for buffer, value in zip(self._changed, self._before, strict=True):
                     buffer.copy_(value)
-        return Standing(self.progress, self._settled)
+        return Standing(self.progress, self._settled, self._last, within and self.parts.stepper.has_sums)
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`."""
@@ -269,12 +271,18 @@ class Gang:
             event["skipped"] = outcome.skipped
         if (noise := self._noise(outcome)) is not None:
             event["noise_scale"] = noise
+        first, self._last = self._last is None, Last((scale, lr) if outcome.skipped is None else None, ())
+        self._remember("step", "step", event)
         self._tell("step", event, moment="step")
-        if not self._works:
-            self._works = True
+        if first:
             parts.reporter.flush()  # the agent can do without a worker from now on
         self._judge(step, outcome)
         return outcome
+
+    def _remember(self, kind: str, moment: str, event: dict[str, Any]) -> None:
+        """Keep what is told of a step for workers that may be torn out of it."""
+        assert self._last is not None
+        self._last = replace(self._last, told=(*self._last.told, (kind, moment, event)))
 
     def _noise(self, outcome: Outcome) -> float | None:
         """The gradient noise scale in samples, where this step added to the estimate."""
@@ -301,6 +309,7 @@ class Gang:
         progress.guards += 1
         action, progress.skipped_in_a_row = judge(progress.skipped_in_a_row, curable=overflow)
         event = {"step": step, "what": outcome.skipped, "action": action, "count": progress.guards}
+        self._remember("guard", "fault", event)
         self._tell("guard", event, moment="fault")
         if action == "rollback":
             self._roll_back(outcome.skipped)

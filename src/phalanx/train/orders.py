@@ -61,11 +61,11 @@ class Orders:
         while (messages := receive(self._sock)) is not None:
             for message in messages:
                 order = Order(message["attempt"], tuple(message["workers"]), message["told"], message["lost"])
+                if order.lost:  # before it can be obeyed, or it might be the connections of the next group
+                    self._cut()
                 with self._changed:
                     self._latest = order
                     self._changed.notify_all()
-                if order.lost:
-                    self._cut()
 
 
 def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.environ) -> Orders | None:
@@ -75,12 +75,14 @@ def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.envir
 
 
 class Connections:
-    """The TCP connections that process groups opened, so that they can be closed under them. Only where the kernel
-    lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost worker is killed."""
+    """The TCP connections that process groups opened while this was entered, so that they can be closed under them.
+    Only where the kernel lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost
+    worker is killed."""
 
     def __init__(self) -> None:
         self._before: frozenset[int] = frozenset()
         self._own: frozenset[int] = frozenset()
+        self._cutting = threading.Lock()
 
     def __enter__(self) -> "Connections":
         """Before a group is made."""
@@ -92,15 +94,16 @@ class Connections:
         self._own |= frozenset(_sockets()) - self._before
 
     def cut(self) -> None:
-        """End them in both directions; harmless when they are closed already."""
-        found = _sockets()
-        for inode in self._own & found.keys():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
-                # A listener that is shut down ends the process in gloo's thread that accepts.
-                tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    sock.shutdown(socket.SHUT_RDWR)
-        self._own = frozenset()
+        """End them in both directions, and forget them; harmless when they are closed already."""
+        with self._cutting:  # who comes second must find them cut, not about to be
+            found = _sockets()
+            for inode in self._own & found.keys():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
+                    # A listener that is shut down ends the process in gloo's thread that accepts.
+                    tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+                    if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        sock.shutdown(socket.SHUT_RDWR)
+            self._own = frozenset()
 
 
 def _sockets() -> dict[int, int]:

@@ -2,45 +2,108 @@
 
 When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
 all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
-gets the state from one that is not. Under `exact: replicas` nothing else depends on how many they are.
+gets the state from one that is not. Under `exact: replicas` nothing else depends on how many they are. Here are the
+meeting and replicas that are whole; those that are sharded are `rebuild.py`'s.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Layout
+from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.checkpoint import clean
 from phalanx.train.ends import make_stepper, tell_start
 from phalanx.train.evaluation import Scores
 from phalanx.train.gang import Gang, Parts, Summoned
 from phalanx.train.model import Seeds
+from phalanx.train.objective import Objective
 from phalanx.train.orders import Connections, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
+from phalanx.train.parallel.staging import Staged
 from phalanx.train.place import Place, join, lost_peer, part
-from phalanx.train.state import Progress, Standing, load_state, state_tensors
+from phalanx.train.reporter import Reporter
+from phalanx.train.state import Last, Progress, Standing, load_state, state_tensors
 
 Scorer = Callable[[Place, Mesh], Callable[[], Scores | None]]
 """Makes what evaluates in a world of another size."""
+NOTHING = -1
+"""Instead of a step: a worker that has no state yet."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a worker trains, and with what."""
+
+    parts: Parts
+    objective: Objective | Staged
+
+
+@dataclass(frozen=True)
+class Found:
+    """What those who met have: the step that each rank has `reached`, and which of them have `summed` the gradients of
+    the one after; the `standing` of the first that is farthest, `source`, and its loss `scale`. `own`: this worker's
+    standing before."""
+
+    reached: list[int]
+    summed: list[bool]
+    source: int
+    standing: Standing
+    scale: dict[str, Tensor]
+    own: Standing | None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all are at the same step."""
+        return min(self.reached) == max(self.reached)
+
+
+class Way(Protocol):
+    """How a worker comes by what it needs in another world."""
+
+    def renew(self, before: Built | None, place: Place) -> Built:
+        """What it trains there, from what it trained before; None for one that has just come."""
+
+    def share(self, before: Built | None, now: Built, found: Found) -> None:
+        """Bring all to the state of those who are farthest."""
+
+    def warm_up(self, now: Built, progress: Progress) -> None:
+        """What is left to do before the next step."""
 
 
 class Regrouping:
-    """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank."""
+    """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank; `between` and
+    `within` are its connections to other replicas and to the workers of its own."""
 
-    def __init__(self, orders: Orders, connections: Connections, number: int, scorer: Scorer, fingerprint: str):
-        self.orders, self._connections, self._number = orders, connections, number
-        self._scorer, self._fingerprint = scorer, fingerprint
+    def __init__(
+        self,
+        orders: Orders,
+        between: Connections,
+        within: Connections,
+        number: int,
+        place: Place,
+        reporter: Reporter,
+        pulse: Pulse | Silent,
+        way: Way,
+        fingerprint: str,
+    ):
+        self.orders, self._between, self._within = orders, between, within
+        self._number, self._place = number, place
+        self._reporter, self._pulse, self._way, self._fingerprint = reporter, pulse, way, fingerprint
+        self._hooks: list[RemovableHandle] = []
 
     def listen(self, parameters: Iterable[nn.Parameter]) -> None:
         """Look for orders whenever backward has made a gradient of these: who has a long step would else learn only in
         the exchange that it is in vain."""
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._heed)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._heed) for parameter in parameters]
 
     def _heed(self, parameter: Tensor) -> None:
         if self.orders.urgent:
@@ -48,78 +111,107 @@ class Regrouping:
 
     def leave(self, gang: Gang) -> Standing:
         """Leave a group of which somebody may be gone, and undo what was begun."""
-        gang.parts.reporter.say("adrift", self._number)
+        self._reporter.say("adrift", self._number)
         standing = gang.abandon()
-        self._connections.cut()  # or those who have not noticed yet would wait for us
+        for connections in (self._between, self._within):
+            connections.cut()  # or those who have not noticed yet would wait for us
         part()
         return standing
 
-    def meet(self, parts: Parts, standing: Standing | None, samples: int) -> tuple[Parts, Progress, int]:
+    def meet(self, before: Built | None, standing: Standing | None, samples: int) -> tuple[Built, Progress, int]:
         """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. DataError
         when this worker has other data than the others."""
         order = self.orders.take()
         rank, world = order.workers.index(self._number), len(order.workers)
-        place = Place(rank, world, parts.place.local_rank, order.attempt, parts.place.device)
-        join(place, connections=self._connections)
-        led = parts.place.leads and standing is not None
-        parts = self._anew(parts, place)
-        standing = self._shared(parts, standing)
-        parts.pulse.restart()
+        led = self._place.leads and standing is not None
+        self._place = place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
+        join(place, connections=self._between)
+        found = self._find(before, standing)
+        built = self._way.renew(before, place)
+        if before is not None:
+            before.parts.callbacks.view.rank, before.parts.callbacks.view.world = rank, world
+        self._way.share(before, built, found)
+        self._pulse.restart()
+        reached, last = found.reached[rank], found.standing.last
+        if NOTHING < reached < max(found.reached) and last is not None:
+            for kind, _, event in last.told:
+                self._reporter.keep(kind, event)
         if place.leads:
-            clean(parts.run.checkpoints)
-            tell_start(parts, samples, standing.progress, grown=not order.lost)
-            if not led:
-                parts.reporter.recall(order.told)
-        return parts, standing.progress, standing.settled
+            clean(built.parts.run.checkpoints)
+            tell_start(built.parts, samples, found.standing.progress, grown=not order.lost)
+            self._reporter.recall(reached if led else order.told)
+        self._way.warm_up(built, found.standing.progress)
+        return built, found.standing.progress, found.standing.settled
 
-    def _anew(self, parts: Parts, place: Place) -> Parts:
+    def _find(self, before: Built | None, standing: Standing | None) -> Found:
+        """Learn what the others have."""
+        place = self._place
+        step, summed = (NOTHING, False) if standing is None else (standing.progress.step, standing.summed)
+        scale = {} if before is None else before.parts.scale.state()
+        if place.world == 1:
+            assert standing is not None
+            return Found([step], [summed], 0, standing, scale, standing)
+        mine = torch.tensor([step, int(summed)])
+        all_of_them = [torch.empty_like(mine) for _ in range(place.world)]
+        dist.all_gather(all_of_them, mine)
+        reached = [int(each[0]) for each in all_of_them]
+        source = reached.index(max(reached))
+        box: list[Any] = [None]
+        if place.rank == source:
+            assert standing is not None
+            last = None if standing.last is None else (standing.last.change, standing.last.told)
+            box = [(asdict(standing.progress), standing.settled, last, self._fingerprint, scale)]
+        dist.broadcast_object_list(box, src=source)
+        values, settled, last, fingerprint, scale = box[0]
+        if fingerprint != self._fingerprint:
+            raise DataError(
+                f"the data of worker {self._number} are not those of the others: all nodes must read the same"
+            )
+        farthest = Standing(Progress.from_meta(values), settled, None if last is None else Last(*last))
+        return Found(reached, [bool(each[1]) for each in all_of_them], source, farthest, scale, standing)
+
+
+class Whole:
+    """Workers each of which holds the whole state: the model stays, and who is behind gets all of it."""
+
+    def __init__(self, scorer: Scorer):
+        self._scorer = scorer
+
+    def renew(self, before: Built | None, place: Place) -> Built:
         """The same model and optimizer in another world."""
+        assert before is not None
+        parts = before.parts
         parts.stepper.summed.close()
         mesh = build_mesh(Layout(replicate=place.world), place)
         divided = replace(parts.divided, mesh=mesh)
         seeds = Seeds(parts.recipe.seed, place.device)
         stepper = make_stepper(parts.recipe, place, divided, parts.optimizer, parts.scale, seeds)
-        parts.callbacks.view.rank, parts.callbacks.view.world = place.rank, place.world
-        return replace(parts, place=place, divided=divided, stepper=stepper, score=self._scorer(place, mesh))
+        score = self._scorer(place, mesh)
+        return replace(before, parts=replace(parts, place=place, divided=divided, stepper=stepper, score=score))
 
-    def _shared(self, parts: Parts, standing: Standing | None) -> Standing:
-        """Everybody's standing and state, which are those of the first that is farthest."""
-        place = parts.place
-        if place.world == 1:
-            assert standing is not None
-            return standing
-        mine = torch.tensor([-1 if standing is None else standing.progress.step])
-        steps = [torch.empty_like(mine) for _ in range(place.world)]
-        dist.all_gather(steps, mine)
-        reached = [int(step) for step in steps]
-        source = reached.index(max(reached))
-        tensors = state_tensors(parts.model, parts.optimizer, parts.scale)
-        forms = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-        box: list[Any] = [None]
-        if place.rank == source:
-            assert standing is not None
-            box = [(asdict(standing.progress), standing.settled, self._fingerprint, forms)]
-        dist.broadcast_object_list(box, src=source)
-        values, settled, fingerprint, forms = box[0]
-        if fingerprint != self._fingerprint:
-            raise DataError(
-                f"the data of worker {self._number} are not those of the others: all nodes must read the same"
-            )
-        if min(reached) < max(reached):
-            received = _broadcast(forms, tensors if place.rank == source else None, source)
-            if reached[place.rank] < max(reached):
-                load_state(parts.divided.modules[0], parts.optimizer, parts.scale, received, "the other workers")
-        return Standing(Progress.from_meta(values), settled)
+    def share(self, before: Built | None, now: Built, found: Found) -> None:
+        if found.alike:
+            return
+        parts = now.parts
+        behind = found.reached[parts.place.rank] < max(found.reached)
+        own = None if behind else state_tensors(parts.model, parts.optimizer, parts.scale)
+        received = broadcast(own if parts.place.rank == found.source else None, found.source)
+        if behind:
+            load_state(parts.divided.modules[0], parts.optimizer, parts.scale, received, "the other workers")
+
+    def warm_up(self, now: Built, progress: Progress) -> None:
+        """Nothing: the model is the one that was there."""
 
 
-def _broadcast(
-    forms: list[tuple[str, tuple[int, ...], torch.dtype]], own: dict[str, Tensor] | None, source: int
-) -> dict[str, Tensor]:
-    """The state of the worker that gives its `own`, on all."""
+def broadcast(own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The tensors of the worker `source` of this group, which gives its `own`, on all of it."""
+    box: list[Any] = [own and [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()]]
+    dist.broadcast_object_list(box, src=source, group=group)
     found = {}
-    for name, shape, dtype in forms:
+    for name, shape, dtype in box[0]:
         tensor = torch.empty(shape, dtype=dtype) if own is None else own[name].contiguous()
-        dist.broadcast(tensor, src=source)
+        if tensor.numel():  # a shard may have no row of it
+            dist.broadcast(tensor, src=source, group=group)
         found[name] = tensor
     return found
 

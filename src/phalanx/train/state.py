@@ -47,12 +47,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Last:
+    """The last step that was done, for who was torn out of it: by what its summed gradients were scaled, and with which
+    learning rate they changed the weights (None: it was skipped); and what was told of it, by kind and moment."""
+
+    change: tuple[float, float] | None
+    told: tuple[tuple[str, str, dict[str, Any]], ...]
+
+
+@dataclass(frozen=True)
 class Standing:
     """How far a worker is that holds the state in memory. `settled` is the last step after which everything that was
-    due was done."""
+    due was done. `last` is None where it has done none in its present world. `summed`: it holds the gradients of the
+    step after, summed over all workers."""
 
     progress: Progress
     settled: int
+    last: Last | None = None
+    summed: bool = False
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

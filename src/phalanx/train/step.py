@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
-from phalanx.train.gradients import Gradients
+from phalanx.train.gradients import Gradients, ShardedReplicas
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.collectives import summed
@@ -112,6 +112,11 @@ class Stepper:
         self._parameters = list(optimizer.names)
         self.backwards = 0
         """Micro-batches of this step that are done."""
+        self.has_sums = False
+        """Whether the gradients of this step are summed over all workers."""
+        # Nobody else has a part of the state that sharded replicas have: who knows that a step is agreed knows that
+        # each worker has what it takes to do it (regroup.py).
+        self._sums_first = isinstance(gradients, ShardedReplicas)
         parts: list[Any] = [part for module in modules for part in module.modules()]
         self._followers: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
             part.after_step for part in parts if callable(getattr(part, "after_step", None))
@@ -121,7 +126,7 @@ class Stepper:
     def begin(self, step: int) -> None:
         """A step with this number begins."""
         self._seeds.begin(step, self._leaves)
-        self.backwards = 0
+        self.backwards, self.has_sums = 0, False
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].
         self._squared = step % NOISE_EVERY == 0 and self._own > 1
@@ -184,12 +189,15 @@ class Stepper:
 
     def finish(self, watch: Stopwatch) -> Tensor:
         """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
-        agreed = None
-        if self.place.world > 1 and self.summed.slots is None:
+        agreed, apart = None, self.place.world > 1 and self.summed.slots is None
+        if apart and not self._sums_first:
             agreed = dist.all_reduce(self._agreement, async_op=True)
         self.summed.finish()
+        self.has_sums = True
         if agreed is not None:
             agreed.wait()
+        elif apart:
+            dist.all_reduce(self._agreement)
         if self.summed.slots is not None:
             self._agreement = joined(self.summed.slots)
         watch.lap("exchange")

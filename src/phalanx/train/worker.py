@@ -4,10 +4,12 @@ The agent forks it with `work({"run": DIR, "folder": DIR})`; where torchrun or s
 `take_part`. Everything a worker trains with stands in the run's `resolved.yaml`.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,8 @@ from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.place import Place, agree, from_environment, join, leave
 from phalanx.train.precision import LossScale, set_products
-from phalanx.train.regroup import Regrouping, calls_for
+from phalanx.train.rebuild import Sharded
+from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
 from phalanx.train.reporter import Reporter, reporter
 from phalanx.train.state import Progress
 from phalanx.train.step import to_device
@@ -91,47 +94,71 @@ def _train(
 ) -> ExitCode:
     recipe = load_recipe(run.resolved).recipe
     prepare_torch(recipe, place)
-    connections, comes_later = Connections(), os.environ.get(COMES_LATER) == "1"
-    orders = orders_of(connections.cut)
+    between, within, comes_later = Connections(), Connections(), os.environ.get(COMES_LATER) == "1"
+    # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
+    # of them is torn out of a collective with other replicas cuts these, too.
+    orders = orders_of(between.cut)
+    layout = recipe.layout
+    assert isinstance(layout, Layout)
+    size = layout.world // layout.replicate  # workers that hold a replica together
     if comes_later:  # the others train meanwhile
         assert orders is not None
         number, place = place.rank, replace(place, rank=0, world=1)
-        recipe = recipe.model_copy(update={"layout": Layout()})
     else:
         number = place.rank
-        join(place, connections=connections)
+        join(place, connections=between)
         if place.leads:
             clean(run.checkpoints)
     recipe = with_data_here(recipe, run, folder)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     agree(place, data.fingerprint, "data")
-    parts, objective = assemble(run, recipe, folder, place, data, report, stop, pulse, fresh=not comes_later)
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
+
+    def build(place: Place, callbacks: Callbacks | None = None, fresh: bool = False) -> Built:
+        here = recipe
+        if orders is not None:
+            now = layout.model_copy(update={"replicate": place.world // size})
+            here = recipe.model_copy(update={"layout": now})
+        made = (run, here, folder, place, data, report, stop, pulse, fresh, callbacks)
+        return Built(*assemble(*made, lambda dimension: between if dimension == "replicate" else within))
+
+    # Without the other workers of its replica none can divide a model.
+    built = None if comes_later and size > 1 else build(place, fresh=not comes_later)
     regrouping = None
-    if orders is not None and isinstance(objective, Objective):
-        scorer = partial(_scorer, recipe, objective, data, stop, parts.pulse)
-        regrouping = Regrouping(orders, connections, number, scorer, data.fingerprint)
-        regrouping.listen(parts.divided.trainable().values())
-        parts.summoned = lambda: orders.waiting
-    settled, progress = None, Progress() if comes_later else resume(parts, data.fingerprint, force)
+    if orders is not None:
+        way: Way
+        if size > 1:
+            way = Sharded(size, build, built)
+        else:
+            assert built is not None
+            way = Whole(partial(_scorer, recipe, built.objective, data, stop, pulse))
+        regrouping = Regrouping(orders, between, within, number, place, report, pulse, way, data.fingerprint)
+    settled, progress, samples = None, Progress(), data.train_samples
+    if not comes_later:
+        assert built is not None
+        progress = resume(built.parts, data.fingerprint, force)
+        if place.leads:
+            tell_start(built.parts, samples, progress)
     pulse.beat("restoring")
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    if place.leads and not comes_later:
-        tell_start(parts, data.train_samples, progress)
     with explain_memory(micro, run.read_json(run.plan)):
-        if recipe.compile:
-            warm_up(parts, objective, progress)
+        if recipe.compile and built is not None:
+            warm_up(built.parts, built.objective, progress)
             pulse.beat("compiling")
         if comes_later:
             assert regrouping is not None
             report.say("ready", number)
-            parts, progress, settled = regrouping.meet(parts, None, data.train_samples)
+            built, progress, settled = regrouping.meet(built, None, samples)
+        assert built is not None
         while True:
-            gang = Gang(parts, progress, meta, settled)
+            if orders is not None and regrouping is not None:
+                built.parts.summoned = lambda: orders.waiting
+                regrouping.listen(built.parts.divided.trainable().values())
+            gang = Gang(built.parts, progress, meta, settled)
             try:
-                status = train(gang, objective)
+                status = train(gang, built.objective)
                 break
             except Exception as error:
                 if regrouping is None or not calls_for(error) or not gang.whole:
@@ -139,9 +166,9 @@ def _train(
             pulse.beat("restoring")
             standing = regrouping.leave(gang)
             del gang
-            parts, progress, settled = regrouping.meet(parts, standing, data.train_samples)
-    if parts.place.leads:
-        report.result(result_of(parts, progress, status))
+            built, progress, settled = regrouping.meet(built, standing, samples)
+    if built.parts.place.leads:
+        report.result(result_of(built.parts, progress, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
 
@@ -182,10 +209,13 @@ def assemble(
     stop: StopRequest,
     pulse: Pulse | Silent | None = None,
     fresh: bool = True,
+    callbacks: Callbacks | None = None,
+    opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> tuple[Parts, Objective | Staged]:
-    """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`."""
+    """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`, and
+    with the `callbacks` that there are already. `opening` as for `build_mesh`."""
     assert isinstance(recipe.layout, Layout)
-    mesh = build_mesh(recipe.layout, place, recipe.exchange)
+    mesh = build_mesh(recipe.layout, place, recipe.exchange, opening)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
@@ -212,7 +242,9 @@ def assemble(
     )
     units = units_per_sample(data.facts)
     stepper = make_stepper(recipe, place, divided, optimizer, scale, seeds)
-    callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), RunView(run.path, place.rank, place.world, model))
+    if callbacks is None:
+        view = RunView(run.path, place.rank, place.world, model)
+        callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), view)
     pulse = pulse or Silent()
     parts = Parts(
         run=run,

@@ -66,6 +66,12 @@ def wait_for_term_at(path: str) -> None:
     sys.exit(75 if came else 1)
 
 
+def stay(_: str) -> None:
+    """A worker that never ends."""
+    while True:
+        signal.pause()
+
+
 def wait_for_ever(path: str) -> None:
     """A worker with a child of its own; both tell their process ids through FIFOs and never end."""
     name = "child" if os.fork() == 0 else "worker"

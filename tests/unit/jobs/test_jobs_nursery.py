@@ -122,6 +122,14 @@ def test_a_worker_that_dies_is_reported_with_its_signal(nursery: NurseryProcess,
     assert exits(nursery, 1) == {0: -signal.SIGKILL}
 
 
+def test_a_signal_may_be_for_one_worker_only(nursery: NurseryProcess, tmp_path: Path) -> None:
+    start(nursery, "stay", tmp_path, 2)
+    send(nursery.control, {"kind": "signal", "number": int(signal.SIGKILL), "ranks": [1]})
+    assert exits(nursery, 1) == {1: -signal.SIGKILL}
+    send(nursery.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+    assert exits(nursery, 1) == {0: -signal.SIGKILL}
+
+
 def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: NurseryProcess, tmp_path: Path) -> None:
     start(nursery, "fail", tmp_path, 1)
     assert exits(nursery, 1) == {0: 1}

@@ -32,12 +32,12 @@ class Told:
 class Case:
     """Four workers on two nodes, in the attempt of number 3."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         self.now, self.said = 100.0, list[str]()
         self.nodes = [Told(), Told()]
         places: dict[Any, range] = {self.nodes[0]: range(2), self.nodes[1]: range(2, 4)}
         self.attempt = Attempt(4, places, 3, logs=dict.fromkeys(range(4), 3), step_seconds=2.0)
-        self.replicas = Replicas(self.attempt, START, lambda: self.now, self.emit)
+        self.replicas = Replicas(self.attempt, START, lambda: self.now, self.emit, size)
 
     def emit(self, kind: str, **fields: Any) -> None:
         self.said.append(fields["text"])
@@ -173,3 +173,73 @@ def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
     case.attempt.codes |= {1: 0, 3: 0}
     case.replicas.fell(2)
     assert case.attempt.over
+
+
+@pytest.fixture
+def pairs() -> Case:
+    """Two replicas of two workers each, {0, 1} on one node and {2, 3} on the other."""
+    case = Case(size=2)
+    case.step(7)
+    return case
+
+
+def test_the_mates_of_a_lost_worker_are_ended_and_the_other_replicas_go_on(pairs: Case) -> None:
+    pairs.lose(3)
+    assert pairs.attempt.members == {0, 1}
+    assert pairs.nodes[0].orders() == [{"attempt": 4, "workers": [0, 1], "told": 7, "lost": True}]
+    ended = [message for node in pairs.nodes for message in node.messages if message["kind"] == "signal"]
+    assert ended == [{"kind": "signal", "number": 9, "ranks": [2]}]
+    assert pairs.nodes[1].starts() == [[3]]
+
+
+def test_a_mate_is_started_again_when_it_has_ended(pairs: Case) -> None:
+    pairs.lose(3)
+    assert not pairs.attempt.over
+    pairs.replicas.fell(2)
+    assert pairs.nodes[1].starts() == [[3], [2]]
+    assert (pairs.attempt.leaving, pairs.attempt.joining) == (set(), {2, 3})
+
+
+def test_a_replica_is_let_in_when_all_its_workers_are_ready(pairs: Case) -> None:
+    pairs.lose(3)
+    pairs.started()
+    pairs.step(8)
+    pairs.replicas.hear({"kind": "ready", "rank": 3})
+    assert pairs.attempt.members == {0, 1}
+    pairs.replicas.fell(2)
+    pairs.replicas.hear({"kind": "ready", "rank": 2})
+    assert pairs.attempt.members == {0, 1, 2, 3}
+
+
+def test_a_replica_of_which_one_worker_does_not_come_stays_out(pairs: Case) -> None:
+    pairs.lose(3)
+    pairs.started()
+    pairs.step(8)
+    pairs.replicas.fell(2)
+    pairs.replicas.hear({"kind": "ready", "rank": 3})
+    for _ in range(TRIES):
+        pairs.replicas.fell(2)
+    assert pairs.attempt.members == {0, 1}
+    assert pairs.said == ["worker 2 ended 3 times before it was ready: the run goes on without it"]
+
+
+def test_no_replica_can_be_spared_when_each_has_lost_a_worker(pairs: Case) -> None:
+    assert pairs.replicas.can_spare([2, 3])
+    assert not pairs.replicas.can_spare([1, 2])
+
+
+def test_what_a_worker_that_is_to_end_says_of_lost_connections_does_not_count(pairs: Case) -> None:
+    pairs.lose(3)
+    pairs.started()
+    pairs.replicas.hear({"kind": "adrift", "rank": 2})
+    pairs.now += 1000
+    assert not pairs.replicas.late()
+
+
+def test_an_attempt_is_not_over_while_a_worker_that_was_told_to_end_is_there(pairs: Case) -> None:
+    pairs.lose(3)
+    pairs.attempt.codes |= {0: 0, 1: 0}
+    pairs.replicas.fell(3)
+    assert not pairs.attempt.over
+    pairs.replicas.fell(2)
+    assert pairs.attempt.over

@@ -135,3 +135,26 @@ def test_a_second_step_in_one_is_told_and_changes_nothing(tmp_path: Path) -> Non
     assert gang.progress.step == 1
     assert all(a.equal(b) for a, b in zip(before, parts.model.parameters(), strict=True))
     batches.close()  # type: ignore[attr-defined]
+
+
+def test_who_leaves_a_step_says_whether_its_gradients_are_summed(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path, steps=2)
+    for batch in gang.batches():
+        learn(gang, parts, batch)
+        if parts.stepper.complete:
+            break
+    assert not gang.abandon().summed
+    parts.stepper.finish(gang.watch)
+    assert gang.abandon().summed
+
+
+def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) -> None:
+    gang, _ = ready(tmp_path, steps=2)
+    assert gang.abandon().last is None
+    for _ in steps_of(gang):
+        break
+    standing = gang.abandon()
+    assert not standing.summed
+    assert standing.last is not None
+    assert standing.last.change is not None
+    assert [(kind, moment, event["step"]) for kind, moment, event in standing.last.told] == [("step", "step", 1)]

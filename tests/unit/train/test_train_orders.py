@@ -54,6 +54,16 @@ def test_only_a_loss_tears_a_worker_out_of_what_it_waits_for(
     assert cut == [1]
 
 
+def test_connections_are_cut_before_a_loss_is_told(agent_and_worker: tuple[socket.socket, socket.socket]) -> None:
+    """Who obeys at once might have opened those of the next group by then."""
+    agent, worker = agent_and_worker
+    waiting: list[bool] = []
+    orders = Orders(worker, lambda: waiting.append(orders.waiting))
+    send(agent, told(5, lost=True))
+    orders.take()
+    assert waiting == [False]
+
+
 def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
     near = socket.create_connection(server.getsockname(), 5)
     far, _ = server.accept()
@@ -74,6 +84,23 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
             for near, far in ((before, before_far), (after, after_far)):
                 near.sendall(b"x")
                 assert far.recv(1) == b"x"
+
+
+def test_the_connections_of_several_groups_are_cut_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = Connections()
+        with connections:
+            one, one_far = connected(server)
+        with connections:
+            two, two_far = connected(server)
+        with one, one_far, two, two_far:
+            connections.cut()
+            assert one_far.recv(1) == two_far.recv(1) == b""
+        with connections:
+            next_one, next_far = connected(server)
+        with next_one, next_far:
+            next_one.sendall(b"x")
+            assert next_far.recv(1) == b"x"
 
 
 def test_who_listens_goes_on_listening() -> None:

@@ -7,14 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.run.pulse import Silent
 from phalanx.train.gang import Summoned
 from phalanx.train.orders import Connections
+from phalanx.train.place import Place
 from phalanx.train.regroup import Regrouping, calls_for
 
 
 def listening(orders: Any) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    Regrouping(orders, Connections(), 0, lambda *_: lambda: None, "").listen(model.parameters())
+    unused: Any = None
+    regrouping = Regrouping(orders, Connections(), Connections(), 0, Place(), unused, Silent(), unused, "")
+    regrouping.listen(model.parameters())
     return model
 
 

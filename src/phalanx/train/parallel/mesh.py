@@ -6,9 +6,12 @@ pipeline stages outermost, since they talk least:
     rank = (((pipeline x replicate + r) x shard + s) x context + c) x tensor + t
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,9 +123,14 @@ def alone() -> Mesh:
     return Mesh(Layout(), coordinates(Layout(), 0))
 
 
-def build_mesh(layout: Layout, place: Place, exchange: Exchange | None = None) -> Mesh:
-    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exchange` is
-    the recipe's."""
+def build_mesh(
+    layout: Layout,
+    place: Place,
+    exchange: Exchange | None = None,
+    opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
+) -> Mesh:
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exchange`
+    is the recipe's. What `opening` gives for a dimension is entered while its group opens connections."""
     at = coordinates(layout, place.rank)
     world = dist.group.WORLD if layout.world > 1 else None
     if layout.replicate == layout.world:
@@ -130,14 +138,22 @@ def build_mesh(layout: Layout, place: Place, exchange: Exchange | None = None) -
     sharded = layout.shard * layout.context
     sizes = [getattr(layout, name) for name in DIMENSIONS]
     ranks = torch.arange(math.prod(sizes)).view(sizes)
-    groups = {name: _own_group(ranks.movedim(i, -1), place.rank) for i, name in enumerate(DIMENSIONS)}
+    groups: dict[str, Group] = {}
+    for i, name in enumerate(DIMENSIONS):
+        with opening(name):
+            groups[name] = _own_group(ranks.movedim(i, -1), place.rank)
     fsdp = expert_fsdp = expert = None
     exchange = exchange or Exchange()
     ours = exchange.exact == "replicas" or exchange.strategy not in ("auto", "allreduce")
     rounds = ours and sharded > 1
-    if sharded > 1:
+    if rounds:  # which go with no other dimension than these two
+        assert groups["shard"] is not None
+        # DTensor remembers what it made on a mesh, and would take one of an earlier world for this if they were equal.
+        names = (f"shard of attempt {place.attempt}",)
+        fsdp = DeviceMesh.from_group(groups["shard"], place.device.type, mesh_dim_names=names)
+    elif sharded > 1:
         # [pipeline, replicate, shard x context, tensor]
-        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1 and not rounds)
+        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1)
         if layout.expert > 1:
             owners = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
             expert = _own_group(owners.movedim(3, -1), place.rank)

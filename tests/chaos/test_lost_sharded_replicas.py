@@ -1,0 +1,122 @@
+"""Replicas that several workers hold together, under `exact: replicas`: when one of these is lost, the other replicas
+go on from memory, another replica takes the empty place, and the run ends in the weights of one that lost nothing."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from lab import FAULTS, Ended, Lab, Values, alive, fault, merged
+from phalanx.run import Event
+
+PAIRS: Values = {"exchange": {"exact": "replicas"}, "layout": {"replicate": 2, "shard": 2}}
+LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluate": {"every": 10}}
+"""So many steps that another replica takes the place before the last."""
+
+
+def undisturbed(lab: Lab, changes: Values) -> Ended:
+    """One replica alone."""
+    return lab.reference({**changes, "layout": {"shard": 2}}, 2)
+
+
+def worlds(ended: Ended) -> list[int]:
+    """Workers after each meeting."""
+    return [event["world"] for event in ended.kind("start")]
+
+
+def went_on_from_memory(ended: Ended, step: int) -> bool:
+    """Whether the workers that were left began after this step: no checkpoint was there that they could have read."""
+    return ended.kind("start")[1]["from_step"] >= step and ended.kind("hot_restored") == []
+
+
+def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
+    assert ended.digest == undisturbed(lab, changes).digest
+    assert ended.losses == undisturbed(lab, changes).losses
+    assert alive(ended) == []
+
+
+@pytest.mark.parametrize(
+    ("replicate", "rank"),
+    [pytest.param(2, 3, marks=pytest.mark.slow), (2, 0), pytest.param(3, 2, marks=pytest.mark.slow)],
+    ids=["last", "leader", "three"],
+)
+def test_the_others_go_on_from_memory_and_another_replica_takes_its_place(lab: Lab, replicate: int, rank: int) -> None:
+    changes = {**LONG, "layout": {"replicate": replicate, "shard": 2}}
+    ended = lab.train(changes, 2 * replicate, faults=[fault(7, ranks=[rank])])
+    assert_nothing_was_lost(lab, ended, changes)
+    assert worlds(ended) == [2 * replicate, 2 * replicate - 2, 2 * replicate]
+    assert went_on_from_memory(ended, 6)
+    assert [event["step"] for event in ended.kind("eval")] == [10, 20, 30]
+    assert ended.result["restarts"] == len(ended.kind("fault")) == 1
+
+
+def test_both_workers_of_a_replica_at_once(lab: Lab) -> None:
+    ended = lab.train(LONG, 4, faults=[fault(7, ranks=[2, 3])])
+    assert_nothing_was_lost(lab, ended, LONG)
+    assert worlds(ended) == [4, 2, 4]
+    assert went_on_from_memory(ended, 6)
+
+
+@pytest.mark.slow
+def test_one_of_each_replica_at_once_starts_again(lab: Lab) -> None:
+    ended = lab.train(PAIRS, 4, faults=[fault(6, ranks=[1, 2])])
+    assert_nothing_was_lost(lab, ended, PAIRS)
+    assert ended.kind("start")[-1]["world"] == 4
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed: int) -> None:
+    rng = random.Random(seed)
+    first = fault(rng.randint(1, 6), ranks=[rng.randrange(4)], when="within", delay=rng.uniform(0, 0.06))
+    second = fault(rng.randint(8, 11), ranks=[rng.randrange(4)], when="within", delay=rng.uniform(0, 0.06))
+    ended = lab.train(PAIRS, 4, faults=[first, second])
+    assert_nothing_was_lost(lab, ended, PAIRS)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_step_that_one_position_has_done_and_the_other_has_not_is_done_from_the_sums(lab: Lab, rank: int) -> None:
+    """Of the state after the step nobody who is left holds the part of `rank`."""
+    (lab.folder / "torn.py").write_text((Path(__file__).parents[1] / "torn.py").read_text())
+    changes = merged(LONG, {"callbacks": [FAULTS, "torn:Torn"]})
+    run = lab.place()
+    plan = run.path.with_name(run.path.name + ".torn.json")
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan.write_text(json.dumps({"step": 7, "rank": rank, "victim": 3}))
+    ended = lab.train(changes, 4, run, faults=[fault(7, ranks=[3])])
+    assert not plan.exists()
+    assert_nothing_was_lost(lab, ended, LONG)
+    assert worlds(ended) == [4, 2, 4]
+    assert ended.kind("start")[1]["from_step"] == 7
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 31))  # none is missing, none done again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lamb", "muon", "sgd"])
+def test_whatever_the_optimizer_keeps_goes_along(lab: Lab, name: str) -> None:
+    changes = merged(LONG, {"optim": {"name": name, "lr": 3e-3}})
+    ended = lab.train(changes, 4, faults=[fault(7, ranks=[1])])
+    assert_nothing_was_lost(lab, ended, changes)
+    assert worlds(ended) == [4, 2, 4]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(lab: Lab) -> None:
+    """Whoever is youngest, as soon as its replica has worked."""
+    pids: list[int] = []
+    world = [0]
+
+    def show(event: Event) -> None:
+        if event["kind"] == "worker":
+            pids.append(event["pid"])
+        elif event["kind"] == "start":
+            world[0] = event["world"]
+        elif event["kind"] == "step" and world[0] == 4 and len(pids) < 12:
+            os.kill(pids[-1], signal.SIGKILL)
+            world[0] = 0
+
+    ended = lab.train(LONG, 4, show=show)
+    assert_nothing_was_lost(lab, ended, LONG)
+    assert len(ended.kind("fault")) >= 4
