@@ -53,6 +53,7 @@ def test_the_others_go_on_from_memory_and_another_replica_takes_its_place(lab: L
     assert ended.result["restarts"] == len(ended.kind("fault")) == 1
 
 
+@pytest.mark.slow
 def test_both_workers_of_a_replica_at_once(lab: Lab) -> None:
     ended = lab.train(LONG, 4, faults=[fault(7, ranks=[2, 3])])
     assert_nothing_was_lost(lab, ended, LONG)
