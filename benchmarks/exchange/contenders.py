@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.ways import WAYS
 
 LR, MOMENTUM = 0.7, 0.9
 """The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
@@ -217,8 +218,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "allreduce-1mib": partial(ours, capacity=MIB),
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
-    "bf16-1mib": partial(ours, strategy="bf16", capacity=MIB),
-    "int8-1mib": partial(ours, strategy="int8", capacity=MIB),
+    **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
 }
 PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "ddp": ddp,
