@@ -9,7 +9,7 @@ firecaffe-links.svg:
     {"workload": "NiN, batch 64 a node",
      "bytes": 26228776,                       of all gradients as they travel
      "link": {"gbit": 1.0, "latency": 1e-4},  of a node's port, one way, and seconds of a message
-     "points": [{"nodes": 4, "way": "reduction_tree", "step_seconds": 1.9, "compute_seconds": 1.2}, ...]}
+     "points": [{"nodes": 4, "way": "tree", "step_seconds": 1.9, "compute_seconds": 1.2}, ...]}
 
 `way` is a name of plan.exchanges.WAYS; `compute_seconds` is the same step without exchange. Each node has the same
 number of samples on any number of nodes, so a speed-up is nodes x compute / step. Nothing is measured here.

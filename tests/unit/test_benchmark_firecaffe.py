@@ -13,7 +13,7 @@ from phalanx.recipe import check, load_recipe
 from phalanx.train.schedule import peak
 
 ROOT = Path(__file__).parents[2]
-POINT = {"nodes": 4, "way": "reduction_tree", "step_seconds": 3.0, "compute_seconds": 1.5}
+POINT = {"nodes": 4, "way": "tree", "step_seconds": 3.0, "compute_seconds": 1.5}
 POINTS: dict[str, Any] = {
     "workload": "NiN & <friends>",
     "bytes": 25e6,
@@ -39,7 +39,7 @@ def test_the_formula_is_the_papers(firecaffe: ModuleType) -> None:
     """25 MB over 100 MB/s take 0.25 s: 4 nodes wait 4 x 0.25 s for a tree (up and down, two levels), 8 for a server
     2 s, beside 1.5 s of computing."""
     found = firecaffe.measured_from(POINTS)
-    assert firecaffe.formula(found, "reduction_tree", [1, 4]) == [(1, 1.0), (4, pytest.approx(4 * 1.5 / 2.5))]
+    assert firecaffe.formula(found, "tree", [1, 4]) == [(1, 1.0), (4, pytest.approx(4 * 1.5 / 2.5))]
     assert firecaffe.formula(found, "parameter_server", [8]) == [(8, pytest.approx(8 * 1.5 / 3.5))]
 
 
@@ -55,7 +55,7 @@ def test_the_planner_comes_near_what_the_paper_claims(
 def test_both_pictures_are_whole_and_name_their_curves(firecaffe: ModuleType) -> None:
     links = firecaffe.links_picture(firecaffe.measured_from(POINTS))
     for picture, labels in (
-        (links, ["reduction tree: formula", "parameter server: measured", "NiN & <friends>; 0.8 Gbit/s a node"]),
+        (links, ["tree: formula", "parameter server: measured", "NiN & <friends>; 0.8 Gbit/s a node"]),
         (firecaffe.titan_picture(), ["NiN: paper", "GoogLeNet, parameter server: planner"]),
     ):
         texts = [element.text for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
@@ -73,7 +73,7 @@ def test_every_point_lies_within_the_picture(firecaffe: ModuleType) -> None:
     ("wrong", "told"),
     [
         ({"points": []}, "there is none"),
-        ({"points": [{**POINT, "way": "pigeons"}]}, "way 'pigeons', expected one of parameter_server"),
+        ({"points": [{**POINT, "way": "pigeons"}]}, "way 'pigeons', expected one of allreduce, "),
         ({"points": [{**POINT, "step_seconds": 0}]}, "must be above 0"),
         ({"points": [{"nodes": 4}]}, "--help"),
         ({"bytes": 0}, "bytes and gbit must be above 0"),

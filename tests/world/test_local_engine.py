@@ -49,13 +49,20 @@ def engine(queue: Path) -> Iterator[Local]:
 
 
 def supervisors(queue: Path) -> list[psutil.Process]:
+    """Without what one of them has forked, which is called as it is until it is another program."""
     found = []
     for each in processes(queue):
         with contextlib.suppress(psutil.NoSuchProcess):
             words = each.cmdline()
             if "phalanx.jobs.queue.supervisor" in words and words[0] != "/bin/sh":  # which starts one
                 found.append(each)
-    return found
+    known = {each.pid for each in found}
+    alone = []
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.ppid() not in known:
+                alone.append(each)
+    return alone
 
 
 def supervisor(queue: Path) -> psutil.Process:

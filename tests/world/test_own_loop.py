@@ -184,7 +184,7 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
         (1, None, []),
         (2, [1], []),
         pytest.param(2, None, ["batch.micro=2"], marks=pytest.mark.slow),
-        (2, [0], ["layout.shard=2"]),
+        pytest.param(2, [0], ["layout.shard=2"], marks=pytest.mark.slow),
         pytest.param(2, [1], ["layout.tensor=2"], marks=pytest.mark.slow),
     ],
 )
