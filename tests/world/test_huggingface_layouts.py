@@ -72,7 +72,7 @@ def compare(found: Ended, expected: Ended) -> None:
     assert scores[0] == pytest.approx(scores[1], rel=TOLERANCE)
 
 
-OFTEN = [("llama", layout) for layout in (*LAYOUTS, "replicate 2 x shard 2")]
+OFTEN = [("llama", layout) for layout in LAYOUTS]
 OFTEN += [("qwen3", "tensor 2"), ("gpt2", "tensor 2")]
 CASES = [
     *OFTEN,
@@ -82,6 +82,7 @@ CASES = [
         for layout in LAYOUTS
         if (kind, layout) not in OFTEN
     ),
+    pytest.param("llama", "replicate 2 x shard 2", marks=pytest.mark.slow),
 ]
 
 
