@@ -282,6 +282,25 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
     return value
 
 
+def killing_the_youngest(world: int, most: int) -> Callable[[Event], None]:
+    """A `show` that kills the worker that was started last whenever a world of this size has done a step, until `most`
+    have been started."""
+    pids: list[int] = []
+    working = False
+
+    def show(event: Event) -> None:
+        nonlocal working
+        if event["kind"] == "worker":
+            pids.append(event["pid"])
+        elif event["kind"] == "start":
+            working = event["world"] == world
+        elif event["kind"] == "step" and working and len(pids) < most:
+            os.kill(pids[-1], signal.SIGKILL)
+            working = False
+
+    return show
+
+
 def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[Event], None]:
     """A `show` that sends this process, the agent, a signal when it hears of a step not before `step`."""
     sent: list[int] = []

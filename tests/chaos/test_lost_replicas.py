@@ -8,7 +8,7 @@ import signal
 import pytest
 from test_lost_nodes import Nodes, nodes  # noqa: F401 - a fixture
 
-from lab import Ended, Lab, Values, alive, fault, wait_until
+from lab import Ended, Lab, Values, alive, fault, killing_the_youngest, wait_until
 from phalanx.errors import ExitCode
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import ledger_of
@@ -59,19 +59,7 @@ def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed:
 
 def test_killed_again_and_again(lab: Lab) -> None:
     """Whoever is youngest, as soon as it has worked."""
-    pids: list[int] = []
-    world = [0]
-
-    def show(event: Event) -> None:
-        if event["kind"] == "worker":
-            pids.append(event["pid"])
-        elif event["kind"] == "start":
-            world[0] = event["world"]
-        elif event["kind"] == "step" and world[0] == 2 and len(pids) < 6:
-            os.kill(pids[-1], signal.SIGKILL)
-            world[0] = 0
-
-    ended = lab.train(LONG, 2, show=show)
+    ended = lab.train(LONG, 2, show=killing_the_youngest(2, 6))
     assert ended.digest == lab.reference(LONG, 1).digest
     assert len(ended.kind("fault")) >= 4
 

@@ -2,15 +2,12 @@
 go on from memory, another replica takes the empty place, and the run ends in the weights of one that lost nothing."""
 
 import json
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
 
-from lab import FAULTS, Ended, Lab, Values, alive, fault, merged
-from phalanx.run import Event
+from lab import FAULTS, Ended, Lab, Values, alive, fault, killing_the_youngest, merged
 
 PAIRS: Values = {"exchange": {"exact": "replicas"}, "layout": {"replicate": 2, "shard": 2}}
 LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluate": {"every": 10}}
@@ -106,18 +103,6 @@ def test_whatever_the_optimizer_keeps_goes_along(lab: Lab, name: str) -> None:
 @pytest.mark.slow
 def test_killed_again_and_again(lab: Lab) -> None:
     """Whoever is youngest, as soon as its replica has worked."""
-    pids: list[int] = []
-    world = [0]
-
-    def show(event: Event) -> None:
-        if event["kind"] == "worker":
-            pids.append(event["pid"])
-        elif event["kind"] == "start":
-            world[0] = event["world"]
-        elif event["kind"] == "step" and world[0] == 4 and len(pids) < 12:
-            os.kill(pids[-1], signal.SIGKILL)
-            world[0] = 0
-
-    ended = lab.train(LONG, 4, show=show)
+    ended = lab.train(LONG, 4, show=killing_the_youngest(4, 12))
     assert_nothing_was_lost(lab, ended, LONG)
     assert len(ended.kind("fault")) >= 4

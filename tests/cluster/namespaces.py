@@ -37,6 +37,18 @@ def obstacle(what: str, programs: Sequence[str] = (), packages: str = "iproute2 
     return f"namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else None
 
 
+def living_in(space: str) -> list[int]:
+    """Processes whose network is the namespace of this name, as `readlink /proc/PID/ns/net` tells it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns" / "net") == space:
+                found.append(int(process.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
 def bits(rate: str) -> float:
     """Bits a second of a rate as tc writes it, such as `100mbit`. ValueError for anything else."""
     for unit, factor in UNITS.items():

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "exchange"))
 from links import Links, address, obstacle
+from namespaces import living_in
 from paced import Moment, Pace
 from team import Team, TurnFailed
 
@@ -82,25 +83,13 @@ def test_nothing_is_left_of_links_and_what_ran_on_them() -> None:
         with process.stdout, process.stdin:
             process.stdout.readline()
             spaces = [os.readlink(f"/proc/{pid}/ns/net") for _, pid in links._spaces.nodes.values()]
-            assert any(with_network(space) for space in spaces)
+            assert any(living_in(space) for space in spaces)
     process.wait(timeout=20)
     end = time.monotonic() + 20
-    while any(with_network(space) for space in spaces):
+    while any(living_in(space) for space in spaces):
         assert time.monotonic() < end, "processes outlived their links"
         time.sleep(0.05)
     assert os.listdir("/sys/class/net") == before
-
-
-def with_network(space: str) -> list[int]:
-    """Processes in this network namespace."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "ns" / "net") == space:
-                found.append(int(process.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from namespaces import living_in
 from rig import NODES, Rig
 
 HOLDER = """
@@ -20,18 +21,6 @@ with Rig() as rig:
 """
 
 
-def alive(space: str) -> list[int]:
-    """Processes whose network is a namespace of this name."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "ns" / "net") == space:
-                found.append(int(process.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
-
-
 def test_nothing_is_left_when_the_holder_is_killed(rig: Rig) -> None:
     links, mounts = os.listdir("/sys/class/net"), Path("/proc/mounts").read_text()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
@@ -40,11 +29,11 @@ def test_nothing_is_left_when_the_holder_is_killed(rig: Rig) -> None:
         assert holder.stdout is not None
         *spaces, files = holder.stdout.readline().split()
         assert len(set(spaces)) == 4
-        assert all(alive(space) for space in spaces)
+        assert all(living_in(space) for space in spaces)
         assert Path(files).exists()
         holder.send_signal(signal.SIGKILL)
     end = time.monotonic() + 20
-    while any(alive(space) for space in spaces):
+    while any(living_in(space) for space in spaces):
         assert time.monotonic() < end, "processes outlived the holder of their cluster"
         time.sleep(0.05)
     assert not Path(files).exists()

@@ -87,9 +87,13 @@ def half(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     return sharded_parameter_server(size / 2, ranks, bandwidth, latency)
 
 
+INT8 = (1 + 4 / 256) / 4
+"""Bytes of numbers in 8 bits with an fp32 scale for each 256 of them, as a share of those in fp32."""
+
+
 def eighth(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     """fp32 gradients as 8 bits with an fp32 scale for each 256 of them, in the two steps of a sharded server."""
-    return sharded_parameter_server(size * (1 + 4 / 256) / 4, ranks, bandwidth, latency)
+    return sharded_parameter_server(size * INT8, ranks, bandwidth, latency)
 
 
 WAYS: dict[str, Exchange] = {

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from phalanx.cluster.description import Cluster
+from phalanx.plan.exchanges import INT8
 from phalanx.plan.profile import Profile
 from phalanx.recipe.schema import Layout
 
@@ -58,7 +59,7 @@ class Wire:
 
 WIRES = {
     "bf16": Wire(2 / 4, 2.0 + 2.0 + 2.0),  # sent, received, summed
-    "int8": Wire((1 + 4 / 256) / 4, 4.0 + 2 * (1 + 4 / 256)),  # held back; sent and received with a scale for 256
+    "int8": Wire(INT8, 4.0 + 2 * 4.0 * INT8),  # held back; sent and received with a scale for 256
 }
 """By strategy; others send gradients as they are."""
 
