@@ -1,5 +1,6 @@
 """Jobs on a real Ray of two machines, both of them this one: started once, in about 10 s, for all tests here."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from phalanx.jobs.spec import Job, State, Status
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 pytestmark = pytest.mark.filterwarnings("default")  # of Ray's client
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -49,6 +50,28 @@ def start(machine: str, *words: str) -> subprocess.Popen[bytes]:
     flags = ("--block", "--disable-usage-stats", "--num-cpus=8", "--object-store-memory=80000000")
     environment = {**os.environ, "MACHINE": machine}
     return subprocess.Popen([program, "start", *flags, *words], **quiet, env=environment, start_new_session=True)
+
+
+def end(machine: subprocess.Popen[bytes]) -> None:
+    """Wait for a machine that was told to end. On a busy host Ray may need more than its own patience, and none is to
+    be left behind: what still runs goes with its session."""
+    try:
+        machine.wait(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        for pid in members(machine.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        machine.wait()
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(entry.name)) == session:
+                found.append(int(entry.name))
+    return found
 
 
 def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
@@ -82,9 +105,10 @@ def engine() -> Iterator[Ray]:
         until(lambda: machines(address) == 2, "the second machine did not join")
         yield Ray(address)
     finally:
-        for node in reversed(nodes):
+        for node in nodes:
             node.terminate()
-            node.wait(timeout=30)
+        for node in nodes:
+            end(node)
         shutil.rmtree(folder, ignore_errors=True)
 
 
