@@ -25,7 +25,7 @@ from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
 from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
-from phalanx.plan.setup import WIRES, Setup, Wire
+from phalanx.plan.setup import Setup, wire_of
 from phalanx.plan.stacks import OURS, rates_of, stack
 from phalanx.plan.stalls import Saving, saving_of, stalled
 from phalanx.plan.step import Parts, step
@@ -206,7 +206,7 @@ def _searched(
             precision,
             stack=ours,
             optimizer=recipe.optim.name,
-            wire=WIRES.get(recipe.exchange.strategy, Wire()),
+            wire=wire_of(recipe.exchange.strategy, recipe.exchange.low_rank, profile),
         )
         if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
             continue  # nothing else differs but that it takes more memory

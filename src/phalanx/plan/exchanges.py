@@ -96,10 +96,17 @@ def eighth(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     return sharded_parameter_server(size * INT8, ranks, bandwidth, latency)
 
 
+def low_rank(size: float, ranks: int, bandwidth: float, latency: float, share: float = 1.0) -> float:
+    """Gradients as thin matrices that take `share` of their bytes, in two all-reduces, one after the other (Vogels et
+    al. 2019)."""
+    return ring(size * share, ranks, bandwidth, latency) + ring(0.0, ranks, bandwidth, latency)
+
+
 WAYS: dict[str, Exchange] = {
     "allreduce": ring,  # what the libraries do with large messages
     "bf16": half,
     "int8": eighth,
+    "powersgd": low_rank,  # for matrices that are no smaller as thin ones
     "ring": ring,
     "tree": reduction_tree,
     "halving": halving_doubling,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from phalanx.cluster.description import Cluster
 from phalanx.plan.exchanges import INT8
-from phalanx.plan.profile import Profile
+from phalanx.plan.profile import Product, Profile
 from phalanx.recipe.schema import Layout
 
 
@@ -62,6 +62,24 @@ WIRES = {
     "int8": Wire(INT8, 4.0 + 2 * 4.0 * INT8),  # held back; sent and received with a scale for 256
 }
 """By strategy; others send gradients as they are."""
+
+
+def wire_of(strategy: str, low_rank: int, profile: Profile) -> Wire:
+    """What an exchange of this model's gradients sends. Of powersgd it depends on their shapes: a product's weight
+    [n, k] travels as two matrices of so many columns (Vogels et al. 2019) where these are smaller; others, embeddings
+    that are no product's weight among them, are taken to travel whole, and all where some weights are frozen."""
+    if strategy != "powersgd":
+        return WIRES.get(strategy, Wire())
+    saved = 0.0
+    frozen = any(segment.weights.frozen for segment in profile.segments)
+    for segment in () if frozen else profile.segments:
+        for each in segment.of("forward"):
+            if isinstance(each, Product) and each.weight:
+                n, k = sorted((each.n.fixed, each.k.fixed))
+                whole, thin = n * k, min(low_rank, n) * (n + k)
+                saved += segment.repeats * each.count.fixed * max(0.0, whole - thin)
+    share = max(0.0, 1.0 - saved / profile.parameters)
+    return Wire(share, 4.0 + 4.0 * share)  # held back; sent
 
 
 @dataclass(frozen=True)

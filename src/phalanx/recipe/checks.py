@@ -99,8 +99,10 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, f"{strategy} is for replicas, and layout has none: give layout.replicate, or allreduce"
         elif layout.pipeline > 1 or (sharded and layout.replicate * layout.shard != layout.world):
             yield key, f"{strategy} goes with replicate and shard, or replicate and tensor: give these, or allreduce"
-    if strategy == "int8" and recipe.precision == "fp16":
-        yield key, "int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16"
+        elif strategy == "powersgd" and layout.replicate != layout.world:
+            yield key, "powersgd projects whole gradients: give layout.replicate only, or int8"
+    if strategy in ("int8", "powersgd") and recipe.precision == "fp16":
+        yield key, f"{strategy} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
 
 
 def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str, str]]:

@@ -269,9 +269,19 @@ class Memory(Part):
 
 
 Strategy = Literal[
-    "auto", "allreduce", "ring", "tree", "halving", "server", "sharded-server", "hierarchical", "bf16", "int8"
+    "auto",
+    "allreduce",
+    "ring",
+    "tree",
+    "halving",
+    "server",
+    "sharded-server",
+    "hierarchical",
+    "bf16",
+    "int8",
+    "powersgd",
 ]
-LOSSY = ("bf16", "int8")
+LOSSY = ("bf16", "int8", "powersgd")
 """Strategies that round what they send."""
 
 
@@ -280,7 +290,10 @@ class Exchange(Part):
     on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
 
     strategy: Strategy = "auto"
-    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`."""
+    """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
+    `exact: no`."""
+    low_rank: PositiveInt = 4
+    """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Annotated[float, Field(gt=0)] = 25.0

@@ -60,8 +60,9 @@ def make_stepper(
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
             strategy=strategy,
             nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
+            low_rank=recipe.exchange.low_rank,
         )
-        divided.residuals = Residuals.of(divided, gradients.residuals()) if holds_back else None
+        divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
     if mesh.rounds:
         assert mesh.fsdp is not None
         gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())

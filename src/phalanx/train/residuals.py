@@ -3,7 +3,7 @@
 A strategy with error feedback keeps on each worker the difference between what it should have sent and what it did.
 Without it a run that goes on would not be the run that was stopped. In a checkpoint `exchange/residual/<parameter>` has
 a row for each replica; with another number of replicas row i goes to replica i modulo their number, so that the sum is
-what it was.
+what it was. `exchange/basis/<parameter>` is what powersgd projects a gradient on, alike on all.
 """
 
 from collections.abc import Mapping
@@ -17,24 +17,32 @@ from phalanx.train.parallel.cuts import Block, Holding
 from phalanx.train.parallel.divided import Divided, Held
 
 PREFIX = "exchange/residual/"
+BASIS = "exchange/basis/"
 
 
 @dataclass
 class Residuals:
-    """Those of one worker, by parameter name: live tensors, of the local shape of the parameter."""
+    """Those of one worker, by parameter name: live tensors, of the local shape of the parameter; and its `bases`."""
 
     divided: Divided
     tensors: Mapping[str, Tensor]
+    bases: Mapping[str, Tensor] = field(default_factory=dict)
     _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, divided: Divided, found: Mapping[nn.Parameter, Tensor]) -> "Residuals":
+    def of(
+        cls, divided: Divided, found: Mapping[nn.Parameter, Tensor], bases: Mapping[nn.Parameter, Tensor]
+    ) -> "Residuals":
         """From what an exchange tells."""
         names = {parameter: name for name, parameter in divided.parameters().items()}
-        return cls(divided, {names[parameter]: tensor for parameter, tensor in found.items()})
+        rows, whole = ({names[parameter]: tensor for parameter, tensor in each.items()} for each in (found, bases))
+        return cls(divided, rows, whole)
 
     def held(self) -> dict[str, Held]:
         """As blocks of logical tensors."""
+        return self._rows() | {BASIS + name: self.divided.whole(basis) for name, basis in self.bases.items()}
+
+    def _rows(self) -> dict[str, Held]:
         return {PREFIX + name: self._held(name, tensor) for name, tensor in self.tensors.items()}
 
     def _held(self, name: str, tensor: Tensor) -> Held:
@@ -45,10 +53,15 @@ class Residuals:
         return Held(tensor.unsqueeze(0), Holding((world, *whole.holding.shape), tuple(blocks)), copies)
 
     def wanted(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...], Tensor]]:
-        """What to read of a checkpoint, for `settle` to add up; nothing of one that has none."""
-        self._read, found = [], []
+        """What to read of a checkpoint, for `settle` to add up; nothing of what it has not, or of another shape."""
+        found: list[tuple[str, tuple[int, ...], Tensor]] = []
+        self._read = []
         mesh = self.divided.mesh
-        for key, held in self.held().items():
+        for name, basis in self.bases.items():
+            record = manifest.tensors.get(BASIS + name)
+            if record is not None and record.shape == basis.shape:
+                found.append((BASIS + name, (0, 0), basis))
+        for key, held in self._rows().items():
             record = manifest.tensors.get(key)
             rows = record.shape[0] if record is not None and record.shape[1:] == held.holding.shape[1:] else 0
             held.tensor.zero_()

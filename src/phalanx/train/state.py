@@ -1,7 +1,7 @@
 """The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
 
-Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`, `scaler/<name>`
-and `exchange/residual/<parameter>`.
+Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`,
+`scaler/<name>`, `exchange/residual/<parameter>` and `exchange/basis/<parameter>`.
 Numbers: the step, and the samples consumed, from which the order of data follows.
 """
 

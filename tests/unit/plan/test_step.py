@@ -5,13 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from gpt import gpt
 
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.models import moe, transformer
 from phalanx.plan.collectives import Kind, collective_seconds, links
 from phalanx.plan.profile import Attention, Product, Profile, Size
 from phalanx.plan.rates import Rates, attention_seconds, move_seconds, product_seconds, rates
-from phalanx.plan.setup import WIRES, Setup, Stack, Wire
+from phalanx.plan.setup import WIRES, Setup, Stack, Wire, wire_of
 from phalanx.plan.step import Parts, chunks, even, step
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division, priced_by, work
@@ -133,6 +134,17 @@ def test_fewer_bytes_on_the_wire_show_less_between_replicas_and_nothing_elsewher
         usual, eight = (step(replace(given, cluster=slow, wire=wire), H100) for wire in (Wire(), WIRES["int8"]))
         assert eight.gradients <= share * usual.gradients
     assert eight == usual
+
+
+def test_powersgd_sends_what_the_shapes_of_a_model_make_of_its_rank() -> None:
+    layers, width = 2, 64
+    model = gpt(layers, width, 4, sequence=32)
+    matrices = [(width, width)] * 4 + [(width, 4 * width)] * 2
+    saved = layers * sum(n * k - 4 * (n + k) for n, k in matrices) + (64 * 8 - 4 * (64 + 8))
+    wire = wire_of("powersgd", 4, model)
+    assert wire.share == pytest.approx(1 - saved / model.parameters)
+    assert wire_of("powersgd", 64, model).share == 1
+    assert wire_of("int8", 4, model) == WIRES["int8"]
 
 
 def test_whole_recomputation_costs_more_than_some_and_some_more_than_none() -> None:

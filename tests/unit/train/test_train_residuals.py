@@ -11,14 +11,15 @@ from phalanx.recipe.schema import Layout
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, coordinates
-from phalanx.train.residuals import PREFIX, Residuals
+from phalanx.train.residuals import BASIS, PREFIX, Residuals
 
 
 def residuals(rank: int, world: int) -> Residuals:
     layout = Layout(replicate=world)
     model = nn.Linear(3, 2, bias=False)
     divided = Divided(Mesh(layout, coordinates(layout, rank)), (model,))
-    return Residuals.of(divided, {model.weight: torch.full((2, 3), float(10**rank))})
+    basis = torch.full((3, 1), float(rank))
+    return Residuals.of(divided, {model.weight: torch.full((2, 3), float(10**rank))}, {model.weight: basis})
 
 
 def saved(world: int) -> torch.Tensor:
@@ -55,3 +56,15 @@ def test_a_checkpoint_that_has_none_leaves_none() -> None:
     assert mine.wanted(cast(Manifest, SimpleNamespace(tensors={}))) == []
     mine.settle()
     assert not cast(Any, mine.tensors["weight"]).any()
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((3, 1), 7.0), ((3, 2), 1.0)])
+def test_a_basis_is_taken_over_where_it_is_of_the_same_rank(shape: tuple[int, int], expected: float) -> None:
+    mine = residuals(1, 2)
+    manifest = cast(Manifest, SimpleNamespace(tensors={BASIS + "weight": SimpleNamespace(shape=shape)}))
+    for key, offset, tensor in mine.wanted(manifest):
+        assert (key, offset) == (BASIS + "weight", (0, 0))
+        tensor.fill_(7.0)
+    mine.settle()
+    assert mine.bases["weight"].tolist() == [[expected]] * 3
+    assert mine.held()[BASIS + "weight"].holding.shape == (3, 1)

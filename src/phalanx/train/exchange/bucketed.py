@@ -21,6 +21,7 @@ from phalanx.errors import RecipeError
 from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.fixed_tree import FixedTree
+from phalanx.train.exchange.powersgd import bases_of
 from phalanx.train.exchange.strategy import Site
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.norms import total_norm
@@ -38,8 +39,9 @@ class GradientExchange:
     backward is summed with the gradients; it is None where they could not travel in one operation.
 
     Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
-    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. RecipeError when one
-    backward makes a gradient twice, as re-entrant checkpointing of activations can.
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `low_rank` is that of
+    what `powersgd` sends. RecipeError when one backward makes a gradient twice, as re-entrant checkpointing of
+    activations can.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GradientExchange:
         slots: int = 0,
         strategy: str = "allreduce",
         nodes: Sequence[int] | None = None,
+        low_rank: int = 4,
     ):
         self.rank = rank
         self.world = world
@@ -70,6 +73,11 @@ class GradientExchange:
         if way.holds_back and not replicas:
             for bucket in self.buckets:
                 bucket.residual = torch.zeros_like(bucket.slab.flat, dtype=torch.float32)
+        if way.projects and not replicas:
+            first = 0
+            for bucket in self.buckets:
+                bucket.bases = bases_of(bucket, low_rank, first)
+                first += len(bucket.parameters)
         self._courier: Courier | None = None
         self._opened = world == 1
         self._group, self._way = group, way
@@ -162,6 +170,11 @@ class GradientExchange:
                 views = views_of(bucket.residual, bucket.parameters, bucket.starts)
                 found |= dict(zip(bucket.parameters, views, strict=True))
         return found
+
+    def bases(self) -> dict[nn.Parameter, Tensor]:
+        """On what gradients are projected, live [columns, rank], alike on all workers; empty where none is."""
+        pairs = (pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.bases, strict=False))
+        return {parameter: basis for parameter, basis in pairs if basis is not None}
 
     def square(self) -> Tensor | None:
         """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose

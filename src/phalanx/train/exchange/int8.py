@@ -29,6 +29,7 @@ class Int8:
     plain = False
     answers = True
     holds_back = True
+    projects = False
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
         self._site = site

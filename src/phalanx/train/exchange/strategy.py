@@ -40,11 +40,12 @@ class Site:
 class Strategy(Protocol):
     """Sums buckets. `plain`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
     `answers`: it has a second stage, or does everything there. `holds_back`: buckets need a `residual` for what could
-    not be sent yet."""
+    not be sent yet; `projects`: and `bases`, on which gradients are projected."""
 
     plain: bool
     answers: bool
     holds_back: bool
+    projects: bool
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         """Bucket `number` is full: send what others need of it."""
@@ -62,6 +63,7 @@ class Way(Protocol):
     plain: bool
     answers: bool
     holds_back: bool
+    projects: bool
 
     def __call__(self, site: Site, buckets: Sequence[Bucket]) -> Strategy: ...
 
@@ -72,6 +74,7 @@ class Exact:
     plain = True
     answers = True
     holds_back = False
+    projects = False
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         return None

@@ -5,6 +5,7 @@ from phalanx.train.exchange.half import Half
 from phalanx.train.exchange.halving import Halving
 from phalanx.train.exchange.hierarchical import Hierarchical
 from phalanx.train.exchange.int8 import Int8
+from phalanx.train.exchange.powersgd import PowerSGD
 from phalanx.train.exchange.reduction_tree import ReductionTree
 from phalanx.train.exchange.ring import Ring
 from phalanx.train.exchange.server import Server, ShardedServer
@@ -14,6 +15,7 @@ WAYS: dict[str, Way] = {
     "allreduce": AllReduce,
     "bf16": Half,
     "int8": Int8,
+    "powersgd": PowerSGD,
     "ring": Ring,
     "tree": ReductionTree,
     "halving": Halving,
