@@ -1,22 +1,20 @@
-"""FireCaffe's scaling pictures: what was measured on limited links, the paper's formula, and the planner up to 128.
+"""FireCaffe's scaling pictures: what is measured on limited links, the formulas, and the planner up to 128.
 
-    python benchmarks/firecaffe.py [POINTS.json] [--out docs/images]
+    python benchmarks/firecaffe.py [--measure] [--results build/firecaffe.json] [--out docs/images]
 
-Without POINTS.json only the picture of the paper's own machine is drawn (firecaffe-titan.svg: the planner's replay of
-128 K20X, no measurement). POINTS.json is what a benchmark of exchanges on limited links measured, for
-firecaffe-links.svg:
+With `--measure` benchmarks/exchange/run.py is run first (as root; about half an hour): NiN and GoogLeNet on 2, 4 and
+8 nodes behind links of 1 Gbit/s, gradients summed through a parameter server and up a reduction tree, all after
+backward as FireCaffe did it, and by what `phalanx train` does by itself; a step without exchange is that of one node.
+Its results are kept in the file. Without, those of the file are drawn, where it is there: firecaffe-WORKLOAD.svg; and
+always the picture of the paper's own machine: firecaffe-titan.svg, the planner's replay of 128 K20X, no measurement.
 
-    {"workload": "NiN, batch 64 a node",
-     "bytes": 26228776,                       of all gradients as they travel
-     "link": {"gbit": 1.0, "latency": 1e-4},  of a node's port, one way, and seconds of a message
-     "points": [{"nodes": 4, "way": "tree", "step_seconds": 1.9, "compute_seconds": 1.2}, ...]}
-
-`way` is a name of plan.exchanges.WAYS; `compute_seconds` is the same step without exchange. Each node has the same
-number of samples on any number of nodes, so a speed-up is nodes x compute / step. Nothing is measured here.
+Each node has the same number of samples on any number of nodes, so a speed-up is nodes x compute / step.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,16 @@ from phalanx.plan.exchanges import WAYS, Iteration, iteration, speedup
 from phalanx.plan.replay.cnn import server_step, step_of
 from phalanx.plan.replay.cnn_rows import Run, read_run
 
+RUN = Path(__file__).resolve().parent / "exchange" / "run.py"
+MEASURED = ("nin-8", "googlenet-8")
+LINK = "1gbit"
+WAY_OF = {"server-whole": "server", "tree-whole": "tree", "allreduce-1mib": "allreduce"}
+"""Ways by plan.exchanges of the contenders that run.py measures."""
+TOLD = {
+    "server": "parameter server",
+    "tree": "reduction tree",
+    "allreduce": "all-reduce in buckets, beside backward",
+}
 NODES = tuple(2**power for power in range(8))
 """1 to 128."""
 TITAN = "Titan (Cray XK7, 1 K20X per node, Gemini 3D torus)"
@@ -59,57 +67,83 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured with one workload on one kind of link; `bandwidth` in bytes a second."""
+    """What was measured with one workload on one kind of link; `bandwidth` in bytes a second, `bytes` of all gradients
+    as they travel."""
 
     workload: str
+    told: str
     bytes: float
     bandwidth: float
-    latency: float
     points: tuple[Point, ...]
 
 
-def measured_from(value: Any) -> Measured:
-    """The content of POINTS.json. UsageError: something is missing, or cannot be."""
+def measured_from(value: Any) -> list[Measured]:
+    """The results of benchmarks/exchange/run.py, by workload and link. UsageError: something is missing, or cannot
+    be."""
+    groups: dict[tuple[str, str], list[Any]] = {}
     try:
-        link, points = value["link"], tuple(Point(**point) for point in value["points"])
-        found = Measured(
-            str(value["workload"]),
-            float(value["bytes"]),
-            float(link["gbit"]) * 1e9 / 8,
-            float(link["latency"]),
-            points,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the measured points: {error!r}; `--help` shows what they must look like") from None
-    if not points:
-        raise UsageError("the measured points: there is none")
-    for point in points:
-        if point.way not in WAYS:
-            raise UsageError(f"the measured points: way {point.way!r}, expected one of {', '.join(WAYS)}")
-        if min(point.nodes, point.step_seconds, point.compute_seconds) <= 0:
-            raise UsageError(f"the measured points: {point}: nodes and seconds must be above 0")
-    if min(found.bytes, found.bandwidth) <= 0 or found.latency < 0:
-        raise UsageError("the measured points: bytes and gbit must be above 0, and latency not below")
+        for case in value["cases"]:
+            groups.setdefault((case["workload"], case["link"]), []).append(case)
+        found = [_measured(link, cases) for (_, link), cases in groups.items()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"these are no results of {RUN.name} with limited links: {error!r}") from None
+    if not any(each.points for each in found):
+        raise UsageError(f"the results hold none of {', '.join(WAY_OF)}")
+    for each in found:
+        if any(min(point.nodes, point.step_seconds, point.compute_seconds) <= 0 for point in each.points):
+            raise UsageError(f"the results of {each.workload}: nodes and seconds must be above 0")
     return found
 
 
+def _measured(link: str, cases: Sequence[Any]) -> Measured:
+    points = []
+    for case in cases:
+        seconds = {row["name"]: float(row["seconds"]) for row in case["rows"]}
+        points += [
+            Point(int(case["nodes"]), way, seconds[name], seconds["none"])
+            for name, way in WAY_OF.items()
+            if name in seconds
+        ]
+    first = cases[0]
+    return Measured(first["workload"], first["told"], float(first["bytes"]), bits(link) / 8, tuple(points))
+
+
+def bits(link: str) -> float:
+    """Bits a second of a link as tc writes it."""
+    for unit, factor in (("gbit", 1e9), ("mbit", 1e6)):
+        if link.endswith(unit):
+            return float(link.removesuffix(unit)) * factor
+    raise ValueError(f"link {link!r}, expected one such as 1gbit or 100mbit")
+
+
 def formula(found: Measured, way: str, nodes: Sequence[int] = NODES) -> list[tuple[float, float]]:
-    """(nodes, speed-up) by the paper: computing, then the exchange, nothing hidden."""
+    """(nodes, speed-up) by the planner's formula: computing, then the exchange, nothing hidden, as the paper has it.
+    What is exchanged beside backward is hidden behind that, which is taken to be two thirds of computing."""
     compute = median(point.compute_seconds for point in found.points)
-    steps = [(n, iteration(compute, WAYS[way](found.bytes, n, found.bandwidth, found.latency))) for n in nodes]
+    hidden = 2 / 3 * compute if way == "allreduce" else 0.0
+    steps = [(n, iteration(compute, WAYS[way](found.bytes, n, found.bandwidth, 0.0), hidden)) for n in nodes]
     return [(n, n * compute / step.seconds) for n, step in steps]
 
 
 def links_picture(found: Measured) -> str:
-    """Measured points of each way, and the paper's formula for the same link up to 128 nodes."""
+    """Measured points of each way, and its formula for the same link up to 128 nodes."""
     curves = [Curve("as fast as one, times the nodes", [(n, n) for n in NODES], dashed=True)]
     for way in sorted({point.way for point in found.points}):
-        name = way.replace("_", " ")
         mine = sorted((point for point in found.points if point.way == way), key=lambda point: point.nodes)
-        curves.append(Curve(f"{name}: formula", formula(found, way), dashed=True))
-        curves.append(Curve(f"{name}: measured", [(point.nodes, point.speedup) for point in mine], dots=True))
-    title = f"{found.workload}; {found.bandwidth * 8 / 1e9:g} Gbit/s a node"
+        curves.append(Curve(f"{TOLD[way]}: formula", formula(found, way), dashed=True))
+        curves.append(Curve(f"{TOLD[way]}: measured", [(1, 1.0), *((p.nodes, p.speedup) for p in mine)], dots=True))
+    title = f"{found.told}; {found.bandwidth * 8 / 1e9:g} Gbit/s a node"
     return chart(curves, title, "nodes", "speed-up", log_y=True)
+
+
+def table(found: Measured) -> list[str]:
+    """Lines of Markdown: speed-ups measured, and by formula."""
+    lines = [f"### {found.told}, {found.bandwidth * 8 / 1e9:g} Gbit/s", "", "| way | nodes | measured | formula |"]
+    lines.append("|---|---:|---:|---:|")
+    for point in sorted(found.points, key=lambda point: (point.way, point.nodes)):
+        ((_, expected),) = formula(found, point.way, [point.nodes])
+        lines.append(f"| {TOLD[point.way]} | {point.nodes} | {point.speedup:.2f} x | {expected:.2f} x |")
+    return [*lines, ""]
 
 
 def titan_curves(model: str) -> Mapping[str, list[tuple[float, float]]]:
@@ -144,22 +178,40 @@ def titan_picture() -> str:
     return chart(curves, "FireCaffe on Titan, batch 1,024: claimed and replayed", "K20X", "speed-up", log_y=True)
 
 
+def measure(into: Path) -> None:
+    """Run the benchmark of exchanges; UsageError when it does not end well, after what it said."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(RUN), "--links", LINK, "--workloads", *MEASURED, "--nodes", "2", "4", "8"]
+    command += ["--strategies", *WAY_OF, "--steps", "2", "--warmup", "1", "--rounds", "3", "--out", str(into)]
+    if code := subprocess.run(command).returncode:
+        raise UsageError(f"{RUN.name} ended with {code}")
+
+
+def results_in(path: Path) -> list[Measured]:
+    """What the file holds."""
+    try:
+        return measured_from(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("points", type=Path, nargs="?", help="what was measured on limited links")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--measure", action="store_true", help="measure first")
+    parser.add_argument("--results", type=Path, default=Path("build/firecaffe.json"), help="of what was measured")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     given = parser.parse_args()
+    if given.measure:
+        measure(given.results)
     given.out.mkdir(parents=True, exist_ok=True)
-    pictures = {"firecaffe-titan.svg": titan_picture()}
-    if given.points is not None:
-        try:
-            value = json.loads(given.points.read_text())
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{given.points}: {error}") from None
-        pictures["firecaffe-links.svg"] = links_picture(measured_from(value))
+    pictures = {"titan": titan_picture()}
+    for found in results_in(given.results) if given.results.is_file() else ():
+        pictures[found.workload] = links_picture(found)
+        print("\n".join(table(found)))
     for name, picture in pictures.items():
-        (given.out / name).write_text(picture)
-        print(given.out / name)
+        path = given.out / f"firecaffe-{name}.svg"
+        path.write_text(picture)
+        print(path)
     for model in CLAIMED:
         for way, points in titan_curves(model).items():
             print(f"{model}, {way}: " + ", ".join(f"{n:g}: {faster:.1f} x" for n, faster in points))

@@ -219,6 +219,8 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
+    # as FireCaffe had it: all gradients in one, after backward
+    **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("server", "tree")},
 }
 PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "ddp": ddp,

@@ -70,9 +70,17 @@ class Case:
         return [title, "", told, "", *table(self.rows(), self.failed), ""]
 
     def as_dict(self) -> dict[str, Any]:
-        facts = {"nodes": self.nodes, "workload": self.workload, "link": self.link, "failed": self.failed}
+        facts: dict[str, Any] = {"nodes": self.nodes, "workload": self.workload, "link": self.link}
+        facts |= {"told": WORKLOADS[self.workload].told, "bytes": gradient_bytes(self.workload), "failed": self.failed}
         turns = {name: [asdict(turn) for turn in turns] for name, turns in self.turns.items()}
         return {**facts, "rows": [asdict(row) for row in self.rows()], "turns": turns}
+
+
+def gradient_bytes(workload: str) -> int:
+    """Of all gradients of a model, in fp32."""
+    with torch.device("meta"):
+        shapes = shapes_of(WORKLOADS[workload].build())
+    return 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 class Field:
@@ -82,7 +90,7 @@ class Field:
         with torch.device("meta"):
             self._shapes = shapes_of(WORKLOADS[workload].build())
         self._team = lambda: Team(nodes, self._shapes, pace, log)
-        self._nodes, self._pace = nodes, pace
+        self._nodes, self._pace, self._bytes = nodes, pace, gradient_bytes(workload)
         self._stack = contextlib.ExitStack()
         self._now: Team | None = None
         self._turns = 0
@@ -106,10 +114,9 @@ class Field:
 
     def _patience(self, link: str, options: argparse.Namespace) -> float:
         """Twice what the worst exchange, through one server, would take, and what it takes to begin."""
-        nbytes = 4 * sum(torch.Size(shape).numel() for shape in self._shapes.values())
         rate = min(2e9, 2e9 if link == UNLIMITED else bits(link))  # all nodes share the cores
         steps = sum(-(-each // options.local_steps) * options.local_steps for each in (options.warmup, options.steps))
-        step = self._pace.seconds + 2 * self._nodes * nbytes * 8 / rate
+        step = self._pace.seconds + 2 * self._nodes * self._bytes * 8 / rate
         return float(60 + 2 * max(steps, options.warmup + options.steps) * step)
 
 

@@ -3,8 +3,8 @@
     python benchmarks/exchange/workloads.py gpt-1024        # prints its pace on one thread of this machine, as JSON
 
 The GPT is that of examples/gpt-python.yaml (3.3 M parameters, 256 tokens in a sample); NiN and GoogLeNet have images of
-224 x 224 as ImageNet's, 1000 classes, or as Fashion-MNIST's resized: one channel and 10 classes. Their values do not
-matter to the pace; they are random.
+224 x 224 as ImageNet's, 1000 classes (8 images a node are FireCaffe's batch of 1,024 on 128 nodes), or as those of
+Fashion-MNIST resized: one channel and 10 classes. Their values do not matter to the pace; they are random.
 """
 
 import json
@@ -49,9 +49,9 @@ def _images(name: str, model: Callable[..., nn.Module], images: int, classes: in
 
 WORKLOADS: dict[str, Workload] = {
     **{f"gpt-{tokens}": _gpt(tokens) for tokens in (1024, 4096, 16384)},
-    **{f"nin-{images}": _images("NiN", nin, images, 1000, 3) for images in (64, 256)},
+    **{f"nin-{images}": _images("NiN", nin, images, 1000, 3) for images in (8, 64, 256)},
     **{f"nin-fashion-{images}": _images("NiN for Fashion-MNIST", nin, images, 10, 1) for images in (64, 256)},
-    **{f"googlenet-{images}": _images("GoogLeNet", googlenet, images, 1000, 3) for images in (32, 64)},
+    **{f"googlenet-{images}": _images("GoogLeNet", googlenet, images, 1000, 3) for images in (8, 32, 64)},
     "googlenet-fashion-32": _images("GoogLeNet for Fashion-MNIST", googlenet, 32, 10, 1),
 }
 
