@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import psutil
 
+from phalanx.cluster.interfaces import VARIABLES
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import held_still
 from phalanx.jobs.sources import fingerprint
@@ -27,7 +28,6 @@ PING = 1.0
 """Seconds between two signs of life of an agent."""
 NODE_SILENCE = 10.0
 """Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
-ADDRESS_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Node(Protocol):
@@ -253,5 +253,5 @@ def interface_of(address: str) -> str | None:
 def network_of(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables by which workers talk over the interface of this address, unless who started us chose another."""
     interface = interface_of(address)
-    wanted = [name for name in ADDRESS_VARIABLES if name not in environment]
+    wanted = [name for name in VARIABLES if name not in environment]
     return {} if interface is None else dict.fromkeys(wanted, interface)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from phalanx.cluster.interfaces import missing
 from phalanx.errors import DataError, UsageError
 
 PATIENCE = timedelta(minutes=10)
@@ -71,6 +73,7 @@ def join(
     if place.world == 1:
         return
     os.environ.update(local_network(environment))
+    check_interfaces(place, environment)
     store = open_store(place, environment)
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
     _watching[:] = [connections]
@@ -101,6 +104,15 @@ def local_network(environment: Mapping[str, str]) -> dict[str, str]:
     """gloo binds to the address of the host's name, which need not be usable; a local world talks over loopback."""
     local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     return {"GLOO_SOCKET_IFNAME": "lo"} if local and "GLOO_SOCKET_IFNAME" not in environment else {}
+
+
+def check_interfaces(place: Place, environment: Mapping[str, str]) -> None:
+    """UsageError where the environment names a network interface that this machine has not: gloo would say so as if a
+    worker had been lost."""
+    libraries = ("GLOO_", "NCCL_") if place.device.type == "cuda" else ("GLOO_",)
+    asked = {name: value for name, value in environment.items() if name.startswith(libraries)}
+    for problem in missing(asked, [name for _, name in socket.if_nameindex()]):
+        raise UsageError(f"{problem} on {socket.gethostname()}")
 
 
 @functools.cache

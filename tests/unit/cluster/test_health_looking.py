@@ -301,6 +301,8 @@ CARDS = (
     [
         ("GLOO_SOCKET_IFNAME", "eth0", Verdict.OK),
         ("GLOO_SOCKET_IFNAME", "eth", Verdict.BAD),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", Verdict.OK),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth7", Verdict.BAD),
         ("NCCL_SOCKET_IFNAME", "eth", Verdict.OK),
         ("NCCL_SOCKET_IFNAME", "=eth", Verdict.BAD),
         ("NCCL_SOCKET_IFNAME", "^docker", Verdict.OK),

@@ -1,10 +1,20 @@
 """A worker's place, from environment variables."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.train.place import Place, from_environment, leave, local_network, lost_peer, open_store
+from phalanx.train.place import (
+    Place,
+    check_interfaces,
+    from_environment,
+    join,
+    leave,
+    local_network,
+    lost_peer,
+    open_store,
+)
 
 
 def test_without_variables_a_worker_is_alone() -> None:
@@ -37,6 +47,17 @@ def test_variables_must_be_numbers(name: str) -> None:
 def test_several_workers_need_a_place_to_meet() -> None:
     with pytest.raises(UsageError, match="WORLD_SIZE=2 needs MASTER_ADDR and MASTER_PORT"):
         open_store(Place(rank=1, world=2), {"MASTER_ADDR": "127.0.0.1"})
+
+
+def test_a_network_interface_that_is_not_there_is_told_before_workers_meet() -> None:
+    with pytest.raises(UsageError, match=r"^GLOO_SOCKET_IFNAME=nope0, and there is no such interface \(.*lo.*\) on "):
+        join(Place(0, 2), {"GLOO_SOCKET_IFNAME": "nope0"})
+
+
+def test_of_nccls_interfaces_a_worker_without_a_gpu_asks_nothing() -> None:
+    check_interfaces(Place(0, 2), {"NCCL_SOCKET_IFNAME": "nope0"})
+    with pytest.raises(UsageError, match="NCCL_SOCKET_IFNAME=nope0"):
+        check_interfaces(Place(0, 2, device=torch.device("cuda", 0)), {"NCCL_SOCKET_IFNAME": "nope0"})
 
 
 def test_leaving_without_having_joined_does_nothing() -> None:

@@ -14,8 +14,8 @@ from phalanx.cluster.cards import Card, cards
 from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
 from phalanx.cluster.health.site import Site
 from phalanx.cluster.health.thresholds import judge
+from phalanx.cluster.interfaces import missing
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 Resolve = Callable[[str], list[str]]
 
 
@@ -70,11 +70,9 @@ def interfaces(found: tuple[Card, ...], environ: Mapping[str, str]) -> Finding:
     up = [card.name for card in found if card.up and card.physical]
     figures: dict[str, Figure] = {"up": " ".join(up), "down": " ".join(_down(found))}
     verdicts, told = [Verdict.OK], [f"up: {', '.join(up)}" if up else "no network card is up"]
-    for variable in VARIABLES:
-        wanted = environ.get(variable)
-        if wanted and not _matches(variable, wanted, names):
-            verdicts.append(Verdict.BAD)
-            told.insert(0, f"{variable}={wanted}, and there is no such interface ({', '.join(sorted(names))})")
+    for problem in missing(environ, names):
+        verdicts.append(Verdict.BAD)
+        told.insert(0, problem)
     rdma = [card for card in found if card.kind != "ethernet"]
     down = [card.name for card in rdma if not card.up]
     if down and len(down) < len(rdma):
@@ -85,11 +83,3 @@ def interfaces(found: tuple[Card, ...], environ: Mapping[str, str]) -> Finding:
 
 def _down(found: tuple[Card, ...]) -> list[str]:
     return [card.name for card in found if card.physical and not card.up]
-
-
-def _matches(variable: str, wanted: str, names: set[str]) -> bool:
-    """Gloo takes names, NCCL prefixes: "=" before them means whole names, "^" all others."""
-    parts = [part for part in wanted.lstrip("=^").split(",") if part]
-    if variable.startswith("GLOO") or wanted.startswith(("=", "^=")):
-        return wanted.startswith("^") or any(part in names for part in parts)
-    return wanted.startswith("^") or any(name.startswith(part) for part in parts for name in names)
