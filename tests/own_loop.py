@@ -83,6 +83,8 @@ def main(how, overrides):
     if how == "stranger":
         return
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
+    if how == "discord" and os.environ["RANK"] == "1":
+        overrides = [*overrides, "exchange.strategy=ring"]
     with phalanx.join(recipe, overrides) as gang:
         if how == "no-prepare":
             next(gang.batches(Samples()))

@@ -118,7 +118,7 @@ def _join(
     PhalanxError is told before it is raised."""
     from phalanx.train.joined import Joined
     from phalanx.train.meeting import announce, await_announcement
-    from phalanx.train.place import from_environment
+    from phalanx.train.place import agree, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
     from phalanx.train.worker import prepare_torch
@@ -129,7 +129,8 @@ def _join(
         place = from_environment()
         if place.leads:
             try:
-                ready = stack.enter_context(_ready(recipe, overrides, run, place.world, events is not None, force))
+                given = _given(recipe, overrides)
+                ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
             except PhalanxError as error:
                 announce(place, {"error": str(error), "code": int(error.code)})
                 raise
@@ -141,6 +142,7 @@ def _join(
                 show = stack.enter_context(Shown(ready.run, sys.stderr)).show
         else:
             told = await_announcement(place)
+            given = _given(recipe, overrides)
     except PhalanxError as error:
         _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
         raise
@@ -156,10 +158,21 @@ def _join(
         pulse = _pulse(place.local_rank)
         prepare_torch(resolved, place)
         meet(place)
+        # others would take the leading worker's for what they were told
+        exchange = given.recipe.exchange.model_dump_json()
+        agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
         return Joined(where, resolved, Path(told["folder"]), place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
         raise
+
+
+def _given(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> Loaded:
+    """The recipe that a loop was given."""
+    if isinstance(recipe, Recipe):
+        given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
+        return Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
+    return load_recipe(None if recipe is None else Path(recipe), overrides)
 
 
 def _pulse(local_rank: int) -> Pulse | Silent:
@@ -230,19 +243,13 @@ class Shown:
 
 @contextlib.contextmanager
 def _ready(
-    recipe: "str | os.PathLike[str] | Recipe | None",
-    overrides: Sequence[str],
+    loaded: Loaded,
     run: "str | os.PathLike[str] | None",
     world: int,
     supervised: bool,
     force: bool,
 ) -> Iterator[Ready]:
     """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
-    if isinstance(recipe, Recipe):
-        given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
-        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
-    else:
-        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
     _check_loop(loaded)
     where = Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
     if not supervised:

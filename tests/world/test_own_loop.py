@@ -356,6 +356,7 @@ MISTAKES = {
     "no-module": (64, "build() returned dict, expected an nn.Module"),
     "early-optimizer": (64, "the optimizer has 10 parameters that are not the model's"),
     "no-data": (64, "the dataset is empty"),
+    "discord": (65, "the exchange in the recipe of worker 1 is not that of worker 0: join all workers with the same"),
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
     "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),

@@ -130,10 +130,18 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
     return _connect(address, int(port), place.leads and not hosted)
 
 
-def agree(place: Place, value: str, what: str, environment: Mapping[str, str] = os.environ) -> None:
-    """DataError on every worker when `value` is not the same on all nodes. Nothing to do on one node, whose workers
-    read the same files."""
-    if place.world == 1 or environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+def agree(
+    place: Place,
+    value: str,
+    what: str,
+    cure: str,
+    everywhere: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """DataError on every worker when `value` is not the same on all of them, with the `cure`. Nothing to do on one
+    node, whose workers read the same files, unless it has to hold `everywhere`."""
+    local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    if place.world == 1 or (local and not everywhere):
         return
     digest = xxhash.xxh3_64_intdigest(value.encode()) >> 1  # an int64 has a sign
     mine = torch.tensor([digest])
@@ -141,10 +149,7 @@ def agree(place: Place, value: str, what: str, environment: Mapping[str, str] = 
     dist.all_gather(all_of_them, mine)
     others = [rank for rank, theirs in enumerate(all_of_them) if not torch.equal(theirs, all_of_them[0])]
     if others:
-        raise DataError(
-            f"the {what} of worker {others[0]} are not those of worker 0: all nodes must read the same; give the "
-            "recipe a source that is the same on each, or share the file system"
-        )
+        raise DataError(f"the {what} of worker {others[0]} is not that of worker 0: {cure}")
 
 
 def lost_peer(error: BaseException) -> bool:

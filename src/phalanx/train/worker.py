@@ -54,6 +54,7 @@ from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.warm_up import warm_up
 from phalanx.train.weights import Origin, allocate, files, origin
 
+SAME_DATA = "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
 COMES_LATER = "PHALANX_COMES_LATER"
 """Set to 1 for a worker that takes the place of one that was lost while the others train on."""
 
@@ -111,7 +112,7 @@ def _train(
             clean(run.checkpoints)
     recipe = with_data_here(recipe, run, folder)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    agree(place, data.fingerprint, "data")
+    agree(place, data.fingerprint, "data", SAME_DATA)
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
 
