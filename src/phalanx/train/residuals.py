@@ -6,8 +6,9 @@ a row for each replica; with another number of replicas row i goes to replica i 
 what it was.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,41 @@ from phalanx.train.parallel.divided import Divided, Held
 PREFIX = "exchange/residual/"
 
 
+class Holder(Protocol):
+    """Gradients that may hold something back, and may stop doing so."""
+
+    def residuals(self) -> Mapping[nn.Parameter, Tensor]:
+        """What is held back now, live."""
+
+    def hold_back(self) -> None:
+        """Have room for what a checkpoint holds."""
+
+
 @dataclass
 class Residuals:
-    """Those of one worker, by parameter name: live tensors, of the local shape of the parameter."""
+    """Those of one worker: live tensors, of the local shape of the parameter. `room` is asked for when a checkpoint has
+    some."""
 
     divided: Divided
-    tensors: Mapping[str, Tensor]
+    find: Callable[[], Mapping[nn.Parameter, Tensor]]
+    room: Callable[[], None] = lambda: None
     _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, divided: Divided, found: Mapping[nn.Parameter, Tensor]) -> "Residuals":
         """From what an exchange tells."""
-        names = {parameter: name for name, parameter in divided.parameters().items()}
-        return cls(divided, {names[parameter]: tensor for parameter, tensor in found.items()})
+        return cls(divided, lambda: found)
+
+    @classmethod
+    def held_by(cls, divided: Divided, holder: Holder) -> "Residuals":
+        """Of gradients that hold something back at times only."""
+        return cls(divided, holder.residuals, holder.hold_back)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By parameter name."""
+        names = {parameter: name for name, parameter in self.divided.parameters().items()}
+        return {names[parameter]: tensor for parameter, tensor in self.find().items()}
 
     def held(self) -> dict[str, Held]:
         """As blocks of logical tensors."""
@@ -47,6 +70,8 @@ class Residuals:
     def wanted(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...], Tensor]]:
         """What to read of a checkpoint, for `settle` to add up; nothing of one that has none."""
         self._read, found = [], []
+        if any(key.startswith(PREFIX) for key in manifest.tensors):
+            self.room()
         mesh = self.divided.mesh
         for key, held in self.held().items():
             record = manifest.tensors.get(key)
