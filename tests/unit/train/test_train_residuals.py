@@ -55,3 +55,27 @@ def test_a_checkpoint_that_has_none_leaves_none() -> None:
     assert mine.wanted(cast(Manifest, SimpleNamespace(tensors={}))) == []
     mine.settle()
     assert not cast(Any, mine.tensors["weight"]).any()
+
+
+class Now:
+    """Holds something back when it is asked to."""
+
+    def __init__(self, weight: nn.Parameter):
+        self.weight, self.found = weight, cast(dict[nn.Parameter, torch.Tensor], {})
+
+    def residuals(self) -> dict[nn.Parameter, torch.Tensor]:
+        return self.found
+
+    def hold_back(self) -> None:
+        self.found = {self.weight: torch.zeros(2, 3)}
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
+    layout, model = Layout(replicate=2), nn.Linear(3, 2, bias=False)
+    holder = Now(model.weight)
+    mine = Residuals.held_by(Divided(Mesh(layout, coordinates(layout, 0)), (model,)), holder)
+    assert mine.held() == {}
+    tensors = {PREFIX + "weight": SimpleNamespace(shape=(2, 2, 3))} if has else {}
+    assert len(mine.wanted(cast(Manifest, SimpleNamespace(tensors=tensors)))) == has
+    assert set(mine.held()) == ({PREFIX + "weight"} if has else set())
