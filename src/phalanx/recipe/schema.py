@@ -280,8 +280,8 @@ class Exchange(Part):
     on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
 
     strategy: Strategy = "auto"
-    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`; then `auto`
-    chooses while training, else it is allreduce, or the fixed tree of `exact: replicas`."""
+    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`; `auto`
+    then chooses while training, and is else allreduce, or the fixed tree of `exact: replicas`."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Annotated[float, Field(gt=0)] = 25.0

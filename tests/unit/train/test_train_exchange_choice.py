@@ -168,6 +168,12 @@ def test_what_exact_no_would_gain_is_told_of_the_most_accurate_that_would_do() -
     assert 0.5 < efficiency < 0.9
 
 
+def test_what_saves_waiting_and_hardly_time_is_not_taken() -> None:
+    allreduce, bf16 = Seen(0.669, 0.043, BACKWARD), Seen(0.655, 0.017, BACKWARD)  # as it was seen once at 1 Gbit/s
+    assert best(ALL, {"allreduce": allreduce, "bf16": bf16}) == "allreduce"
+    assert best(ALL, {"allreduce": allreduce, "bf16": replace(bf16, seconds=0.64)}) == "bf16"
+
+
 def test_the_fastest_within_the_limit_is_not_preferred_to_the_most_accurate_there() -> None:
     assert best(ALL, {"bf16": seen(0.385), "int8": seen(0.373)}) == "bf16"
 

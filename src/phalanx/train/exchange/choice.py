@@ -2,7 +2,8 @@
 
 The most accurate strategy that leaves at most LIMIT of a step exposed: time in which gradients travel and nothing is
 computed. Strategies are tried one after the other, the most accurate first, as long as that is missed and fewer bytes
-promise a faster step; if none reaches it, the fastest is taken. Then the share is watched, and when it has changed for
+promise a faster step; if none reaches it, the fastest is taken. Where a more accurate one is hardly slower, it is
+that. Then the share is watched, and when it has changed for
 long enough strategies are tried again. The clock and the workers' agreement are `exchange_watch.py`'s.
 """
 
@@ -15,7 +16,7 @@ from phalanx.train.exchange.int8 import SHARE
 LIMIT = 0.05
 """Share of a step that may be exposed."""
 TIE = 0.03
-"""Where none stays within the limit, a more accurate strategy may be so much slower than the fastest."""
+"""A more accurate strategy may be so much slower than the one that would be taken."""
 GAIN = 0.02
 """By so much of a step a strategy must promise to be faster to be tried."""
 CHANGED = 0.05
@@ -104,7 +105,7 @@ def _tried(choice: Choice, candidates: Sequence[str]) -> tuple[Choice, str]:
     chosen = best(candidates, seen)
     reason = f"{seen[chosen].share:.1%} of a step is exposed"
     if seen[chosen].share > LIMIT and len(seen) > 1:
-        reason = f"none is faster by more than {TIE:.0%}, {reason}"
+        reason = f"no other is faster by more than {TIE:.0%}, {reason}"
     return replace(choice, strategy=chosen, settled=True, foretold=None), f"{reason}{_results(choice)}{besides}"
 
 
@@ -117,11 +118,12 @@ def _results(choice: Choice) -> str:
 
 
 def best(candidates: Sequence[str], seen: Mapping[str, Seen]) -> str:
-    """Of those that were tried the most accurate within the limit; else the most accurate about as fast as any."""
+    """Of those that were tried the most accurate within the limit, else the fastest; or a more accurate one that is
+    about as fast: what a strategy saves in waiting it may spend on arithmetic."""
     ranked = [name for name in candidates if name in seen]
     within = [name for name in ranked if seen[name].share <= LIMIT]
-    fastest = min(each.seconds for each in seen.values())
-    return (within or [name for name in ranked if seen[name].seconds <= (1 + TIE) * fastest])[0]
+    wanted = within[0] if within else min(ranked, key=lambda name: seen[name].seconds)
+    return next(name for name in ranked if seen[name].seconds <= (1 + TIE) * seen[wanted].seconds)
 
 
 def computing(seen: Mapping[str, Seen]) -> float:
