@@ -45,6 +45,13 @@ def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
     assert any(name.startswith(PREFIX) for name in manifest.tensors)
 
 
+@pytest.mark.slow
+def test_replicas_that_tensor_ranks_cut_choose_as_well(lab: Lab, folder: Path) -> None:
+    layout = {"layout": {"replicate": 2, "tensor": 2}}
+    ended = lab.train({**changes_of("no", steps=DECIDED + 2), **layout}, 4, folder=folder)
+    assert decisions(ended) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
+
+
 def test_a_run_goes_on_alone_with_what_two_workers_held_back(lab: Lab, folder: Path) -> None:
     run = lab.place()
     lab.lose(changes_of("no"), 2, run, [fault(KILLED, ranks=[1])], folder)
