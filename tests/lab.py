@@ -182,9 +182,7 @@ class Lab:
                 raise
         return Ended(run, int(outcome.code), outcome.message)
 
-    def lose(
-        self, changes: Values | None, nproc: int, run: Run, faults: Sequence[Values], folder: Path | None = None
-    ) -> None:
+    def lose(self, changes: Values | None, nproc: int, run: Run, faults: Sequence[Values]) -> None:
         """Train until the first worker falls, and let the agent go down with it."""
 
         def show(event: Event) -> None:
@@ -192,7 +190,7 @@ class Lab:
                 raise AgentLost
 
         with pytest.raises(AgentLost):
-            self.train(changes, nproc, run, faults=faults, show=show, folder=folder)
+            self.train(changes, nproc, run, faults=faults, show=show)
 
     def reference(self, changes: Values | None = None, nproc: int = 1) -> Ended:
         """The same run without any fault, trained once in a session."""
