@@ -22,8 +22,13 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.recipe import Recipe
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.ways import WAYS
+from phalanx.train.exchange_watch import ExchangeWatch
+from phalanx.train.place import Place as Worker
+from phalanx.train.state import Progress
+from phalanx.train.timing import HostStopwatch
 
 LR, MOMENTUM = 0.7, 0.9
 """The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
@@ -91,6 +96,45 @@ def ours(model: PacedModel, place: Place, **keywords: Any) -> Contender:
         exchange.end()
         exchange.finish()
 
+    return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
+
+
+def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
+    """What `exchange: auto` has chosen under `exact: no`, at this pace, before the steps that count."""
+    recipe = Recipe.model_validate({"exchange": {"exact": "no"}, "layout": {"replicate": place.world}})
+    exchange = GradientExchange(
+        list(model.parameters()),
+        rank=place.rank,
+        world=place.world,
+        micro_batches=place.world,
+        replicas=False,
+        **keywords,
+    )
+    watch, progress = HostStopwatch(), Progress()
+
+    def tell(kind: str, event: dict[str, Any]) -> None:
+        if place.rank == 0:
+            print(f"{kind} at step {event['step']}: {event['strategy']}: {event['why']}", flush=True)
+
+    choosing = ExchangeWatch(recipe, Worker(place.rank, place.world), exchange, 1, progress, tell)
+
+    def step() -> None:
+        watch.start()
+        model.zero_grad()
+        exchange.begin(place.rank)
+        loss = model()
+        watch.lap("forward")
+        loss.backward()
+        exchange.end()
+        watch.lap("backward")
+        exchange.finish()
+        watch.lap("exchange")
+
+    while not progress.exchange.settled:
+        step()
+        choosing.note(*watch.stop())
+        progress.step += 1
+        choosing.look()
     return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
 
 
@@ -216,6 +260,7 @@ NONE = "none"
 OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "allreduce": ours,
     "allreduce-1mib": partial(ours, capacity=MIB),
+    "auto-1mib": partial(auto, capacity=MIB),
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},

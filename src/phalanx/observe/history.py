@@ -125,6 +125,7 @@ class History:
     warnings: tuple[Event, ...]
     stragglers: tuple[Event, ...]
     compiled: tuple[Event, ...]
+    exchanges: tuple[Event, ...]
     redone: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
     nodes: int
@@ -279,6 +280,7 @@ class _Reader:
             warnings=tuple(named("warning", [])),
             stragglers=tuple(named("straggler", [])),
             compiled=tuple(named("compiled", [])),
+            exchanges=tuple(named("exchange", [])),
             redone=tuple(self.redone),
             nodes=max(1, len(self.nodes)),
             first_t=self.first_t,

@@ -170,6 +170,7 @@ def _events(history: History) -> str:
             *((*_when(e), "fault", f"rank {e.get('rank', '?')}: {e.get('what')}") for e in history.faults),
             *((*_when(e), "rejected", f"{file_of(e)}: {e.get('reason')}") for e in history.rejected),
             *((*_when(e), "save failed", str(e.get("reason"))) for e in history.failed),
+            *((*_when(e), "exchange", f"{e.get('strategy')}: {e.get('why')}") for e in history.exchanges),
             *((*_when(e), "warning", str(e.get("text"))) for e in history.warnings),
             *((life.last, history.last_step, "end", life.ended) for life in history.attempts[-1:] if life.ended),
         ],

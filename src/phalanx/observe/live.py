@@ -284,6 +284,7 @@ class TerminalDisplay:
             "guard",
             "checkpoint_rejected",
             "checkpoint_failed",
+            "exchange",
         ):
             self._live.start()
             if (kind != "start" or event.get("attempt")) and (

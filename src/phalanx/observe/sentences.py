@@ -33,6 +33,8 @@ def sentence(event: Event, world: int, step: int, total: int) -> str:
         return f"checkpoint rejected: {file_of(event)}: {get('reason', 'no reason given')}"
     if kind == "checkpoint_failed":
         return f"checkpoint failed at step {get('step')}: {get('reason', 'no reason given')}; training goes on"
+    if kind == "exchange":
+        return f"exchange at step {get('step')}: {get('strategy')}: {get('why')}"
     if kind == "guard":
         return f"guard at step {get('step')}: {get('what')}, {get('action')} (skipped steps so far: {get('count', 1)})"
     if kind == "fault":

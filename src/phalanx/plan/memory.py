@@ -15,6 +15,7 @@ from phalanx.plan.resolve import Choice, parts_of, shared_among
 from phalanx.plan.setup import WIRES, Wire
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
+from phalanx.recipe.exchanges import candidates
 from phalanx.recipe.schema import Layout
 
 WAYS = ("none", "selective", "full")
@@ -74,7 +75,8 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
-    travelling = 0.0 if single else WIRES.get(recipe.exchange.strategy, Wire()).memory
+    wires = [WIRES.get(strategy, Wire()) for strategy in candidates(recipe)]
+    travelling = 0.0 if single else max(wire.memory for wire in wires)
     return 8 + kept + math.ceil(travelling)
 
 

@@ -99,7 +99,7 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     for key in ("recompute", "loss"):
         values["memory"][key] = chosen[f"memory.{key}"]
     values["compile"] = recipe.compile if recipe.compile != "auto" else False
-    if recipe.exchange.strategy == "auto":
+    if recipe.exchange.strategy == "auto" and recipe.exchange.exact != "no":  # else it is chosen while training
         values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)
 

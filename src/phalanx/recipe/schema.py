@@ -291,7 +291,7 @@ class Exchange(Part):
 
     strategy: Strategy = "auto"
     """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
-    `exact: no`."""
+    `exact: no`; `auto` then chooses while training, and is else allreduce, or the fixed tree of `exact: replicas`."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["world", "replicas", "no"] = "world"

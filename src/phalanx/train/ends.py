@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
+from phalanx.recipe.exchanges import candidates
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
@@ -41,9 +42,9 @@ def make_stepper(
     micro, mesh = recipe.batch.micro, divided.mesh
     assert isinstance(micro, int)
     micro_batches = recipe.batch.global_ // micro
-    replicas, strategy = recipe.exchange.exact == "replicas", recipe.exchange.strategy
-    strategy = "allreduce" if strategy == "auto" else strategy
+    replicas, strategy = recipe.exchange.exact == "replicas", candidates(recipe)[0]
     holds_back = WAYS[strategy].holds_back and not replicas
+    chosen = recipe.exchange.strategy == "auto" and recipe.exchange.exact == "no"  # may hold back at times
     parameters = list(divided.trainable().values())
     gradients: Gradients = LocalGradients(parameters)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
@@ -63,6 +64,9 @@ def make_stepper(
             low_rank=recipe.exchange.low_rank,
         )
         divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
+    between = isinstance(gradients, GradientExchange) or mesh.only_replicates
+    if chosen and between and isinstance(gradients, GradientExchange | LocalGradients):
+        divided.residuals = Residuals.held_by(divided, gradients)
     if mesh.rounds:
         assert mesh.fsdp is not None
         gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())

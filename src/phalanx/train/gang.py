@@ -28,6 +28,7 @@ from phalanx.run import Run
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.evaluation import Scores
+from phalanx.train.exchange_watch import ExchangeWatch
 from phalanx.train.guards import LIMIT, judge
 from phalanx.train.hot import HotCopies
 from phalanx.train.interval import DurableInterval, Times
@@ -108,6 +109,8 @@ class Gang:
         if progress.saved:
             self.saving.resume(progress.saved)
         self.watch = Beating(stopwatch(place.device), parts.pulse)
+        gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
+        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
         self._buffers = list(parts.divided.buffers())
         self._begun = progress.samples  # when the current step began
         self._settled = progress.step if settled is None else settled
@@ -192,6 +195,8 @@ class Gang:
         self.watch.lap("other")
         self._improved = False
         if progress.step > before:  # after a rollback nothing is due: it was done when it was new
+            if progress.step < recipe.steps and not self._stopping:
+                self.exchange.look()
             self._settle()
         # A save in flight needs the workers who began it.
         all_summoned = outcome.flags["summoned"] == self.parts.place.world and self.saving.in_flight is None
@@ -260,6 +265,7 @@ class Gang:
         seconds, times = watch.stop()
         watch.start()
         self.times.note(seconds)
+        self.exchange.note(seconds, times)
         event: dict[str, Any] = {
             "step": step,
             "loss": _finite(outcome.loss),
@@ -371,7 +377,7 @@ class Gang:
         if self.saving.in_flight is not None:  # who goes on from a copy must have all checkpoints before it
             return
         if hot is not None and not progress.skipped_in_a_row and hot.due(progress.step, self.parts.recipe.steps):
-            hot.start(progress, self._state(), self._buffers)
+            hot.start(progress, self._state(), self._changing_early())
 
     def _save_last(self, improved: bool) -> None:
         """Save the state with which the run ends, unless it is saved already."""
@@ -390,7 +396,13 @@ class Gang:
 
     def _start_save(self, improved: bool) -> None:
         self.interval.begins(self.progress.step)
-        self.saving.start(self.progress, self._state(), self._buffers, improved)
+        self.saving.start(self.progress, self._state(), self._changing_early(), improved)
+
+    def _changing_early(self) -> list[str]:
+        """What a step changes before its update, while a snapshot may still be copied: buffers, and what the exchange
+        holds back."""
+        residuals = self.parts.divided.residuals
+        return self._buffers + ([] if residuals is None else list(residuals.held()))
 
     def _state(self) -> dict[str, Held]:
         return held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.train.exchange import GradientExchange
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group, summed
 from phalanx.train.parallel.divided import Divided, local
@@ -63,6 +64,7 @@ class LocalGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
+        self._owed: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, leaf: int) -> None:
         pass
@@ -74,6 +76,17 @@ class LocalGradients:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for parameter, owed in self._owed.items():
+            _gradient(parameter).add_(owed)
+        self._owed = {}
+
+    def residuals(self) -> dict[nn.Parameter, Tensor]:
+        """What a world that was larger held back, until the next step."""
+        return self._owed
+
+    def hold_back(self) -> None:
+        """Have room for it."""
+        self._owed = {p: torch.zeros_like(local(p), dtype=torch.float32) for p in self._parameters}
 
     def norm(self) -> Tensor:
         return total_norm(self.tensors())
@@ -150,6 +163,11 @@ class DividedGradients:
     def parts(self) -> int:
         return 1 if self._replicas is None else self._divided.mesh.layout.replicate
 
+    @property
+    def inner(self) -> Gradients | None:
+        """What sums between replicas."""
+        return self._replicas
+
 
 class ShardedReplicas:
     """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `exact: replicas`. In a round
@@ -186,6 +204,17 @@ class ShardedReplicas:
     @property
     def parts(self) -> int:
         return self._exchange.parts
+
+    @property
+    def inner(self) -> Gradients:
+        """What sums between replicas."""
+        return self._exchange
+
+
+def exchange_of(gradients: Gradients) -> GradientExchange | None:
+    """The exchange between replicas that is ours, where there is one."""
+    inner = gradients.inner if isinstance(gradients, DividedGradients | ShardedReplicas) else gradients
+    return inner if isinstance(inner, GradientExchange) else None
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

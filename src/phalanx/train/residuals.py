@@ -6,8 +6,10 @@ a row for each replica; with another number of replicas row i goes to replica i 
 what it was. `exchange/basis/<parameter>` is what powersgd projects a gradient on, alike on all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +22,49 @@ PREFIX = "exchange/residual/"
 BASIS = "exchange/basis/"
 
 
+class Holder(Protocol):
+    """Gradients that may hold something back, and may stop doing so."""
+
+    def residuals(self) -> Mapping[nn.Parameter, Tensor]:
+        """What is held back now, live."""
+
+    def hold_back(self) -> None:
+        """Have room for what a checkpoint holds."""
+
+
 @dataclass
 class Residuals:
-    """Those of one worker, by parameter name: live tensors, of the local shape of the parameter; and its `bases`."""
+    """Those of one worker: live tensors, of the local shape of the parameter. `room` is asked for when a checkpoint has
+    some. `bases`: by parameter name."""
 
     divided: Divided
-    tensors: Mapping[str, Tensor]
+    find: Callable[[], Mapping[nn.Parameter, Tensor]]
+    room: Callable[[], None] = lambda: None
     bases: Mapping[str, Tensor] = field(default_factory=dict)
     _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, divided: Divided, found: Mapping[nn.Parameter, Tensor], bases: Mapping[nn.Parameter, Tensor]
+        cls,
+        divided: Divided,
+        found: Mapping[nn.Parameter, Tensor],
+        bases: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> "Residuals":
         """From what an exchange tells."""
         names = {parameter: name for name, parameter in divided.parameters().items()}
-        rows, whole = ({names[parameter]: tensor for parameter, tensor in each.items()} for each in (found, bases))
-        return cls(divided, rows, whole)
+        named = {names[parameter]: basis for parameter, basis in bases.items()}
+        return cls(divided, lambda: found, bases=named)
+
+    @classmethod
+    def held_by(cls, divided: Divided, holder: Holder) -> "Residuals":
+        """Of gradients that hold something back at times only."""
+        return cls(divided, holder.residuals, holder.hold_back)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By parameter name."""
+        names = {parameter: name for name, parameter in self.divided.parameters().items()}
+        return {names[parameter]: tensor for parameter, tensor in self.find().items()}
 
     def held(self) -> dict[str, Held]:
         """As blocks of logical tensors."""
@@ -56,6 +84,8 @@ class Residuals:
         """What to read of a checkpoint, for `settle` to add up; nothing of what it has not, or of another shape."""
         found: list[tuple[str, tuple[int, ...], Tensor]] = []
         self._read = []
+        if any(key.startswith(PREFIX) for key in manifest.tensors):
+            self.room()
         mesh = self.divided.mesh
         for name, basis in self.bases.items():
             record = manifest.tensors.get(BASIS + name)

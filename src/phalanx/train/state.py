@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.train.checkpoint import Manifest, load_blocks
+from phalanx.train.exchange.choice import Choice
 from phalanx.train.noise import NoiseScale
 from phalanx.train.optimizers import PREFIX, Optimizer, entry_shape
 from phalanx.train.parallel.divided import Divided, Held, local
@@ -26,7 +27,7 @@ class Progress:
     """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
 
     `guards` counts skipped steps, `best` is the lowest held-out loss that was saved, `saved` the step of the newest
-    checkpoint, 0 before there was one.
+    checkpoint, 0 before there was one, `exchange` by which strategy gradients are summed.
     """
 
     step: int = 0
@@ -38,12 +39,14 @@ class Progress:
     best: float | None = None
     saved: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
+    exchange: Choice = field(default_factory=Choice)
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "Progress":
         """As a checkpoint's meta has it (`asdict`)."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
-        return cls(**{**values, "noise": NoiseScale(**meta.get("noise", {}))})
+        parts = {"noise": NoiseScale(**meta.get("noise", {})), "exchange": Choice.from_meta(meta.get("exchange", {}))}
+        return cls(**{**values, **parts})
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,12 @@ def test_compiling_is_told(breaks: int, text: str) -> None:
     assert logged([start(), event])[-1].endswith(text)
 
 
+def test_a_choice_of_exchange_is_told_with_its_reason() -> None:
+    why = "with allreduce 41.0% of a step is exposed (efficiency: allreduce 0.59); bf16 is foretold 0.75"
+    event = {"t": 0.0, "kind": "exchange", "step": 10, "strategy": "bf16", "before": "allreduce", "why": why}
+    assert logged([start(), event])[-1].endswith(f"exchange at step 10: bf16: {why}")
+
+
 def test_the_last_step_is_logged_before_an_early_end() -> None:
     lines = logged([start(), step(1, 0.5), step(2, 1.0), {"t": 1.1, "kind": "end", "status": "stopped", "step": 2}])
     assert "step   2/100" in lines[-2]

@@ -267,6 +267,11 @@ def test_what_an_exchange_of_fewer_bytes_keeps_counts_where_there_are_replicas()
     assert parameter_bytes(recipe(exchange=exchange, layout={"replicate": 1}), "cpu") == 16
 
 
+@pytest.mark.parametrize(("exact", "expected"), [("no", 16 + 7), ("world", 16), ("replicas", 16)])
+def test_of_what_may_be_chosen_the_exchange_that_keeps_most_counts(exact: str, expected: int) -> None:
+    assert parameter_bytes(recipe(exchange={"exact": exact}, layout={"replicate": 2}), "cpu") == expected
+
+
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}])
 def test_state_is_divided_among_the_ranks_that_share_the_parameters(layout: dict[str, int]) -> None:
     assert state_bytes(recipe(layout={**layout, "replicate": 3}), 1000, 0, "cpu") == 4000

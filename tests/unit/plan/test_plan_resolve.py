@@ -71,6 +71,13 @@ def test_a_resolved_recipe_has_no_auto_left() -> None:
     assert (resolved.layout.replicate, resolved.layout.world) == (2, 2)
 
 
+@pytest.mark.parametrize(("exact", "expected"), [("world", "allreduce"), ("replicas", "allreduce"), ("no", "auto")])
+def test_only_where_no_bits_are_promised_the_exchange_is_left_to_be_chosen_while_training(
+    exact: str, expected: str
+) -> None:
+    assert resolve(recipe(exchange={"exact": exact}), CHOSEN, world=2).exchange.strategy == expected
+
+
 def test_resolving_leaves_everything_else_as_given() -> None:
     given = recipe(name="mine", steps=77, optim={"name": "muon", "lr": 0.3}, exchange={"exact": "replicas"}, seed=5)
     resolved = resolve(given, CHOSEN, 1)

@@ -11,6 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.train.checkpoint import list_checkpoints, step_of
 from phalanx.train.gang import Gang
 from phalanx.train.loop import train
+from phalanx.train.residuals import Residuals
 from phalanx.train.state import Progress
 
 
@@ -80,6 +81,25 @@ def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path
     assert [step_of(path) for path in list_checkpoints(parts.run.checkpoints)] == [2]
     assert isinstance(parts.reporter, Remembering)
     assert parts.reporter.events[-1] == {"kind": "end", "status": "stopped", "step": 2}
+
+
+def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> None:
+    gang, parts = ready(tmp_path, steps=2, checkpoint={"every": 1})
+    weight = parts.model.head.weight
+    residual = torch.zeros(weight.shape)
+    parts.divided.residuals = Residuals.of(parts.divided, {weight: residual})
+    eager = []
+    start = gang.saving.start
+
+    def noting(progress: Progress, state: Any, names: list[str], best: bool) -> None:
+        eager.append(names)  # what a snapshot copies at once, since the next backward changes it
+        start(progress, state, names, best)
+
+    gang.saving.start = noting  # type: ignore[method-assign]
+    for _ in steps_of(gang):
+        residual += 1.0
+    assert gang.finish() == "done"
+    assert eager == [["exchange/residual/head.weight"]] * 2
 
 
 BACKWARD = r"^a training loop must call gang\.backward\(loss_sum, terms\) once for every batch$"

@@ -31,6 +31,20 @@ def backward(gradients: Gradients, model: nn.Module, micro_batches: int) -> None
     gradients.finish()
 
 
+def test_what_a_larger_world_held_back_is_added_once() -> None:
+    model = tiny_lm()
+    gradients = LocalGradients(list(model.parameters()))
+    gradients.hold_back()
+    gradients.residuals()[model.hidden.weight].fill_(0.5)
+    backward(gradients, model, 3)
+    assert model.hidden.weight.grad is not None
+    assert (model.hidden.weight.grad == 6.5).all()
+    assert gradients.residuals() == {}
+    model.zero_grad()
+    backward(gradients, model, 3)
+    assert (model.hidden.weight.grad == 6.0).all()
+
+
 @KINDS
 def test_micro_batches_add_up_in_place(kind: type) -> None:
     model = tiny_lm()

@@ -68,3 +68,27 @@ def test_a_basis_is_taken_over_where_it_is_of_the_same_rank(shape: tuple[int, in
     mine.settle()
     assert mine.bases["weight"].tolist() == [[expected]] * 3
     assert mine.held()[BASIS + "weight"].holding.shape == (3, 1)
+
+
+class Now:
+    """Holds something back when it is asked to."""
+
+    def __init__(self, weight: nn.Parameter):
+        self.weight, self.found = weight, cast(dict[nn.Parameter, torch.Tensor], {})
+
+    def residuals(self) -> dict[nn.Parameter, torch.Tensor]:
+        return self.found
+
+    def hold_back(self) -> None:
+        self.found = {self.weight: torch.zeros(2, 3)}
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
+    layout, model = Layout(replicate=2), nn.Linear(3, 2, bias=False)
+    holder = Now(model.weight)
+    mine = Residuals.held_by(Divided(Mesh(layout, coordinates(layout, 0)), (model,)), holder)
+    assert mine.held() == {}
+    tensors = {PREFIX + "weight": SimpleNamespace(shape=(2, 2, 3))} if has else {}
+    assert len(mine.wanted(cast(Manifest, SimpleNamespace(tensors=tensors)))) == has
+    assert set(mine.held()) == ({PREFIX + "weight"} if has else set())

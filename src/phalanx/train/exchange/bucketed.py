@@ -70,9 +70,6 @@ class GradientExchange:
         plain = way.plain and not replicas
         takes = slots > 0 and plain and world > 1 and parameters[0].dtype == torch.float32
         self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
-        if way.holds_back and not replicas:
-            for bucket in self.buckets:
-                bucket.residual = torch.zeros_like(bucket.slab.flat, dtype=torch.float32)
         if way.projects and not replicas:
             first = 0
             for bucket in self.buckets:
@@ -80,10 +77,14 @@ class GradientExchange:
                 first += len(bucket.parameters)
         self._courier: Courier | None = None
         self._opened = world == 1
+        self._second: Group = None  # kept when strategies take turns: groups cost connections
         self._group, self._way = group, way
+        if way.holds_back and not replicas:
+            self.hold_back()
         self._nodes = range(world) if nodes is None else nodes
         last = self.buckets[-1]
-        self.slots = last.slab.flat[last.used : last.used + slots] if takes else None
+        self._room = last.slab.flat[last.used : last.used + slots] if takes else None
+        self.slots = self._room
         self._parameters = list(parameters)
         self._next = 0  # the first bucket that is not complete yet
         self._armed = False
@@ -101,13 +102,35 @@ class GradientExchange:
             hook.remove()
         if self._courier is not None:
             self._courier.close()
-        self._courier = self._group = None
+        self._courier = self._group = self._second = None
+
+    def switch(self, strategy: str) -> None:
+        """Between two steps: sum by another strategy from now on; every worker does so. Buckets stay as they are. What
+        the one before held back is sent with the next step, or goes on being held back."""
+        way = WAYS[strategy]
+        if way is self._way:
+            return
+        if self._courier is not None:
+            self._courier.close()
+        self._courier, self._opened, self._way = None, self.world == 1, way
+        if self._room is not None:
+            self._room.zero_()  # or what was last agreed would be summed again and again, and be rounded with gradients
+        self.slots = self._room if way.plain else None
+        if way.holds_back:
+            self.hold_back()
+
+    def hold_back(self) -> None:
+        """Have room for what a strategy cannot send yet, or what one before did not."""
+        for bucket in self.buckets:
+            bucket.hold_back()
 
     def _open(self) -> None:
         """Before the first step: meet the others in the groups of the strategy."""
         self._opened = True
         device, answers = self.buckets[0].slab.flat.device, self.replicas or self._way.answers
-        second = twin(self._group) if answers else self._group
+        if answers and self._second is None:
+            self._second = twin(self._group)
+        second = self._second if answers else self._group
         site = Site(self.rank, self.world, self._group, second, device, self._nodes)
         tree = self.replicas
         strategy = FixedTree(site, self.micro_batches, self._cover) if tree else self._way(site, self.buckets)
@@ -208,6 +231,8 @@ class GradientExchange:
             self._next += 1
             if self.replicas:
                 self._grow_tree(bucket)
+            elif not self._way.holds_back:
+                bucket.pay_back()
             if self._courier is not None and self._leaf == self._last:
                 self._courier.send(number, bucket)
 

@@ -47,6 +47,17 @@ class Bucket:
         """A spare buffer, or a new one; its padding is zero."""
         return self.spare.pop() if self.spare else make_slab(self.parameters, self.starts, self.length)
 
+    def hold_back(self) -> None:
+        """Have a residual."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.slab.flat, dtype=torch.float32)
+
+    def pay_back(self) -> None:
+        """Add to the gradients what earlier steps held back, and keep nothing."""
+        if self.residual is not None:
+            self.slab.flat.add_(self.residual)
+            self.residual = None
+
     def fill(self) -> None:
         """Move the parameters' gradients into the slab; one that has none counts as zero."""
         views, gradients = [], []

@@ -21,6 +21,8 @@ from phalanx.train.exchange.strategy import Pending, Site
 BLOCK = 256
 """Numbers that share a scale."""
 LEVELS = 127
+SHARE = (1 + 4 / BLOCK) / 4
+"""Bytes of a gradient on the wire, as a share of fp32."""
 
 
 class Int8:

@@ -1,0 +1,91 @@
+"""`exchange: auto` in whole runs whose exchanges are slow: under `exact: no` it goes on to fewer bytes, and a run that
+was killed goes on with what was decided; where bits are promised it changes nothing."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import FAULTS, Ended, Lab, fault
+from phalanx.run import Run
+from phalanx.train.checkpoint import list_checkpoints, read_manifest
+from phalanx.train.residuals import PREFIX
+
+DECIDED, ENDED, KILLED, STEPS = 30, 32, 37, 40
+"""Steps. A run ends a first time, so that its choice is saved whatever else the disk has to do, and then goes on."""
+
+
+@pytest.fixture(scope="module")
+def folder(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of recipes whose callbacks may be slow links."""
+    folder = lab.furnish(tmp_path_factory.mktemp("slow") / "recipes")
+    (folder / "slow_links.py").write_text(Path(__file__).parents[1].joinpath("slow_links.py").read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def begun(lab: Lab, folder: Path) -> Ended:
+    """Two workers that have chosen int8."""
+    ended = lab.train(changes_of("no", steps=ENDED), 2, folder=folder)
+    assert ended.digest
+    return ended
+
+
+def again(lab: Lab, begun: Ended) -> Run:
+    """A run that stands where `begun` ended."""
+    run = lab.place()
+    shutil.copytree(begun.run.path, run.path)
+    return run
+
+
+def changes_of(exact: str, slow: bool = True, steps: int = STEPS) -> dict[str, Any]:
+    callbacks = [FAULTS, *(["slow_links:SlowLinks"] if slow else [])]
+    few = {"evaluate": {"every": None}, "batch": {"micro": 6}}
+    return {"steps": steps, "exchange": {"exact": exact}, "callbacks": callbacks, **few}
+
+
+def decisions(ended: Ended) -> list[tuple[int, str, bool]]:
+    return [(event["step"], event["strategy"], event["settled"]) for event in ended.kind("exchange")]
+
+
+def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
+    lab: Lab, folder: Path, begun: Ended
+) -> None:
+    assert decisions(begun) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
+    reference = lab.train(changes_of("no"), 2, again(lab, begun), folder=folder)
+    killed = again(lab, begun)
+    ended = lab.train(changes_of("no"), 2, killed, folder=folder, faults=[fault(KILLED, ranks=[1], attempt=1)])
+    assert [event["from_step"] >= ENDED for event in ended.kind("start")] == [False, True, True]
+    assert decisions(ended) == decisions(begun)
+    assert ended.digest == reference.digest
+    manifest = read_manifest(list_checkpoints(killed.checkpoints)[0])
+    assert (manifest.meta["step"], manifest.meta["exchange"]["strategy"]) == (STEPS, "int8")
+    assert any(name.startswith(PREFIX) for name in manifest.tensors)
+
+
+@pytest.mark.slow
+def test_replicas_that_tensor_ranks_cut_choose_as_well(lab: Lab, folder: Path) -> None:
+    layout = {"layout": {"replicate": 2, "tensor": 2}, "model": {"args": {"layers": 2, "width": 64, "heads": 4}}}
+    ended = lab.train({**changes_of("no", steps=ENDED), **layout}, 4, folder=folder)
+    assert ended.digest
+    assert decisions(ended) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
+
+
+def test_a_run_goes_on_alone_with_what_two_workers_held_back(lab: Lab, folder: Path, begun: Ended) -> None:
+    before = read_manifest(list_checkpoints(begun.run.checkpoints)[0])
+    assert any(name.startswith(PREFIX) for name in before.tensors)
+    run = again(lab, begun)
+    assert lab.train(changes_of("no"), 1, run, folder=folder).digest
+    after = read_manifest(list_checkpoints(run.checkpoints)[0])
+    assert after.meta["step"] == STEPS
+    assert not any(name.startswith(PREFIX) for name in after.tensors)
+
+
+@pytest.mark.parametrize(("exact", "name"), [("world", "allreduce"), ("replicas", "fixed tree")])
+def test_where_bits_are_promised_slow_exchanges_change_nothing(lab: Lab, folder: Path, exact: str, name: str) -> None:
+    ended = lab.train(changes_of(exact, steps=12), 2, folder=folder)
+    ((step, strategy, settled),) = decisions(ended)
+    assert (step, strategy, settled) == (10, name, True)
+    assert "exact: no would allow int8" in ended.kind("exchange")[0]["why"]
+    assert ended.digest == lab.train(changes_of(exact, slow=False, steps=12), 2, folder=folder).digest

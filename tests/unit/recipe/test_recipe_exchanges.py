@@ -1,0 +1,56 @@
+"""Among which strategies of exchange a recipe leaves the choice."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.recipe import Recipe
+from phalanx.recipe.checks import check
+from phalanx.recipe.exchanges import BY_ACCURACY, candidates
+
+NO = {"strategy": "auto", "exact": "no"}
+
+
+def found(exchange: dict[str, Any], layout: Any = "auto", **values: Any) -> tuple[str, ...]:
+    return candidates(Recipe.model_validate({"exchange": exchange, "layout": layout, **values}))
+
+
+@pytest.mark.parametrize("layout", ["auto", {"replicate": 4}, {"replicate": 2, "tensor": 2}])
+def test_with_no_promise_replicas_may_send_fewer_bytes(layout: Any) -> None:
+    assert found(NO, layout) == ("allreduce", "bf16", "int8")
+
+
+@pytest.mark.parametrize("exact", ["world", "replicas"])
+def test_promised_bits_leave_no_choice(exact: str) -> None:
+    assert found({"exact": exact}, {"replicate": 4}) == ("allreduce",)
+
+
+def test_a_given_strategy_leaves_no_choice() -> None:
+    assert found({"strategy": "int8", "exact": "no"}, {"replicate": 4}) == ("int8",)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"replicate": 1},
+        {"tensor": 4},
+        {"replicate": 2, "shard": 2},
+        {"replicate": 2, "pipeline": 2},
+        {"replicate": 2, "context": 2},
+    ],
+)
+def test_layouts_whose_replicas_are_summed_otherwise_leave_no_choice(layout: dict[str, int]) -> None:
+    assert found(NO, layout) == ("allreduce",)
+
+
+def test_a_loss_scale_that_changes_excludes_what_is_held_back() -> None:
+    assert found(NO, {"replicate": 4}, precision="fp16") == ("allreduce", "bf16")
+
+
+@pytest.mark.parametrize("layout", [{"replicate": 4}, {"replicate": 2, "tensor": 2}])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], precision: str, tmp_path: Any) -> None:
+    for strategy in found(NO, layout, precision=precision):
+        values = {"exchange": {"strategy": strategy, "exact": "no"}, "layout": layout, "precision": precision}
+        check(Recipe.model_validate(values), tmp_path, 4)
+    assert set(BY_ACCURACY) >= set(found(NO, layout))

@@ -1,0 +1,141 @@
+"""`exchange: auto` between two ranks, with times made up: all switch after the same step, and nothing of the gradients
+is lost on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.recipe import Recipe
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.choice import Choice
+from phalanx.train.exchange_watch import ENOUGH, UNUSUAL, ExchangeWatch
+from phalanx.train.place import Place
+from phalanx.train.state import Progress
+from worlds import World
+
+SHAPES = ((33, 7), (5,), (200,), (16, 16))
+CAPACITY = 1000.0  # bytes: several buckets
+COMPUTING, BACKWARD = 1.0, 0.5
+TRIAL = UNUSUAL + ENOUGH
+"""Steps with a strategy before it is judged."""
+SLOW = {"allreduce": 1.0, "bf16": 0.5, "int8": 0.2}
+"""Exposed seconds of a step."""
+
+
+class Rank:
+    """A rank that trains nothing: gradients of its own, an exchange, and a watch that is told made-up times."""
+
+    def __init__(self, rank: int, world: int, exact: str = "no", choice: Choice | None = None):
+        self.rank, self.step = rank, 0
+        self.weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        self.exchange = GradientExchange(
+            self.weights, rank=rank, world=world, micro_batches=world, replicas=False, capacity=CAPACITY, slots=2
+        )
+        values = {"exchange": {"exact": exact}, "precision": "fp32", "layout": {"replicate": world}}
+        self.progress = Progress(exchange=choice or Choice())
+        self.events: list[dict[str, Any]] = []
+        recipe, place = Recipe.model_validate(values), Place(rank, world)
+        self.watch = ExchangeWatch(recipe, place, self.exchange, 1, self.progress, self._tell)
+        self.strategies: list[str] = []
+        self.gone = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # into sums, and what came of it
+        self.came = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+
+    def _tell(self, kind: str, event: dict[str, Any]) -> None:
+        self.events.append({"kind": kind, **event})
+
+    def train(self, steps: int, exposed: dict[str, float]) -> None:
+        for _ in range(steps):
+            self.strategies.append(self.progress.exchange.strategy)
+            self.sum()
+            waits = exposed.get(self.progress.exchange.strategy, exposed["allreduce"])
+            # The other rank computes longer, so this one waits for it besides; and a checkpoint takes its time.
+            parts = {"exchange": waits + 0.7 * self.rank, "backward": BACKWARD, "checkpoint": 3.0}
+            self.watch.note(COMPUTING + waits + 3.0, parts)
+            self.progress.step += 1
+            self.watch.look()
+
+    def sum(self) -> None:
+        draws = [torch.Generator().manual_seed(100 * self.step + rank) for rank in range(2)]
+        gradients = [[torch.randn(shape, generator=draw) for shape in SHAPES] for draw in draws]
+        for weight in self.weights:
+            weight.grad = None
+        if self.exchange.slots is not None:
+            self.exchange.slots.copy_(torch.tensor([1e6, self.step]))
+        self.exchange.begin(self.rank)
+        pairs = zip(self.weights, gradients[self.rank], strict=True)
+        torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum().backward()
+        self.exchange.end()
+        self.exchange.finish()
+        if self.exchange.slots is not None:
+            assert self.exchange.slots.tolist() == [2e6, 2 * self.step]
+        for went, came, weight, one, other in zip(self.gone, self.came, self.weights, *gradients, strict=True):
+            assert weight.grad is not None
+            went += one.double() + other
+            came += weight.grad
+        self.step += 1
+
+
+def trained(rank: int, world: int, *, steps: int, exact: str = "no") -> dict[str, Any]:
+    """Over the slow network."""
+    worker = Rank(rank, world, exact)
+    worker.train(steps, SLOW)
+    worker.exchange.close()
+    found = {"strategies": worker.strategies, "events": worker.events, "choice": worker.progress.exchange}
+    return {**found, "holds": bool(worker.exchange.residuals())}
+
+
+def test_all_ranks_switch_after_the_same_steps_and_stay_with_the_best(world: World) -> None:
+    one, other = world.once(2, trained, steps=3 * TRIAL + 3)
+    assert one == other
+    assert one["strategies"] == ["allreduce"] * TRIAL + ["bf16"] * TRIAL + ["int8"] * (TRIAL + 3)
+    assert one["choice"].settled
+    assert one["holds"]
+
+
+def test_every_decision_is_told_with_its_reason(world: World) -> None:
+    first, second, third = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
+    assert [(e["kind"], e["step"], e["strategy"], e["before"]) for e in (first, second, third)] == [
+        ("exchange", TRIAL, "bf16", "allreduce"),
+        ("exchange", 2 * TRIAL, "int8", "bf16"),
+        ("exchange", 3 * TRIAL, "int8", "int8"),
+    ]
+    assert first["exposed"] == pytest.approx(1.0 / 2.0)  # without what one rank waits for the other
+    assert first["efficiency"] == {"allreduce": pytest.approx(0.5)}
+    assert first["foretold"] == pytest.approx(1.0 / 1.25)
+    assert [e["settled"] for e in (first, second, third)] == [False, False, True]
+    assert third["efficiency"] == pytest.approx({"allreduce": 1 / 2.0, "bf16": 1 / 1.5, "int8": 1 / 1.2})
+    assert "50.0% of a step is exposed" in first["why"]
+
+
+@pytest.mark.parametrize("exact", ["world", "replicas"])
+def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_that_costs(
+    world: World, exact: str
+) -> None:
+    for found in world.run(2, trained, steps=2 * TRIAL + 1, exact=exact):
+        assert not found["holds"]
+        (event,) = found["events"]
+        assert event["step"] == TRIAL
+        assert event["strategy"] == event["before"] == ("allreduce" if exact == "world" else "fixed tree")
+        assert "exact: no would allow int8" in event["why"]
+        assert event["exposed"] == pytest.approx(0.5)
+
+
+def switched(rank: int, world: int, *, way: list[str]) -> list[float]:
+    """After two steps with each strategy: the most that is in the gradients so far and not in the sums so far."""
+    worker, found = Rank(rank, world, "world"), []
+    for strategy in way:
+        worker.exchange.switch(strategy)
+        for _ in range(2):
+            worker.sum()
+        found.append(max(float((a - b).abs().max()) for a, b in zip(worker.gone, worker.came, strict=True)))
+    worker.exchange.close()
+    return found
+
+
+def test_what_was_held_back_is_sent_with_the_first_gradients_of_another_strategy(world: World) -> None:
+    for found in world.run(2, switched, way=["allreduce", "int8", "allreduce", "int8", "allreduce"]):
+        exact, rough, settled, again, at_last = found
+        assert max(exact, settled, at_last) < 1e-5
+        assert min(rough, again) > 1e-3
