@@ -269,10 +269,32 @@ class Memory(Part):
 
 
 Strategy = Literal[
-    "auto", "allreduce", "ring", "tree", "halving", "server", "sharded-server", "hierarchical", "bf16", "int8"
+    "auto",
+    "allreduce",
+    "ring",
+    "tree",
+    "halving",
+    "server",
+    "sharded-server",
+    "hierarchical",
+    "bf16",
+    "int8",
+    "local",
+    "diloco",
 ]
 LOSSY = ("bf16", "int8")
 """Strategies that round what they send."""
+LOCAL = ("local", "diloco")
+"""Strategies under which workers take steps of their own, and exchange weights every so many of them."""
+
+
+class Outer(Part):
+    """The outer optimizer of `diloco`: SGD with Nesterov momentum on how far workers moved on average."""
+
+    lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of outer steps. 1 without momentum would be plain averaging."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of outer steps; 0 for none."""
 
 
 class Exchange(Part):
@@ -280,11 +302,18 @@ class Exchange(Part):
     on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
 
     strategy: Strategy = "auto"
-    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`."""
+    """How gradients are added up: docs/exchange.md. `bf16` and `int8` send fewer bytes and need `exact: no`; so do
+    `local` and `diloco`, which send nothing but every `every` steps."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients that travel together."""
+    every: Steps = 25
+    """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
+    outer: Outer = Outer()
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """`local` and `diloco`: what weights travel as, told as how far a worker moved. `int8` keeps what it could not
+    send."""
 
 
 class Checkpoint(Part):
