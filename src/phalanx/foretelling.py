@@ -9,7 +9,7 @@ from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
 from phalanx.errors import RecipeError
 from phalanx.plan.measured import Here, NotMeasured
-from phalanx.plan.setup import WIRES, Setup, Wire
+from phalanx.plan.setup import Setup, wire_of
 from phalanx.plan.stacks import OURS, rates_of, stack
 from phalanx.plan.step import Parts, step_here
 from phalanx.planning import GIB, memory_of, plan_run
@@ -41,7 +41,7 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
         recompute="none" if recipe.memory.recompute == "auto" else recipe.memory.recompute,
         zero=0,
         stack=ours,
-        wire=WIRES.get(recipe.exchange.strategy, Wire()),
+        wire=wire_of(recipe.exchange),
     )
     try:
         return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))

@@ -25,7 +25,7 @@ from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
 from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
-from phalanx.plan.setup import WIRES, Setup, Wire
+from phalanx.plan.setup import Setup, wire_of
 from phalanx.plan.stacks import OURS, rates_of, stack
 from phalanx.plan.stalls import Saving, saving_of, stalled
 from phalanx.plan.step import Parts, step
@@ -35,7 +35,7 @@ from phalanx.profiling import profile_of
 from phalanx.recipe import Recipe, check, expanded, grown, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Layout
 
 GIB = 2.0**30
 USABLE = 0.95
@@ -187,7 +187,7 @@ def _searched(
         micro=recipe.batch.micro if isinstance(recipe.batch.micro, int) else None,
         ways=("none", "selective", "full") if recipe.memory.recompute == "auto" else (recipe.memory.recompute,),
         domain=cluster.domain,
-        replicas_only=recipe.exchange.exact == "replicas",
+        replicas_only=recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL,
         sequences=profile.tokens > 1,
     )
 
@@ -206,7 +206,7 @@ def _searched(
             precision,
             stack=ours,
             optimizer=recipe.optim.name,
-            wire=WIRES.get(recipe.exchange.strategy, Wire()),
+            wire=wire_of(recipe.exchange),
         )
         if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
             continue  # nothing else differs but that it takes more memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
 from phalanx.plan.resolve import Choice, parts_of, shared_among
-from phalanx.plan.setup import WIRES, Wire
+from phalanx.plan.setup import wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
@@ -74,7 +74,8 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
-    travelling = 0.0 if single else WIRES.get(recipe.exchange.strategy, Wire()).memory
+    wire = wire_of(recipe.exchange)
+    travelling = 0.0 if single and wire.hides else wire.memory  # rounds are kept by one worker, too
     return 8 + kept + math.ceil(travelling)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from phalanx.cluster.description import Cluster
 from phalanx.plan.exchanges import INT8
 from phalanx.plan.profile import Profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Exchange, Layout
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Wire:
 
     share: float = 1.0
     memory: float = 0.0
+    hides: bool = True
+    """Whether it travels behind the backward pass."""
 
 
 WIRES = {
@@ -62,6 +64,17 @@ WIRES = {
     "int8": Wire(INT8, 4.0 + 2 * 4.0 * INT8),  # held back; sent and received with a scale for 256
 }
 """By strategy; others send gradients as they are."""
+
+
+def wire_of(exchange: Exchange) -> Wire:
+    """What an exchange sends in a step. Workers that train apart send nothing but every so many steps, when they wait
+    for it (Stich 2019, arXiv 1805.09767; Douillard et al. 2023, arXiv 2311.08105, who call it H). They keep beside
+    gradients the weights with which a round began, how far they moved, and the momentum of outer steps."""
+    if exchange.strategy not in LOCAL:
+        return WIRES.get(exchange.strategy, Wire())
+    each = WIRES.get(exchange.wire, Wire())
+    momentum = 4.0 if exchange.strategy == "diloco" and exchange.outer.momentum else 0.0
+    return Wire(each.share / exchange.every, each.memory + 4.0 + 4.0 + momentum, hides=False)
 
 
 @dataclass(frozen=True)

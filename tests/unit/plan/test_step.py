@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from phalanx.models import moe, transformer
 from phalanx.plan.collectives import Kind, collective_seconds, links
 from phalanx.plan.profile import Attention, Product, Profile, Size
 from phalanx.plan.rates import Rates, attention_seconds, move_seconds, product_seconds, rates
-from phalanx.plan.setup import WIRES, Setup, Stack, Wire
+from phalanx.plan.setup import WIRES, Setup, Stack, Wire, wire_of
 from phalanx.plan.step import Parts, chunks, even, step
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division, priced_by, work
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Exchange, Layout
 
 SEQUENCE = 2048
 
@@ -133,6 +134,32 @@ def test_fewer_bytes_on_the_wire_show_less_between_replicas_and_nothing_elsewher
         usual, eight = (step(replace(given, cluster=slow, wire=wire), H100) for wire in (Wire(), WIRES["int8"]))
         assert eight.gradients <= share * usual.gradients
     assert eight == usual
+
+
+def test_workers_that_train_apart_wait_for_what_they_send_but_send_it_seldom() -> None:
+    slow = faster(named("h100:64"), 1, 0.05)
+    given = replace(setup(Layout(replicate=64), zero=0), cluster=slow)
+    every_step = wire_of(Exchange(strategy="local", exact="no", every=1))
+    usual, apart, seldom = (
+        step(replace(given, wire=wire), H100).gradients
+        for wire in (Wire(), every_step, replace(every_step, share=every_step.share / 100))
+    )
+    assert apart > usual
+    assert seldom < usual / 10
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "memory"),
+    [
+        ({"strategy": "local"}, 1 / 25, 8.0),
+        ({"strategy": "diloco", "every": 50}, 1 / 50, 12.0),
+        ({"strategy": "diloco", "outer": {"momentum": 0.0}, "wire": "bf16"}, 1 / 50, 8.0 + 6.0),
+        ({"strategy": "local", "every": 100, "wire": "int8"}, WIRES["int8"].share / 100, 8.0 + WIRES["int8"].memory),
+    ],
+)
+def test_a_round_is_shared_among_its_steps(values: dict[str, Any], share: float, memory: float) -> None:
+    wire = wire_of(Exchange(exact="no", **values))
+    assert (wire.share, wire.memory) == (pytest.approx(share), memory)
 
 
 def test_whole_recomputation_costs_more_than_some_and_some_more_than_none() -> None:
