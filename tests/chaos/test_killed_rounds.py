@@ -108,6 +108,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab)
     assert set(map(tuple, steps.values())) == {(11.0, 11.0)}
 
 
+@pytest.mark.slow
 def test_workers_lower_the_loss_scale_of_fp16_together(lab: Lab) -> None:
     changes = {**changes_of("local"), "precision": "fp16", "task": "lab_tasks:Loud"}
     ended = lab.train(changes, 2, faults=[fault(8, ranks=[1])])

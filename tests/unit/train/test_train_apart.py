@@ -149,3 +149,13 @@ def test_weights_of_16_bits_are_averaged_in_32() -> None:
     rounds.end()
     assert [bucket.slab.flat.dtype for bucket in rounds.buckets] == [torch.float32]
     assert weight.tolist() == [258.0] * 4
+
+
+def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
+    weight = nn.Parameter(torch.full((4,), 1.0))
+    rounds = Rounds([weight], rank=0, world=1, every=1, last=2, wire="int8")
+    rounds.residuals()[weight].fill_(0.5)  # of the way back
+    for expected in (1.5, 2.0):
+        nn.init.constant_(weight, 2.0)
+        rounds.end()
+        assert weight.tolist() == [expected] * 4
