@@ -13,6 +13,10 @@ from phalanx.train.checkpoint.load import load_tensors
 SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
 
 
+SLOW = fault(1, "slow", delay=0.03, attempt=None)
+"""Steps so slow that a checkpoint is written before the next but one is done."""
+
+
 def changes_of(strategy: str, workers: int = 2, every: int = 3, **exchange: Any) -> Values:
     """Two buckets; with 12 steps, four rounds."""
     values = {"strategy": strategy, "exact": "no", "bucket": 0.02, "every": every, **exchange}
@@ -33,9 +37,10 @@ def test_a_killed_run_ends_with_the_same_bits(
 ) -> None:
     changes = changes_of(strategy, workers, **exchange)
     where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
-    ended = lab.train({**changes, **where}, workers, faults=[fault(8, ranks=[workers - 1])])
+    ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
     first, second = (event["from_step"] for event in ended.kind("start"))
-    assert (first, second) == (0, 6)
+    assert first == 0
+    assert second in (3, 6)  # the end of a round; the one before where the disk was slow
     assert bool(ended.kind("hot_restored")) == (hot is not None)
     reference = lab.reference(changes, workers)
     assert ended.digest == reference.digest
@@ -74,7 +79,8 @@ def test_what_falls_due_within_a_round_is_done_at_its_end(lab: Lab) -> None:
     """Every 5 and every 4 steps, in rounds of 3."""
     ended = lab.reference(changes_of("local"), 2)
     assert [event["step"] for event in ended.kind("eval")] == [6, 12]
-    assert [event["step"] for event in ended.kind("checkpoint")] == [6, 9, 12]
+    skipped = [event for event in ended.kind("warning") if event["text"].startswith("step 9: not saved")]  # a slow disk
+    assert [event["step"] for event in ended.kind("checkpoint")] == [6, *([] if skipped else [9]), 12]
 
 
 def test_a_checkpoint_has_a_row_for_each_worker_of_what_is_its_own(lab: Lab) -> None:
