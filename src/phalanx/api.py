@@ -40,7 +40,7 @@ from phalanx.recipe import (
 )
 from phalanx.recipe.checks import FP8
 from phalanx.recipe.load import Loaded
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
@@ -251,6 +251,9 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
         if _replica(old) != _replica(new):
             what = "in more than the number of replicas"
             notes.append(f"the layout changed {what}: the digest will differ by rounding, also under exact: replicas")
+    elif old.layout != new.layout and new.exchange.strategy in LOCAL:
+        mean = "each goes on from the mean of what all had"
+        notes.append(f"the number of workers changed under exchange.strategy = {new.exchange.strategy}: {mean}")
     elif old.layout != new.layout:
         worlds = {recipe.layout.world for recipe in (old, new) if isinstance(recipe.layout, Layout)}
         what = "layout" if len(worlds) == 1 else "number of workers"

@@ -41,7 +41,7 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
         recompute="none" if recipe.memory.recompute == "auto" else recipe.memory.recompute,
         zero=0,
         stack=ours,
-        wire=wire_of(recipe.exchange.strategy, recipe.exchange.low_rank, profile),
+        wire=wire_of(recipe.exchange, profile),
     )
     try:
         return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))

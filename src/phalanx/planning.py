@@ -35,7 +35,7 @@ from phalanx.profiling import profile_of
 from phalanx.recipe import Recipe, check, expanded, grown, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Layout
 
 GIB = 2.0**30
 USABLE = 0.95
@@ -187,7 +187,7 @@ def _searched(
         micro=recipe.batch.micro if isinstance(recipe.batch.micro, int) else None,
         ways=("none", "selective", "full") if recipe.memory.recompute == "auto" else (recipe.memory.recompute,),
         domain=cluster.domain,
-        replicas_only=recipe.exchange.exact == "replicas",
+        replicas_only=recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL,
         sequences=profile.tokens > 1,
     )
 
@@ -206,7 +206,7 @@ def _searched(
             precision,
             stack=ours,
             optimizer=recipe.optim.name,
-            wire=wire_of(recipe.exchange.strategy, recipe.exchange.low_rank, profile),
+            wire=wire_of(recipe.exchange, profile),
         )
         if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
             continue  # nothing else differs but that it takes more memory

@@ -33,7 +33,7 @@ from phalanx.plan import (
 )
 from phalanx.plan.memory import Forecast
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.run.cache import remembered
 
 PROFILE, RACE = "phalanx.train.trial:profile", "phalanx.train.trial:race"
@@ -132,7 +132,8 @@ def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster 
 
 def planned_layout(given: Recipe, folder: Path, here: Cluster, world: int) -> list[Choice]:
     """The layout that `auto` becomes for several workers, from what the probe measured."""
-    if given.layout != "auto" or world == 1 or given.exchange.exact == "replicas":
+    whole = given.exchange.exact == "replicas" or given.exchange.strategy in LOCAL
+    if given.layout != "auto" or world == 1 or whole:
         return []
     found = automatic_layout(given, folder, here, world)
     return [] if found is None else [Choice("layout", found[0], found[1])]

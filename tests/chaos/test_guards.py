@@ -91,6 +91,19 @@ def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
     assert killed.digest == undisturbed.digest
 
 
+@pytest.mark.slow
+def test_workers_that_train_apart_roll_back_together(lab: Lab, folder: Path) -> None:
+    """From the middle of a round to the end of an earlier one."""
+    changes = merged(POISONED, {"exchange": {"strategy": "diloco", "exact": "no", "every": 3}})
+    poison(lab, folder, gradient=[(8, 1), (9, 7), (10, 11)])
+    undisturbed = lab.train(changes, 2, folder=folder)
+    assert [event["action"] for event in undisturbed.kind("guard")] == ["skip", "skip", "rollback"]
+    assert [event["step"] for event in undisturbed.kind("step")] == [*range(1, 11), *range(7, 13)]
+    killed = lab.train(changes, 2, folder=folder, faults=[fault(11, ranks=[0])])
+    assert killed.result["restarts"] == 1
+    assert killed.digest == undisturbed.digest
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_without_a_checkpoint_to_go_back_to_the_run_is_given_up(lab: Lab, folder: Path, nproc: int) -> None:
     poison(lab, folder, [(1, 0), (2, 0), (3, 0)])

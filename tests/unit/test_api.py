@@ -210,6 +210,14 @@ def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> Non
     assert note == "the layout changed under exchange.exact = world: the digest will differ by rounding"
 
 
+def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
+    exchange = {"exchange": {"strategy": "diloco", "exact": "no"}}
+    (note,) = continuing(resolved(**exchange), resolved(layout={"replicate": 3}, **exchange))
+    assert note == (
+        "the number of workers changed under exchange.strategy = diloco: each goes on from the mean of what all had"
+    )
+
+
 def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
     exact = {"exchange": {"exact": "replicas"}}
     assert continuing(resolved(**exact), resolved(layout={"replicate": 3}, **exact)) == []

@@ -73,6 +73,12 @@ def test_whole_replicas_are_kept_where_exactness_asks_for_them(folder: Path) -> 
     assert planned(folder, "exchange.exact=replicas").best.setup.layout.replicate == 64
 
 
+def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
+    found = planned(folder, "exchange.exact=no", "exchange.strategy=local", "exchange.every=10")
+    assert found.best.setup.layout.replicate == 64
+    assert found.best.setup.wire.share == 1 / 10
+
+
 def test_the_planned_text_is_a_recipe_with_the_choice(folder: Path) -> None:
     given = loaded(folder, "steps=7")
     found = plan_run(given, "h100:64")

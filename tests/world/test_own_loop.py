@@ -186,6 +186,13 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
         pytest.param(2, None, ["batch.micro=2"], marks=pytest.mark.slow),
         pytest.param(2, [0], ["layout.shard=2"], marks=pytest.mark.slow),
         pytest.param(2, [1], ["layout.tensor=2"], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            [1],
+            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=2"],
+            marks=pytest.mark.slow,
+            id="diloco",
+        ),
     ],
 )
 def test_killed_at_any_step_it_ends_in_the_same_bits(

@@ -102,6 +102,13 @@ def low_rank(size: float, ranks: int, bandwidth: float, latency: float, share: f
     return ring(size * share, ranks, bandwidth, latency) + ring(0.0, ranks, bandwidth, latency)
 
 
+def local_steps(size: float, ranks: int, bandwidth: float, latency: float, every: int, way: Exchange = ring) -> float:
+    """A step's share of an exchange every so many steps, of weights that are as large as gradients (Stich 2019; DiLoCo,
+    Douillard et al. 2023): way / H. Nothing hides it. The small message in which all agree on a step is not counted, as
+    with the other ways."""
+    return way(size, ranks, bandwidth, latency) / every
+
+
 WAYS: dict[str, Exchange] = {
     "allreduce": ring,  # what the libraries do with large messages
     "bf16": half,

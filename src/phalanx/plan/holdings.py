@@ -97,7 +97,9 @@ def held(setup: Setup, parts: Elements, kept: Keeping) -> Held:
     trained = 1.0 - parts.frozen
     return Held(
         parameters=weight * of_weights,
-        gradients=(gradient + setup.wire.memory * (setup.layout.replicate > 1)) * of_gradients * trained,
+        gradients=(gradient + setup.wire.memory * (setup.layout.replicate > 1 or not setup.wire.hides))
+        * of_gradients
+        * trained,
         optimizer=state * of_optimizer * trained,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
 from phalanx.plan.resolve import Choice, parts_of, shared_among
-from phalanx.plan.setup import WIRES, Wire
+from phalanx.plan.setup import wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.exchanges import candidates
@@ -75,8 +75,9 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
-    wires = [WIRES.get(strategy, Wire()) for strategy in candidates(recipe)]
-    travelling = 0.0 if single else max(wire.memory for wire in wires)
+    wires = [wire_of(recipe.exchange.model_copy(update={"strategy": each})) for each in candidates(recipe)]
+    # what rounds keep is kept by one worker, too
+    travelling = max(0.0 if single and wire.hides else wire.memory for wire in wires)
     return 8 + kept + math.ceil(travelling)
 
 

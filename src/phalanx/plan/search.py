@@ -202,7 +202,7 @@ def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_by
     local = elements / sharing
     apart = c["tensor"] * c["context"] * c["shard"]
     exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes * base.wire.share)
-    hidden = np.minimum(exchange * stack.hidden, backward)
+    hidden = np.minimum(exchange * (stack.hidden if base.wire.hides else 0.0), backward)
     update = local * 30.0 / (rates.bandwidth * 0.8)
     seconds = (micros + bubble) * slowest + exchange - hidden * (1 - SLOWED) + update + stack.step_seconds
     in_flight = np.where(c["schedule"] == SCHEDULES.index("gpipe"), micros, np.minimum(micros, stages))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from phalanx.cluster.description import Cluster
 from phalanx.plan.exchanges import INT8
 from phalanx.plan.profile import Product, Profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Exchange, Layout
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Wire:
 
     share: float = 1.0
     memory: float = 0.0
+    hides: bool = True
+    """Whether it travels behind the backward pass."""
 
 
 WIRES = {
@@ -64,22 +66,35 @@ WIRES = {
 """By strategy; others send gradients as they are."""
 
 
-def wire_of(strategy: str, low_rank: int, profile: Profile) -> Wire:
-    """What an exchange of this model's gradients sends. Of powersgd it depends on their shapes: a product's weight
-    [n, k] travels as two matrices of so many columns (Vogels et al. 2019) where these are smaller; others, embeddings
-    that are no product's weight among them, are taken to travel whole, and all where some weights are frozen."""
-    if strategy != "powersgd":
-        return WIRES.get(strategy, Wire())
+def wire_of(exchange: Exchange, profile: Profile | None = None) -> Wire:
+    """What an exchange sends in a step; of powersgd it depends on the model, of which at most all is sent.
+
+    Workers that train apart send nothing but every so many steps, when they wait for it (Stich 2019, arXiv 1805.09767;
+    Douillard et al. 2023, arXiv 2311.08105, who call it H). They keep beside gradients the weights with which a round
+    began, how far they moved, and the momentum of outer steps."""
+    if exchange.strategy == "powersgd":
+        share = 1.0 if profile is None else _thin_share(profile, exchange.low_rank)
+        return Wire(share, 4.0 + 4.0 * share)  # held back; sent
+    if exchange.strategy not in LOCAL:
+        return WIRES.get(exchange.strategy, Wire())
+    each = WIRES.get(exchange.wire, Wire())
+    momentum = 4.0 if exchange.strategy == "diloco" and exchange.outer.momentum else 0.0
+    return Wire(each.share / exchange.every, each.memory + 4.0 + 4.0 + momentum, hides=False)
+
+
+def _thin_share(profile: Profile, rank: int) -> float:
+    """Of all gradients' bytes, what powersgd sends: a product's weight [n, k] travels as two matrices of so many
+    columns (Vogels et al. 2019) where these are smaller; others, embeddings that are no product's weight among them,
+    are taken to travel whole, and all where some weights are frozen."""
+    if any(segment.weights.frozen for segment in profile.segments):
+        return 1.0
     saved = 0.0
-    frozen = any(segment.weights.frozen for segment in profile.segments)
-    for segment in () if frozen else profile.segments:
+    for segment in profile.segments:
         for each in segment.of("forward"):
             if isinstance(each, Product) and each.weight:
                 n, k = sorted((each.n.fixed, each.k.fixed))
-                whole, thin = n * k, min(low_rank, n) * (n + k)
-                saved += segment.repeats * each.count.fixed * max(0.0, whole - thin)
-    share = max(0.0, 1.0 - saved / profile.parameters)
-    return Wire(share, 4.0 + 4.0 * share)  # held back; sent
+                saved += segment.repeats * each.count.fixed * max(0.0, n * k - min(rank, n) * (n + k))
+    return max(0.0, 1.0 - saved / profile.parameters)
 
 
 @dataclass(frozen=True)

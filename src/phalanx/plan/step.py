@@ -350,7 +350,8 @@ def _gradients(costs: Costs, weights: float, first: float, last: float) -> float
         size = weights * stack.gradient_bytes * setup.wire.share
         adding = float(collective_seconds("all_reduce", size, over, scale))
         gathering = 0.0
-    return _left(adding, last, stack.hidden) + _left(gathering, first, stack.hidden)
+    hidden = stack.hidden if setup.wire.hides else 0.0
+    return _left(adding, last, hidden) + _left(gathering, first, stack.hidden)
 
 
 def _left(travelling: float, computing: float, hidden: float) -> float:

@@ -16,7 +16,7 @@ from phalanx.plan.memory import PART, activation_bytes, state_bytes
 from phalanx.plan.resolve import parts_of, shared_among
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import LOCAL, Layout
 
 MARGIN = 1.02
 """A gain below that is not worth another recipe: repeated runs of the same one differ by as much."""
@@ -212,7 +212,8 @@ def _layouts(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
             predicted = 1.05 if facts.device == "cuda" else 0.95
             yield Candidate({"layout.overlap": True}, predicted, "half of what leaves a block's parts is hidden")
         return
-    if not isinstance(layout, Layout) or recipe.exchange.exact == "replicas" or layout.expert > 1:
+    whole = recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL
+    if not isinstance(layout, Layout) or whole or layout.expert > 1:
         return
     size = layout.replicate * layout.shard
     if size != layout.world or size == 1:

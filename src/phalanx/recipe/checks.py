@@ -6,7 +6,7 @@ from pathlib import Path
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
-from phalanx.recipe.schema import LOSSY, Layout, Recipe
+from phalanx.recipe.schema import LOCAL, LOSSY, Exchange, Layout, Recipe
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
@@ -87,6 +87,12 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
 
 def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
+    for name in ("every", "outer", "wire"):
+        if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
+            yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
+    if strategy in LOCAL:
+        yield from _local(recipe)
+        return
     if strategy in ("auto", "allreduce"):
         return
     if exact == "replicas":
@@ -103,6 +109,19 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, "powersgd projects whole gradients: give layout.replicate only, or int8"
     if strategy in ("int8", "powersgd") and recipe.precision == "fp16":
         yield key, f"{strategy} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
+
+
+def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Workers that take steps of their own."""
+    strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
+    if exact != "no":
+        yield key, f"{strategy} has workers train apart, which exact: {exact} forbids: use allreduce, or exact: no"
+    if isinstance(recipe.layout, Layout) and recipe.layout.replicate != recipe.layout.world:
+        yield key, f"{strategy} is for workers that hold the whole model: give layout.replicate only, or allreduce"
+    if strategy == "local" and recipe.exchange.outer != Exchange().outer:
+        yield "exchange.outer", "is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco"
+    if recipe.optim.state == "8bit":
+        yield "optim.state", f"8bit state has no mean over workers, which {strategy} may have to take: use bf16"
 
 
 def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str, str]]:

@@ -280,9 +280,22 @@ Strategy = Literal[
     "bf16",
     "int8",
     "powersgd",
+    "local",
+    "diloco",
 ]
 LOSSY = ("bf16", "int8", "powersgd")
 """Strategies that round what they send."""
+LOCAL = ("local", "diloco")
+"""Strategies under which workers take steps of their own, and exchange weights every so many of them."""
+
+
+class Outer(Part):
+    """The outer optimizer of `diloco`: SGD with Nesterov momentum on how far workers moved on average."""
+
+    lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of outer steps. 1 without momentum would be plain averaging."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of outer steps; 0 for none."""
 
 
 class Exchange(Part):
@@ -291,13 +304,20 @@ class Exchange(Part):
 
     strategy: Strategy = "auto"
     """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
-    `exact: no`; `auto` then chooses while training, and is else allreduce, or the fixed tree of `exact: replicas`."""
+    `exact: no`; so do `local` and `diloco`, which send nothing but every `every` steps. `auto` then chooses while
+    training, and is else allreduce, or the fixed tree of `exact: replicas`."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients that travel together."""
+    every: Steps = 25
+    """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
+    outer: Outer = Outer()
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """`local` and `diloco`: what weights travel as, told as how far a worker moved. `int8` keeps what it could not
+    send."""
 
 
 class Checkpoint(Part):

@@ -12,12 +12,14 @@ from torch import Tensor
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import candidates
+from phalanx.recipe.schema import LOCAL
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.gang import Parts, reject
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
+from phalanx.train.local_step import make_local_stepper
 from phalanx.train.model import Seeds, has_batch_norm
 from phalanx.train.nodes import nodes_of
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
@@ -39,6 +41,8 @@ def make_stepper(
     recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
 ) -> Stepper:
     """The stepper, with gradients summed in the way that the layout asks for."""
+    if recipe.exchange.strategy in LOCAL:
+        return make_local_stepper(recipe, place, divided, optimizer, scale, seeds)
     micro, mesh = recipe.batch.micro, divided.mesh
     assert isinstance(micro, int)
     micro_batches = recipe.batch.global_ // micro
@@ -192,6 +196,6 @@ def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:
 
 def _digest(parts: Parts, progress: Progress) -> str:
     """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
-    if not parts.divided.mesh.only_replicates or parts.divided.residuals is not None:
+    if not parts.divided.alike:
         return digest_checkpoint(parts.run.checkpoints / checkpoint_name(progress.step))
     return digest(state_tensors(parts.model, parts.optimizer, parts.scale).items(), progress.samples)

@@ -253,6 +253,9 @@ class Gang:
             parts.stepper.update(scale, lr)
         parts.stepper.follow()
         watch.lap("optimizer")
+        if parts.divided.apart is not None and parts.divided.apart.rounds.ends_with(step):
+            parts.divided.apart.rounds.end()
+            watch.lap("exchange")
         self.saving.settle(outcome.flags)
         watch.lap("checkpoint")
         units = recipe.batch.global_ * parts.units_per_sample
@@ -343,7 +346,7 @@ class Gang:
         """Score held-out data if it is time; whether the score is the best so far."""
         parts, recipe, progress = self.parts, self.parts.recipe, self.progress
         every = recipe.evaluate.every
-        due = every is not None and (progress.step % every == 0 or progress.step == recipe.steps)
+        due = every is not None and (self._due(lambda step: step % every == 0) or progress.step == recipe.steps)
         if not due or progress.step == 0:
             return False
         scores = parts.score()
@@ -360,7 +363,7 @@ class Gang:
     def _save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
         step = self.progress.step
-        if self.interval.every is None or not (self.interval.due(step) or improved):
+        if self.interval.every is None or not (self._due(self.interval.due) or improved):
             return
         if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
             return
@@ -371,12 +374,20 @@ class Gang:
         self.saving.finish()
         self._start_save(improved)
 
+    def _due(self, due: Callable[[int], bool]) -> bool:
+        """Whether something is due after this step: or was, while each worker trained apart, and now all hold the same
+        weights again."""
+        step, apart = self.progress.step, self.parts.divided.apart
+        return any(due(each) for each in (range(step, step + 1) if apart is None else apart.due(step)))
+
     def _copy_if_due(self) -> None:
         """Begin a copy into the nodes' memory if it is time; not while steps are skipped."""
         hot, progress = self.saving.hot, self.progress
         if self.saving.in_flight is not None:  # who goes on from a copy must have all checkpoints before it
             return
-        if hot is not None and not progress.skipped_in_a_row and hot.due(progress.step, self.parts.recipe.steps):
+        if hot is None or progress.skipped_in_a_row:
+            return
+        if self._due(lambda step: hot.due(step, self.parts.recipe.steps)):
             hot.start(progress, self._state(), self._changing_early())
 
     def _save_last(self, improved: bool) -> None:

@@ -140,7 +140,7 @@ def recall(
             continue
         path = folder / copy_name(*copy)
         wanted = wanted_of(divided, path, manifest)
-        files = files_of(manifest, wanted.blocks)
+        files = files_of(manifest, wanted.everything)
         lacking = [owner for owner, part in parts.items() if owner not in here and part.file in files]
         fetched = _fetch(found, place, copy, path, parts, lacking)
         good = True

@@ -37,7 +37,7 @@ def restore(
     """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
     none. OSError on every worker when one's storage failed and there is no other that all can read: a checkpoint that
     cannot be read now may be good."""
-    if not divided.mesh.only_replicates or divided.residuals is not None:
+    if not divided.alike:
         return _restore_parts(run, place, divided, optimizer, scale, on_reject)
     loaded, step = None, NONE
     try:

@@ -1,7 +1,8 @@
 """The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
 
 Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`,
-`scaler/<name>`, `exchange/residual/<parameter>` and `exchange/basis/<parameter>`.
+`scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and what workers have for themselves
+that train apart (`apart.py`).
 Numbers: the step, and the samples consumed, from which the order of data follows.
 """
 
@@ -97,18 +98,31 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
             held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
     if divided.residuals is not None:
         held |= divided.residuals.held()
-    return held | {name: divided.whole(value) for name, value in scale.state().items()}
+    held |= {name: divided.whole(value) for name, value in scale.state().items()}
+    return held if divided.apart is None else divided.apart.held(held)
+
+
+Blocks = list[tuple[str, tuple[int, ...], Tensor]]
+"""Blocks of logical tensors to be read: name, offset, and the tensor to fill."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A worker's part of the state, as blocks of logical tensors to be read: name, offset, and the tensor to fill.
-    `states` are those of the optimizer and the scale among them."""
+    """A worker's part of the state. `states` are those of the optimizer and the scale among its tensors."""
 
-    blocks: list[tuple[str, tuple[int, ...], Tensor]]
+    blocks: Blocks
     states: dict[str, Tensor]
     settle: Callable[[], None] = lambda: None
     """To be called when all is read."""
+    turns: list[Blocks] = field(default_factory=list)
+    """What is read one after the other into the same memory."""
+    add: Callable[[], None] = lambda: None
+    """To be called after each of these."""
+
+    @property
+    def everything(self) -> Blocks:
+        """All that is read."""
+        return [*self.blocks, *(block for turn in self.turns for block in turn)]
 
 
 def load_held(
@@ -122,7 +136,7 @@ def load_held(
 def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
     """What `load_held` reads. DataError when the model does not fit the checkpoint."""
     parameters = divided.parameters()
-    wanted: list[tuple[str, tuple[int, ...], Tensor]] = []
+    wanted: Blocks = []
 
     def want(name: str, held: Held) -> None:
         record = manifest.tensors.get(name)
@@ -152,9 +166,10 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
                 want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
             else:
                 wanted.append((key, (), states[key]))
-    if divided.residuals is None:
-        return Wanted(wanted, states)
-    return Wanted(wanted + divided.residuals.wanted(manifest), states, divided.residuals.settle)
+    found = Wanted(wanted, states)
+    if divided.residuals is not None:
+        found = Wanted(wanted + divided.residuals.wanted(manifest), states, divided.residuals.settle)
+    return found if divided.apart is None else divided.apart.wanted(found, manifest)
 
 
 def load_wanted(
@@ -164,9 +179,12 @@ def load_wanted(
     states = wanted.states
     with torch.no_grad():
         load_blocks(path, wanted.blocks, threads, manifest)
+        for turn in wanted.turns:
+            load_blocks(path, turn, threads, manifest)
+            wanted.add()
+    wanted.settle()
     optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
     scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
-    wanted.settle()
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -79,6 +79,21 @@ def joined(parts: Tensor) -> Tensor:
     return parts.view(PARTS, -1).double().sum(0)
 
 
+def told(values: Sequence[float], micro_batches: int) -> tuple[float, float, dict[str, int]]:
+    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag."""
+    loss_sum, terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
+    raised = values[2 * micro_batches :]
+    # A batch without a single term teaches nothing: gradient and loss are zero.
+    return loss_sum / max(terms, 1.0), terms, {name: round(n) for name, n in zip(FLAGS, raised, strict=True)}
+
+
+def doubtful(loss: float, grad_norm: float) -> str | None:
+    """Why a step must not change the weights."""
+    if not math.isfinite(loss):
+        return "non-finite loss"
+    return None if math.isfinite(grad_norm) else "non-finite gradient"
+
+
 class Stepper:
     """Performs steps: `begin`; for each of this worker's micro-batches `seed`, a forward, `backward`; then `finish`,
     `settle`, `update`, `follow`. `micro_batches` is their number in a global batch, over all workers. `own_gradients`:
@@ -207,18 +222,11 @@ class Stepper:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
         *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
-        loss_sum, terms = sum(values[:count]), sum(values[count : 2 * count])
-        raised = values[2 * count :]
-        flags = {name: round(value) for name, value in zip(FLAGS, raised, strict=True)}
-        # A batch without a single term teaches nothing: gradient and loss are zero.
+        loss, terms, flags = told(values, count)
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
-        loss, grad_norm = loss_sum / max(terms, 1.0), raw_norm * factor
-        skipped = None
-        if not math.isfinite(loss):
-            skipped = "non-finite loss"
-        elif not math.isfinite(grad_norm):
-            skipped = "non-finite gradient"
-        elif self.clip is not None and grad_norm > self.clip:
+        grad_norm = raw_norm * factor
+        skipped = doubtful(loss, grad_norm)
+        if skipped is None and self.clip is not None and grad_norm > self.clip:
             factor *= self.clip / grad_norm
         squares = self._squares(square, values[count : 2 * count], grad_norm) if square else None
         return Outcome(loss, grad_norm, skipped, flags, squares), factor

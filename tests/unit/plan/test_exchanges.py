@@ -11,6 +11,7 @@ from phalanx.plan.exchanges import (
     halving_doubling,
     hierarchical,
     iteration,
+    local_steps,
     parameter_server,
     reduction_tree,
     ring,
@@ -52,6 +53,11 @@ def test_a_server_among_the_ranks_takes_every_other_gradient_in_and_then_sends_a
 
 def test_bf16_on_the_wire_takes_half_the_time_of_large_messages() -> None:
     assert WAYS["bf16"](1e9, 8, 1e9, 0.0) == pytest.approx(ring(1e9, 8, 1e9, 0.0) / 2)
+
+
+def test_an_exchange_every_25_steps_takes_a_25th_of_each() -> None:
+    assert local_steps(1e9, 8, 1e9, 0.1, every=25) == pytest.approx(ring(1e9, 8, 1e9, 0.1) / 25)
+    assert local_steps(1e9, 8, 1e9, 0.1, every=1, way=WAYS["bf16"]) == WAYS["bf16"](1e9, 8, 1e9, 0.1)
 
 
 def test_a_hierarchy_of_single_ranks_is_a_ring() -> None:

@@ -272,6 +272,12 @@ def test_of_what_may_be_chosen_the_exchange_that_keeps_most_counts(exact: str, e
     assert parameter_bytes(recipe(exchange={"exact": exact}, layout={"replicate": 2}), "cpu") == expected
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_round_keeps_counts_on_one_worker_too(replicas: int) -> None:
+    exchange = {"strategy": "diloco", "exact": "no"}
+    assert parameter_bytes(recipe(exchange=exchange, layout={"replicate": replicas}), "cpu") == 16 + 12
+
+
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}])
 def test_state_is_divided_among_the_ranks_that_share_the_parameters(layout: dict[str, int]) -> None:
     assert state_bytes(recipe(layout={**layout, "replicate": 3}), 1000, 0, "cpu") == 4000

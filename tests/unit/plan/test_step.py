@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from phalanx.plan.setup import WIRES, Setup, Stack, Wire, wire_of
 from phalanx.plan.step import Parts, chunks, even, step
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division, priced_by, work
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Exchange, Layout
 
 SEQUENCE = 2048
 
@@ -141,10 +142,36 @@ def test_powersgd_sends_what_the_shapes_of_a_model_make_of_its_rank() -> None:
     model = gpt(layers, width, 4, sequence=32)
     matrices = [(width, width)] * 4 + [(width, 4 * width)] * 2
     saved = layers * sum(n * k - 4 * (n + k) for n, k in matrices) + (64 * 8 - 4 * (64 + 8))
-    wire = wire_of("powersgd", 4, model)
+    wire = wire_of(Exchange(strategy="powersgd", exact="no"), model)
     assert wire.share == pytest.approx(1 - saved / model.parameters)
-    assert wire_of("powersgd", 64, model).share == 1
-    assert wire_of("int8", 4, model) == WIRES["int8"]
+    assert wire_of(Exchange(strategy="powersgd", exact="no", low_rank=64), model).share == 1
+    assert wire_of(Exchange(strategy="powersgd", exact="no")).share == 1
+
+
+def test_workers_that_train_apart_wait_for_what_they_send_but_send_it_seldom() -> None:
+    slow = faster(named("h100:64"), 1, 0.05)
+    given = replace(setup(Layout(replicate=64), zero=0), cluster=slow)
+    every_step = wire_of(Exchange(strategy="local", exact="no", every=1))
+    usual, apart, seldom = (
+        step(replace(given, wire=wire), H100).gradients
+        for wire in (Wire(), every_step, replace(every_step, share=every_step.share / 100))
+    )
+    assert apart > usual
+    assert seldom < usual / 10
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "memory"),
+    [
+        ({"strategy": "local"}, 1 / 25, 8.0),
+        ({"strategy": "diloco", "every": 50}, 1 / 50, 12.0),
+        ({"strategy": "diloco", "outer": {"momentum": 0.0}, "wire": "bf16"}, 1 / 50, 8.0 + 6.0),
+        ({"strategy": "local", "every": 100, "wire": "int8"}, WIRES["int8"].share / 100, 8.0 + WIRES["int8"].memory),
+    ],
+)
+def test_a_round_is_shared_among_its_steps(values: dict[str, Any], share: float, memory: float) -> None:
+    wire = wire_of(Exchange(exact="no", **values))
+    assert (wire.share, wire.memory) == (pytest.approx(share), memory)
 
 
 def test_whole_recomputation_costs_more_than_some_and_some_more_than_none() -> None:

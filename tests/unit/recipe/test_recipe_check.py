@@ -126,6 +126,41 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             2,
             "exchange.strategy: powersgd rounds what it sends, which exact: world forbids: use",
         ),
+        (
+            ["exchange.strategy=local"],
+            2,
+            "exchange.strategy: local has workers train apart, which exact: world forbids: use allreduce, or exact: no",
+        ),
+        (
+            ["exchange.strategy=diloco", "exchange.exact=replicas"],
+            2,
+            "exchange.strategy: diloco has workers train apart, which exact: replicas forbids: use allreduce",
+        ),
+        (
+            ["exchange.strategy=diloco", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"],
+            4,
+            "exchange.strategy: diloco is for workers that hold the whole model: give layout.replicate only, or",
+        ),
+        (
+            ["exchange.strategy=local", "exchange.exact=no", "exchange.outer.lr=0.5"],
+            2,
+            "exchange.outer: is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco",
+        ),
+        (
+            ["exchange.strategy=local", "exchange.exact=no", "optim.state=8bit"],
+            2,
+            "optim.state: 8bit state has no mean over workers, which local may have to take: use bf16",
+        ),
+        (
+            ["exchange.every=50"],
+            2,
+            "exchange.every: is for strategy: local or diloco, and the strategy is auto: leave it out",
+        ),
+        (
+            ["exchange.strategy=int8", "exchange.exact=no", "exchange.wire=bf16"],
+            2,
+            "exchange.wire: is for strategy: local or diloco, and the strategy is int8: leave it out",
+        ),
         (["layout.context=3"], 3, "layout.context: found 3, which must divide data.sequence = 256$"),
         (["layout.shard=3"], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
@@ -158,6 +193,9 @@ def test_what_cannot_run_is_told_with_its_numbers(
         (["exchange.strategy=powersgd", "exchange.exact=no", "exchange.low_rank=8"], 2),
         (["exchange.strategy=int8", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"], 4),
         (["exchange.strategy=bf16", "exchange.exact=no", "layout.replicate=2", "layout.tensor=2"], 4),
+        (["exchange.strategy=local", "exchange.exact=no", "precision=fp16"], 2),
+        (["exchange.strategy=diloco", "exchange.exact=no", "layout.replicate=2", "exchange.wire=int8"], 2),
+        (["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=500"], 1),
     ],
 )
 def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:

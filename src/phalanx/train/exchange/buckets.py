@@ -77,10 +77,13 @@ class Bucket:
         return self.slab.flat[: self.used]
 
 
-def make_slab(parameters: Sequence[nn.Parameter], starts: Sequence[int], length: int) -> Slab:
-    """A zeroed buffer with a view for each parameter, of the parameter's own memory layout: fused optimizers go over
-    both as they lie in memory (channels_last, for one, is not in the order of the indices)."""
-    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+def make_slab(
+    parameters: Sequence[nn.Parameter], starts: Sequence[int], length: int, dtype: torch.dtype | None = None
+) -> Slab:
+    """A zeroed buffer (of the parameters' dtype, or another) with a view for each parameter, of the parameter's own
+    memory layout: fused optimizers go over both as they lie in memory (channels_last, for one, is not in the order of
+    the indices)."""
+    flat = torch.zeros(length, dtype=dtype or parameters[0].dtype, device=parameters[0].device)
     views = views_of(flat, parameters, starts)
     return Slab(flat, views, [like(p, view) for p, view in zip(parameters, views, strict=True)])
 
@@ -92,10 +95,16 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter], starts: Sequence[
     return [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int, slots: int = 0) -> list[Bucket]:
+def make_buckets(
+    parameters: Sequence[nn.Parameter],
+    capacity: float,
+    world: int,
+    slots: int = 0,
+    dtype: torch.dtype | None = None,
+) -> list[Bucket]:
     """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
     `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has room
-    for so many `slots` after its gradients."""
+    for so many `slots` after its gradients. `dtype`: of what travels, where it is not the parameters'."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
@@ -107,16 +116,16 @@ def make_buckets(parameters: Sequence[nn.Parameter], capacity: float, world: int
             size = 0.0
         groups[-1].append(parameter)
         size += nbytes
-    return [_bucket(group, world, slots if group is groups[-1] else 0) for group in groups]
+    return [_bucket(group, world, slots if group is groups[-1] else 0, dtype) for group in groups]
 
 
-def _bucket(parameters: list[nn.Parameter], world: int, slots: int) -> Bucket:
+def _bucket(parameters: list[nn.Parameter], world: int, slots: int, dtype: torch.dtype | None) -> Bucket:
     starts, used = [], 0
     for parameter in parameters:
         starts.append(used)
         used += _round_up(local(parameter).numel(), ALIGNMENT)
     length = _round_up(max(used + slots, 1), world * ALIGNMENT)  # a rank may hold no row of any of them
-    return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length))
+    return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length, dtype))
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -20,6 +20,7 @@ from phalanx.train.parallel.cuts import Cut, Holding, hold, rows_of_shard
 from phalanx.train.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from phalanx.train.apart import Apart
     from phalanx.train.residuals import Residuals
 
 
@@ -48,6 +49,13 @@ class Divided:
     foreign: frozenset[str] = frozenset()
     residuals: "Residuals | None" = None
     """What the exchange of gradients holds back, where it does."""
+    apart: "Apart | None" = None
+    """Of workers that take steps of their own: what each has for itself."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether every worker holds the whole state of the run."""
+        return self.mesh.only_replicates and self.residuals is None and self.apart is None
 
     @property
     def whole_module(self) -> nn.Module:

@@ -1,0 +1,122 @@
+"""Workers that train apart for rounds of steps: killed or asked to stop at any step, the run ends with the very weights
+that it would have had; in a world of another size it goes on from their mean."""
+
+from typing import Any
+
+import pytest
+
+from lab import Ended, Lab, Values, fault
+from phalanx.errors import ExitCode
+from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
+from phalanx.train.checkpoint.load import load_tensors
+
+SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
+
+
+SLOW = fault(1, "slow", delay=0.03, attempt=None)
+"""Steps so slow that a checkpoint is written before the next but one is done."""
+
+
+def changes_of(strategy: str, workers: int = 2, every: int = 3, **exchange: Any) -> Values:
+    """Two buckets; with 12 steps, four rounds."""
+    values = {"strategy": strategy, "exact": "no", "bucket": 0.02, "every": every, **exchange}
+    return {"model": SMALL, "layout": {"replicate": workers}, "exchange": values}
+
+
+RUNS: list[Any] = [
+    ("local", {}, 2, None),
+    ("diloco", {"wire": "int8"}, 2, None),
+    pytest.param("diloco", {}, 3, 2, marks=pytest.mark.slow),
+    pytest.param("local", {"wire": "bf16"}, 2, 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "exchange", "workers", "hot"), RUNS, ids=str)
+def test_a_killed_run_ends_with_the_same_bits(
+    lab: Lab, strategy: str, exchange: Values, workers: int, hot: int | None
+) -> None:
+    changes = changes_of(strategy, workers, **exchange)
+    where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
+    ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
+    first, second = (event["from_step"] for event in ended.kind("start"))
+    assert first == 0
+    assert second in (3, 6)  # the end of a round; the one before where the disk was slow
+    assert bool(ended.kind("hot_restored")) == (hot is not None)
+    reference = lab.reference(changes, workers)
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+
+
+@pytest.mark.parametrize("strategy", ["diloco", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_in_the_middle_of_a_round_goes_on_with_it(lab: Lab, strategy: str) -> None:
+    changes, run = changes_of(strategy, every=5), lab.place()
+    stopped = lab.train(changes, 2, run, faults=[fault(6, "term", ranks=[1])])
+    assert stopped.code == ExitCode.UNFINISHED
+    assert saved(stopped) % 5
+    ended = lab.train(changes, 2, run)
+    assert ended.digest == lab.reference(changes, 2).digest
+    assert ended.losses == lab.reference(changes, 2).losses
+
+
+def saved(ended: Ended) -> int:
+    """The step of the newest checkpoint."""
+    return max(step_of(path) for path in list_checkpoints(ended.run.checkpoints))
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, workers: int) -> None:
+    """Those who were two were stopped in the middle of a round."""
+    run = lab.place()
+    stopped = lab.train(changes_of("diloco", 2, every=5), 2, run, faults=[fault(6, "term", ranks=[1])])
+    assert saved(stopped) % 5
+    ended = lab.train(changes_of("diloco", workers, every=5), workers, run)
+    assert [event["world"] for event in ended.kind("start")] == [2, workers]
+    assert len(ended.digest) == 32
+    assert ended.losses[-1] < ended.losses[0]
+
+
+def test_what_falls_due_within_a_round_is_done_at_its_end(lab: Lab) -> None:
+    """Every 5 and every 4 steps, in rounds of 3."""
+    ended = lab.reference(changes_of("local"), 2)
+    assert [event["step"] for event in ended.kind("eval")] == [6, 12]
+    skipped = [event for event in ended.kind("warning") if event["text"].startswith("step 9: not saved")]  # a slow disk
+    assert [event["step"] for event in ended.kind("checkpoint")] == [6, *([] if skipped else [9]), 12]
+
+
+def test_a_checkpoint_has_a_row_for_each_worker_of_what_is_its_own(lab: Lab) -> None:
+    ended = lab.reference(changes_of("diloco"), 2)
+    path = max(list_checkpoints(ended.run.checkpoints), key=step_of)
+    tensors, parameters = load_tensors(path), [n for n in read_manifest(path).tensors if "/" not in n]
+    assert not [name for name in tensors if name.startswith("optimizer/") or name == f"exchange/worker/{parameters[0]}"]
+    for name in parameters:
+        rows = tensors[f"exchange/worker/optimizer/{name}/exp_avg"]
+        assert rows.shape == (2, *tensors[name].shape)
+        assert not rows[0].equal(rows[1])
+        assert tensors[f"exchange/momentum/{name}"].shape == tensors[name].shape
+        assert tensors[f"exchange/worker/optimizer/{name}/step"].tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize("strategy", ["local", pytest.param("diloco", marks=pytest.mark.slow)])
+def test_it_learns_no_worse_than_synchronous_training(lab: Lab, strategy: str) -> None:
+    together = lab.reference({"model": SMALL}, 1).losses
+    apart = lab.reference(changes_of(strategy), 2).losses
+    assert apart[0] == pytest.approx(together[0])
+    assert apart[-1] < 1.05 * together[-1] < 0.9 * together[0]
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab) -> None:
+    ended = lab.reference({**changes_of("local"), "task": "lab_tasks:OverflowsOnOne"}, 2)
+    (guard,) = ended.kind("guard")
+    assert (guard["step"], guard["what"], guard["action"]) == (1, "non-finite gradient", "skip")
+    tensors = load_tensors(max(list_checkpoints(ended.run.checkpoints), key=step_of))
+    steps = {name: rows.tolist() for name, rows in tensors.items() if name.endswith("/step")}
+    assert steps
+    assert set(map(tuple, steps.values())) == {(11.0, 11.0)}
+
+
+@pytest.mark.slow
+def test_workers_lower_the_loss_scale_of_fp16_together(lab: Lab) -> None:
+    changes = {**changes_of("local"), "precision": "fp16", "task": "lab_tasks:Loud"}
+    ended = lab.train(changes, 2, faults=[fault(8, ranks=[1])])
+    assert ended.kind("guard")
+    assert ended.digest == lab.reference(changes, 2).digest

@@ -1,0 +1,161 @@
+"""What each worker has for itself goes unchanged to as many workers, and as its mean to any other number of them."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.recipe.schema import Layout, Outer
+from phalanx.train.apart import Apart
+from phalanx.train.checkpoint import Manifest
+from phalanx.train.exchange.rounds import PLAIN, Rounds
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh, coordinates
+from phalanx.train.state import Blocks, Wanted
+
+MOMENT, STEP = "optimizer/weight/exp_avg", "optimizer/weight/step"
+OUTER = Outer(lr=0.5, momentum=0.5)
+BEGUN, FILL = 1.0, 3.0
+
+
+def apart(rank: int, world: int, outer: Outer = PLAIN) -> tuple[nn.Parameter, Apart]:
+    """A worker whose round begins with weights of 1, and whose outer momentum is 3."""
+    layout = Layout(replicate=world)
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.constant_(model.weight, BEGUN)
+    rounds = Rounds([model.weight], rank=rank, world=world, every=4, last=10, outer=outer)
+    for momentum in rounds.momenta().values():
+        momentum.fill_(FILL)
+    return model.weight, Apart(Divided(Mesh(layout, coordinates(layout, rank)), (model,)), rounds)
+
+
+def saved(world: int, outer: Outer = PLAIN, together: bool = False) -> dict[str, Tensor]:
+    """The logical tensors of a checkpoint, written where worker i had come to weights of 10^i, and moments of i."""
+    found: dict[str, Tensor] = {}
+    for rank in range(world):
+        weight, mine = apart(rank, world, outer)
+        if not together:
+            nn.init.constant_(weight, float(10**rank))
+            mine.rounds.together = False
+        divided = mine.divided
+        state = {
+            "weight": divided.held("weight", weight),
+            MOMENT: divided.held("weight", weight, torch.full((2, 3), float(rank))),
+            STEP: divided.whole(torch.tensor(7.0)),
+        }
+        for name, held in mine.held(state).items():
+            whole = found.setdefault(name, torch.full(held.holding.shape, torch.nan))
+            for block in held.holding.blocks:
+                whole[tuple(slice(at, at + n) for at, n in zip(block.offset, block.extent, strict=True))] = block.of(
+                    held.tensor
+                )
+    return found
+
+
+def loaded(tensors: dict[str, Tensor], rank: int, world: int, outer: Outer = PLAIN) -> tuple[Tensor, Apart, Any]:
+    """A worker that has read it: its weights, and the optimizer's states."""
+    weight, mine = apart(rank, world, outer)
+
+    def read(blocks: Blocks) -> None:
+        for name, offset, into in blocks:
+            into.copy_(tensors[name][tuple(slice(at, at + n) for at, n in zip(offset, into.shape, strict=True))])
+
+    records = {name: SimpleNamespace(shape=tuple(t.shape), torch_dtype=t.dtype) for name, t in tensors.items()}
+    given = Wanted([("weight", (0, 0), weight.detach())], {})
+    wanted = mine.wanted(given, cast(Manifest, SimpleNamespace(tensors=records)))
+    read(wanted.blocks)
+    for turn in wanted.turns:
+        read(turn)
+        wanted.add()
+    wanted.settle()
+    return weight.detach(), mine, wanted.states
+
+
+def assert_filled(tensor: Tensor, value: float) -> None:
+    torch.testing.assert_close(tensor, torch.full_like(tensor, value))
+
+
+@pytest.mark.parametrize("outer", [PLAIN, OUTER], ids=["local", "diloco"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_as_many_workers_go_on_in_the_middle_of_their_round(world: int, outer: Outer) -> None:
+    tensors = saved(world, outer)
+    assert_filled(tensors["weight"], BEGUN)
+    for rank in range(world):
+        weight, mine, states = loaded(tensors, rank, world, outer)
+        assert_filled(weight, 10**rank)
+        assert_filled(states[MOMENT], rank)
+        assert not mine.rounds.together
+        (start,) = mine.rounds.starts().values()
+        assert_filled(start, BEGUN)
+        for momentum in mine.rounds.momenta().values():
+            assert_filled(momentum, FILL)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 2), (2, 3)])
+def test_another_number_begins_a_round_with_the_mean(before: int, after: int) -> None:
+    tensors = saved(before)
+    for rank in range(after):
+        weight, mine, states = loaded(tensors, rank, after)
+        assert_filled(weight, sum(10**each for each in range(before)) / before)
+        assert_filled(states[MOMENT], sum(range(before)) / before)
+        assert states[STEP].item() == 7.0
+        assert mine.rounds.together
+
+
+def test_another_number_takes_the_outer_step_that_was_due() -> None:
+    """From 1 towards the mean of 1 and 10, with a momentum of 3 from before: as torch's SGD."""
+    weight, mine, _ = loaded(saved(2, OUTER), 0, 1, OUTER)
+    parameter = nn.Parameter(torch.full((2, 3), BEGUN))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.5, nesterov=True)
+    optimizer.state[parameter]["momentum_buffer"] = torch.full((2, 3), FILL)
+    parameter.grad = torch.full((2, 3), BEGUN - 5.5)
+    optimizer.step()
+    torch.testing.assert_close(weight, parameter.detach())
+    (start,) = mine.rounds.starts().values()
+    torch.testing.assert_close(start, parameter.detach())
+
+
+def test_between_rounds_nothing_of_the_weights_is_anybodys_own() -> None:
+    tensors = saved(2, together=True)
+    assert set(tensors) == {"weight", f"exchange/worker/{MOMENT}", f"exchange/worker/{STEP}"}
+    weight, mine, _ = loaded(tensors, 0, 3)
+    assert_filled(weight, BEGUN)
+    assert mine.rounds.together
+
+
+def test_a_checkpoint_of_workers_that_trained_together_begins_a_round() -> None:
+    weight, mine, states = loaded({"weight": torch.full((2, 3), 5.0)}, 0, 2, OUTER)
+    assert_filled(weight, 5.0)
+    assert mine.rounds.together
+    assert states == {}
+    for momentum in mine.rounds.momenta().values():
+        assert_filled(momentum, 0.0)
+
+
+def test_what_falls_due_in_a_round_is_due_when_it_ends() -> None:
+    """Rounds of four steps; the last step, 10, ends one besides."""
+    _, mine = apart(0, 1)
+    due = {step: list(mine.due(step)) for step in range(1, 11)}
+    ends = {4: [1, 2, 3, 4], 8: [5, 6, 7, 8], 10: [9, 10]}
+    assert due == {step: ends.get(step, []) for step in range(1, 11)}
+
+
+def test_weights_of_16_bits_are_averaged_in_32() -> None:
+    weight = nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
+    rounds = Rounds([weight], rank=0, world=1, every=1, last=1)
+    nn.init.constant_(weight, 258.0)
+    rounds.end()
+    assert [bucket.slab.flat.dtype for bucket in rounds.buckets] == [torch.float32]
+    assert weight.tolist() == [258.0] * 4
+
+
+def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
+    weight = nn.Parameter(torch.full((4,), 1.0))
+    rounds = Rounds([weight], rank=0, world=1, every=1, last=2, wire="int8")
+    rounds.residuals()[weight].fill_(0.5)  # of the way back
+    for expected in (1.5, 2.0):
+        nn.init.constant_(weight, 2.0)
+        rounds.end()
+        assert weight.tolist() == [expected] * 4

@@ -1,0 +1,189 @@
+"""Workers that train apart for rounds of steps, on gloo: what outer steps make of their weights, and what travels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.recipe import Recipe
+from phalanx.train.ends import make_stepper
+from phalanx.train.model import Seeds
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import build_mesh
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.timing import HostStopwatch
+from worlds import World
+
+SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
+STEPS = 6
+SGD = {"name": "sgd", "lr": 0.02, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
+ADAMW = {"name": "adamw", "lr": 0.02, "clip": 0.5}
+NEVER = 1000
+COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+Weights = list[Tensor]
+
+
+class Toy(nn.Module):
+    """Weights that are pulled towards what each micro-batch wants them to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+
+    def forward(self, step: int, leaf: int) -> Tensor:
+        wish = torch.Generator().manual_seed(100 * step + leaf)
+        return torch.stack([(w - torch.randn(w.shape, generator=wish)).square().sum() for w in self.weights]).sum()
+
+
+@contextmanager
+def counted(sizes: list[int]) -> Iterator[None]:
+    """Notes how many elements each collective has that is begun meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+
+            def begun(tensor: Tensor, *args: Any, original: Callable[..., Any], **options: Any) -> Any:
+                sizes.append(tensor.numel())
+                return original(tensor, *args, **options)
+
+            original = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, original=original, begun=begun, **o: begun(*a, original=original, **o))
+        yield
+
+
+def train(
+    rank: int, world: int, *, exchange: dict[str, Any], optim: dict[str, Any]
+) -> tuple[list[Weights], list[list[int]]]:
+    """The weights after each step of this worker, and how many elements each collective had in it."""
+    values = {"batch": {"global": 2 * world, "micro": 1}, "steps": STEPS, "optim": optim, "precision": "fp32"}
+    exchange = {"exact": "no", "bucket": 400 / 2**20, **exchange}
+    recipe = Recipe.model_validate({**values, "layout": {"replicate": world}, "exchange": exchange})
+    place, model = Place(rank, world), Toy()
+    assert not isinstance(recipe.layout, str)
+    divided = Divided(build_mesh(recipe.layout, place, recipe.exchange), (model,))
+    optimizer = Optimizer(model, recipe.optim)
+    stepper = make_stepper(recipe, place, divided, optimizer, LossScale(), Seeds(0, place.device))
+    watch, found, sent = HostStopwatch(), [], []
+    watch.start()
+    for step in range(1, STEPS + 1):
+        sizes: list[int] = []
+        with counted(sizes):
+            stepper.begin(step)
+            for leaf in divided.mesh.own(2 * world):
+                stepper.backward(model(step, leaf), 1, lambda: (), watch)
+            outcome, factor = stepper.settle(stepper.finish(watch))
+            assert outcome.skipped is None
+            stepper.update(factor, recipe.optim.lr)
+            if divided.apart is not None and divided.apart.rounds.ends_with(step):
+                divided.apart.rounds.end()
+        found.append([weight.detach().clone() for weight in model.weights])
+        sent.append(sizes)
+    stepper.summed.close()
+    return found, sent
+
+
+def trained(world: World, ranks: int, optim: dict[str, Any], **exchange: Any) -> list[list[Weights]]:
+    """Of each rank the weights after each step."""
+    return [found for found, _ in world.once(ranks, train, exchange=exchange, optim=optim)]
+
+
+def assert_close(some: Weights, others: Weights, tolerance: float = 1e-5) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def mean(ranks: list[Weights]) -> Weights:
+    return [torch.stack(each).mean(0) for each in zip(*ranks, strict=True)]
+
+
+RANKS = pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+KINDS = pytest.mark.parametrize("strategy", ["local", "diloco"])
+
+
+@RANKS
+@pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-3), ("int8", 5e-3)])
+def test_after_a_round_all_have_the_mean_of_what_each_reached_alone(
+    world: World, ranks: int, wire: str, tolerance: float
+) -> None:
+    apart = trained(world, ranks, ADAMW, strategy="local", every=NEVER)
+    assert not apart[0][2][0].equal(apart[1][2][0])
+    for found in trained(world, ranks, ADAMW, strategy="local", every=3, wire=wire):
+        assert_close(found[2], mean([alone[2] for alone in apart]), tolerance)
+
+
+@RANKS
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@KINDS
+def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, strategy: str, wire: str) -> None:
+    first, *others = trained(world, ranks, ADAMW, strategy=strategy, every=4, wire=wire)
+    for other in others:
+        same = [all(a.equal(b) for a, b in zip(*pair, strict=True)) for pair in zip(first, other, strict=True)]
+        assert same == [False, False, False, True, False, True]  # the last step ends a round, too
+
+
+@RANKS
+def test_diloco_follows_the_mean_as_sgd_with_nesterov_momentum_does(world: World, ranks: int) -> None:
+    """Two rounds: what workers reached in each is taken from them, the outer steps are torch's."""
+    found = trained(world, ranks, SGD, strategy="diloco", every=3, outer={"lr": 0.6, "momentum": 0.8})
+    weights = [nn.Parameter(weight.detach().clone()) for weight in Toy().weights]
+    outer = torch.optim.SGD(weights, lr=0.6, momentum=0.8, nesterov=True)
+    for end in (3, 6):
+        reached = []
+        for rank in range(ranks):
+            model = Toy()
+            with torch.no_grad():
+                for own, weight in zip(model.weights, weights, strict=True):
+                    own.copy_(weight)
+            own_steps(model, rank, range(end - 2, end + 1))
+            reached.append([weight.detach() for weight in model.weights])
+        for weight, now in zip(weights, mean(reached), strict=True):
+            weight.grad = weight.detach() - now
+        outer.step()
+        for rank in range(ranks):
+            assert_close(found[rank][end - 1], [weight.detach() for weight in weights])
+
+
+def own_steps(model: Toy, rank: int, steps: range) -> None:
+    """Plain SGD on the mean of a worker's own two micro-batches."""
+    inner = torch.optim.SGD(model.parameters(), lr=SGD["lr"])  # type: ignore[arg-type]
+    for step in steps:
+        inner.zero_grad()
+        (torch.stack([model(step, leaf) for leaf in (2 * rank, 2 * rank + 1)]).sum() / 2).backward()
+        inner.step()
+
+
+@RANKS
+def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: World, ranks: int) -> None:
+    together = trained(world, ranks, SGD, strategy="allreduce")
+    for found in trained(world, ranks, SGD, strategy="local", every=1):
+        for step in range(STEPS):
+            assert_close(found[step], together[0][step])
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@KINDS
+def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, strategy: str, wire: str) -> None:
+    size = sum(weight.numel() for weight in Toy().weights)
+    for _, sent in world.once(2, train, exchange={"strategy": strategy, "every": 3, "wire": wire}, optim=ADAMW):
+        for step, sizes in enumerate(sent, start=1):
+            if step % 3:
+                assert len(sizes) == 1  # what all agree on
+                assert sizes[0] < 32 < size
+            else:
+                assert sum(sizes) >= size
+
+
+def test_each_worker_clips_by_its_own_norm(world: World) -> None:
+    """Every step is as long as the clip allows, on each worker, though their gradients differ."""
+    clip = {**SGD, "clip": 0.5}
+    for found in trained(world, 2, clip, strategy="local", every=NEVER):
+        for before, after in pairwise(found[:5]):
+            moved = torch.cat([(b - a).reshape(-1) for a, b in zip(before, after, strict=True)])
+            assert float(moved.norm()) == pytest.approx(0.5 * 0.02, rel=1e-3)
