@@ -58,8 +58,10 @@ class ExchangeWatch:
     def look(self) -> None:
         """Between two steps: decide if it is time. All workers then sum by the same strategy from the next step on."""
         exchange = self._exchange
+        if exchange is None or len(self._steps) < ENOUGH:
+            return
         settled = self._progress.exchange.settled
-        if exchange is None or len(self._steps) < (AGAIN if settled else ENOUGH):
+        if settled and len(self._steps) < AGAIN:
             return
         if len(self._candidates) == 1 and settled:  # it was told
             self._steps.clear()
