@@ -100,9 +100,7 @@ class Saving:
     def undo(self, step: int) -> None:
         """Make it as if nothing had ever been saved after this step; for workers who all end now."""
         if self._place.leads:
-            for path in list_checkpoints(self._run.checkpoints):
-                if step_of(path) > step:
-                    discard(path)
+            self._janitor.submit(self._remove_new, step).result()  # it may be removing old ones
         if self.hot is not None:
             self.hot.roll_back(step)
         exchanged(self._place, None)  # the first who ends is the end of all
@@ -251,6 +249,11 @@ class Saving:
         best = self._run.read_json(best_file(self._run))
         protected = [step] if best is None else [step, best["step"]]
         return retain(self._run.checkpoints, self._keep, protected)
+
+    def _remove_new(self, step: int) -> None:
+        for path in list_checkpoints(self._run.checkpoints):
+            if step_of(path) > step:
+                discard(path)
 
     def _look_after_removals(self) -> None:
         """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""
