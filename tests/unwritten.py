@@ -3,14 +3,15 @@ recipes. It stands for a kill from outside that hits this very moment.
 
 `RUN.unwritten.json` is {"step", "rank", "moment"}, and `hold` for storage that is slow: what the other workers of the
 first attempt write of this step takes until they have done so many more steps. Moments: `within` its file, `record`
-within its record, `written` right after that; for the worker that commits `publish` before the checkpoint gets its
-name, `published` right after.
+within its record, `written` right after that, when those `mates` that would be ended with it have written theirs, too;
+for the worker that commits `publish` before the checkpoint gets its name, `published` right after.
 """
 
 import json
 import os
 import signal
 import threading
+import time
 
 from phalanx.train.checkpoint import publish, save
 
@@ -55,6 +56,8 @@ def fall(plan):
             die()
         record(path, content)
         if concerns(plan, path) and moment == "written":
+            while not all(is_whole(path.with_name(f"rank-{mate:05d}.json")) for mate in plan.get("mates", ())):
+                time.sleep(0.001)
             die()
 
     def put(temporary, final):
@@ -65,6 +68,14 @@ def fall(plan):
             die()
 
     save.write_image, save.write_synced, publish._put = write_image, write_synced, put
+
+
+def is_whole(record):
+    try:
+        json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
 
 
 def hold(plan, held):

@@ -97,7 +97,8 @@ def test_where_its_part_is_missing_the_others_save_anew_at_once(
 def test_where_it_had_done_its_part_the_others_end_the_checkpoint(
     lab: Lab, changes: Values, nproc: int, rank: int
 ) -> None:
-    ended = train(lab, changes, nproc, step=9, rank=rank, moment="written")
+    mates = [2] if changes is PAIRS else []
+    ended = train(lab, changes, nproc, step=9, rank=rank, moment="written", mates=mates)
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert (saved(ended), given_up(ended)) == ([9, 18], [])
     both = [digest_checkpoint(each.run.checkpoints / checkpoint_name(9)) for each in (ended, undisturbed(lab, changes))]
