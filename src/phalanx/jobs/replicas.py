@@ -107,6 +107,8 @@ class Replicas:
         if kind == "step":
             self._steps += 1
             self._told = max(self._told, message["step"])
+            if self._let:  # they work, and meet when a checkpoint that is being written is whole
+                self._deadline = self._until(lost=False)
             self._let_in()
         elif kind == "ready":
             self._ready.add(message["rank"])
@@ -146,12 +148,16 @@ class Replicas:
             attempt.joining -= whole
             self._meet(lost=False)
 
+    def _until(self, lost: bool) -> float:
+        """When workers that are told now must have met."""
+        return self._clock() + MEETING + (0.0 if lost else STEPS * (self._attempt.step_seconds or 0.0))
+
     def _meet(self, lost: bool) -> None:
         attempt = self._attempt
         attempt.number += 1
         attempt.paces = {}
         self._steps, self._meeting = 0, True
-        self._deadline = self._clock() + MEETING + (0.0 if lost else STEPS * (attempt.step_seconds or 0.0))
+        self._deadline = self._until(lost)
         words: dict[str, Any] = {"attempt": attempt.number, "workers": sorted(attempt.members)}
         words |= {"told": self._told, "lost": lost}
         for node, ranks in attempt.places.items():

@@ -91,36 +91,43 @@ class Parts:
 
 
 class Gang:
-    """Trains from `progress` to the last step, or until a worker is asked to stop. `settled` is the last step after
-    which everything that was due was done; None: that of `progress`."""
+    """Trains from `progress` to the last step, or until a worker is asked to stop; or from how workers stood when they
+    left another world."""
 
-    def __init__(self, parts: Parts, progress: Progress, common_meta: dict[str, Any], settled: int | None = None):
+    def __init__(self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any]):
+        standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step)
         self.parts = parts
-        self.progress = progress
+        self.progress = progress = standing.progress
         self._rollbacks: Counter[int] = Counter()
         recipe, place, mesh = parts.recipe, parts.place, parts.divided.mesh
         told = (common_meta, self._tell_save, parts.reporter.flush)
         self.times = Times()
         every, hot = recipe.checkpoint.every, recipe.recovery.hot
-        self.interval = DurableInterval(every, parts.run, place, progress.step, self.times, self._tell_save)
+        self.interval = DurableInterval(every, parts.run, place, progress.saved, self.times, self._tell_save)
         durable = self.interval.now
         copies = HotCopies(parts.run, place, mesh, hot, progress.step, self.times, durable, *told)
         self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies)
+        self.saving.tidies = not progress.missed
         if progress.saved:
             self.saving.resume(progress.saved)
+        self._taken = standing.unfinished and standing.unfinished.step
+        if standing.unfinished is not None:
+            self.interval.begins(standing.unfinished.step)
+            self.saving.take_along(standing.unfinished)
+        self._owes = progress.missed > progress.saved  # a save in place of one that was lost
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
         self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
         self._buffers = list(parts.divided.buffers())
         self._begun = progress.samples  # when the current step began
-        self._settled = progress.step if settled is None else settled
+        self._settled = standing.settled
         self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
         self._before: list[Tensor] = []  # those buffers, when the step began
         self._last: Last | None = None  # a step was done
         self._changing = False  # state and progress do not belong together
         self._handed_out = 0  # micro-batches of it that the loop has got
         self._stopping = False
-        self._improved = False
+        self._improved = standing.improved
 
     def batches(self) -> Iterator[Any]:
         """This worker's micro-batches, one after the other, until the run is done or stops. Random numbers are seeded
@@ -198,7 +205,7 @@ class Gang:
             if progress.step < recipe.steps and not self._stopping:
                 self.exchange.look()
             self._settle()
-        # A save in flight needs the workers who began it.
+        # Who comes has no part in a save in flight.
         all_summoned = outcome.flags["summoned"] == self.parts.place.world and self.saving.in_flight is None
         if all_summoned and progress.step < recipe.steps and not self._stopping:
             raise Summoned
@@ -216,20 +223,20 @@ class Gang:
 
     @property
     def whole(self) -> bool:
-        """Whether others could go on from what is in this worker's memory. Not while a checkpoint is being written:
-        it would be missing if a guard had to go back to it later."""
-        return not self._changing and self.saving.in_flight is None
+        """Whether others could go on from what is in this worker's memory."""
+        return not self._changing
 
     def abandon(self) -> Standing:
         """Leave everything as it was at the end of the last step that is done, without a word to the others."""
-        self.saving.abandon()
+        unfinished = self.saving.leave()  # before anything changes that it may be copying
         self.parts.stepper.summed.close()
         within = self.progress.samples == self._begun
         if within and self._before:
             with torch.no_grad():
                 for buffer, value in zip(self._changed, self._before, strict=True):
                     buffer.copy_(value)
-        return Standing(self.progress, self._settled, self._last, within and self.parts.stepper.has_sums)
+        summed = within and self.parts.stepper.has_sums
+        return Standing(self.progress, self._settled, self._last, summed, self._improved, unfinished)
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`."""
@@ -326,8 +333,15 @@ class Gang:
     def _roll_back(self, why: str) -> None:
         """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
         parts, progress = self.parts, self.progress
-        self.saving.finish()
         self._changing = True
+        self.saving.finish()
+        if progress.missed:
+            # Another in its place would be another run; so all start again from before it, and come by it once more.
+            self.saving.undo(progress.missed)
+            raise RuntimeError(
+                f"step {progress.step}: {why} {LIMIT} times in a row, and the checkpoint to go back to, of step "
+                f"{progress.missed}, was lost together with a worker: starting again from one before it"
+            )
         loaded = restore(parts.run, parts.place, parts.divided, parts.optimizer, parts.scale, self._reject)
         if loaded is None:
             raise GaveUpError(
@@ -363,7 +377,9 @@ class Gang:
     def _save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
         step = self.progress.step
-        if self.interval.every is None or not (self._due(self.interval.due) or improved):
+        owed = self._owes and self.saving.in_flight is None
+        due = self._due(self.interval.due) or improved
+        if self.interval.every is None or not (due or owed):
             return
         if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
             return
@@ -371,8 +387,11 @@ class Gang:
             busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"
             self._tell("warning", {"text": f"{busy}; a larger checkpoint.every would suit this disk"})
             return
-        self.saving.finish()
-        self._start_save(improved)
+        if improved:
+            self._changing = True  # who is torn out of waiting would not find the score better once more
+            self.saving.finish()
+            self._changing = False
+        self._start_save(improved, regular=due)
 
     def _due(self, due: Callable[[int], bool]) -> bool:
         """Whether something is due after this step: or was, while each worker trained apart, and now all hold the same
@@ -394,7 +413,7 @@ class Gang:
         """Save the state with which the run ends, unless it is saved already."""
         self.saving.finish()
         if self.saving.last_saved != self.progress.step:
-            self._start_save(improved)
+            self._start_save(improved, regular=True)
             self.saving.finish()
         self.saving.close()
         if self.saving.last_saved != self.progress.step:
@@ -405,7 +424,11 @@ class Gang:
             )
             raise NotSaved(f"step {self.progress.step}: the last checkpoint could not be written{where}")
 
-    def _start_save(self, improved: bool) -> None:
+    def _start_save(self, improved: bool, regular: bool) -> None:
+        """Begin a save; `regular` ones are those that a run has in which nobody is lost."""
+        self._owes = False
+        if regular:
+            self._miss(0)
         self.interval.begins(self.progress.step)
         self.saving.start(self.progress, self._state(), self._changing_early(), improved)
 
@@ -415,15 +438,28 @@ class Gang:
         residuals = self.parts.divided.residuals
         return self._buffers + ([] if residuals is None else list(residuals.held()))
 
+    def _miss(self, step: int) -> None:
+        """The checkpoint of this step is missing if a guard has to go back to it: what it was before it stays."""
+        self.progress.missed = step
+        self.saving.tidies = not step
+
     def _state(self) -> dict[str, Held]:
         return held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)
 
     def _tell_save(self, kind: str, event: dict[str, Any]) -> None:
+        taken = self._taken
+        if kind in ("checkpoint", "checkpoint_failed"):
+            self._taken = None
         if kind == "checkpoint":
             self.progress.saved = event["step"]
+            self._owes = False
             self.interval.saved(event["step"], event["stall"], event["seconds"])
         elif kind == "checkpoint_failed":
             self.interval.failed()
+            if taken is not None:
+                self._owes = True
+                if not self.progress.missed:  # else it was itself in the place of one
+                    self._miss(event["step"])
         self._tell(kind, event, moment={"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
 
     def _reject(self, path: Path, file: str, reason: str) -> None:

@@ -3,7 +3,8 @@
 When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
 all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
 gets the state from one that is not. Under `exact: replicas` nothing else depends on how many they are. Here are the
-meeting and replicas that are whole; those that are sharded are `rebuild.py`'s.
+meeting and replicas that are whole; those that are sharded are `rebuild.py`'s. A checkpoint that is being written goes
+along (`saving.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -23,13 +24,14 @@ from phalanx.train.ends import make_stepper, tell_start
 from phalanx.train.evaluation import Scores
 from phalanx.train.gang import Gang, Parts, Summoned
 from phalanx.train.model import Seeds
+from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Objective
 from phalanx.train.orders import Connections, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.staging import Staged
 from phalanx.train.place import Place, join, lost_peer, part
 from phalanx.train.reporter import Reporter
-from phalanx.train.state import Last, Progress, Standing, load_state, state_tensors
+from phalanx.train.state import Last, Progress, Standing, Unfinished, load_state, state_tensors
 
 Scorer = Callable[[Place, Mesh], Callable[[], Scores | None]]
 """Makes what evaluates in a world of another size."""
@@ -48,11 +50,12 @@ class Built:
 @dataclass(frozen=True)
 class Found:
     """What those who met have: the step that each rank has `reached`, and which of them have `summed` the gradients of
-    the one after; the `standing` of the first that is farthest, `source`, and its loss `scale`. `own`: this worker's
-    standing before."""
+    the one after, and are `saving` the state after which; the `standing` of the first that is farthest, `source`, and
+    its loss `scale`. `own`: this worker's standing before."""
 
     reached: list[int]
     summed: list[bool]
+    saving: list[int]
     source: int
     standing: Standing
     scale: dict[str, Tensor]
@@ -62,6 +65,12 @@ class Found:
     def alike(self) -> bool:
         """Whether all are at the same step."""
         return min(self.reached) == max(self.reached)
+
+    @property
+    def at_odds(self) -> bool:
+        """Whether a save ended or began for some of them only: they were torn out of the step that it happened in."""
+        saving = zip(self.reached, self.saving, strict=True)
+        return len({step for reached, step in saving if reached != NOTHING}) > 1
 
 
 class Way(Protocol):
@@ -118,9 +127,9 @@ class Regrouping:
         part()
         return standing
 
-    def meet(self, before: Built | None, standing: Standing | None, samples: int) -> tuple[Built, Progress, int]:
-        """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. DataError
-        when this worker has other data than the others."""
+    def meet(self, before: Built | None, standing: Standing | None, samples: int) -> tuple[Built, Standing]:
+        """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
+        all stand now. DataError when this worker has other data than the others."""
         order = self.orders.take()
         rank, world = order.workers.index(self._number), len(order.workers)
         led = self._place.leads and standing is not None
@@ -132,26 +141,45 @@ class Regrouping:
             before.parts.callbacks.view.rank, before.parts.callbacks.view.world = rank, world
         self._way.share(before, built, found)
         self._pulse.restart()
+        unfinished = None if standing is None else standing.unfinished
+        if found.at_odds:
+            self._give_up(unfinished, found)
+            unfinished = None
         reached, last = found.reached[rank], found.standing.last
         if NOTHING < reached < max(found.reached) and last is not None:
             for kind, _, event in last.told:
                 self._reporter.keep(kind, event)
         if place.leads:
-            clean(built.parts.run.checkpoints)
+            # Also what the lost ones left of a save that was given up; but others still write what goes along.
+            clean(built.parts.run.checkpoints, spare=None if unfinished is None else unfinished.step)
             tell_start(built.parts, samples, found.standing.progress, grown=not order.lost)
             self._reporter.recall(reached if led else order.told)
         self._way.warm_up(built, found.standing.progress)
-        return built, found.standing.progress, found.standing.settled
+        return built, replace(found.standing, unfinished=unfinished)
+
+    def _give_up(self, unfinished: Unfinished | None, found: Found) -> None:
+        """Drop the save that only some have in flight. If it was to come, it is missing; one that had ended at those
+        who are farthest is a checkpoint, or had failed."""
+        if unfinished is not None:
+            unfinished.saver.abandon()
+        exchanged(self._place, None)  # nobody writes any more
+        progress, step = found.standing.progress, found.saving[found.source]
+        if step != NOTHING:
+            progress.missed = progress.missed or step
+            if self._place.leads:
+                reason = "workers were lost when only some had begun with it"
+                self._reporter.event("checkpoint_failed", step=step, reason=reason)
 
     def _find(self, before: Built | None, standing: Standing | None) -> Found:
         """Learn what the others have."""
         place = self._place
         step, summed = (NOTHING, False) if standing is None else (standing.progress.step, standing.summed)
+        saving = NOTHING if standing is None or standing.unfinished is None else standing.unfinished.step
         scale = {} if before is None else before.parts.scale.state()
         if place.world == 1:
             assert standing is not None
-            return Found([step], [summed], 0, standing, scale, standing)
-        mine = torch.tensor([step, int(summed)])
+            return Found([step], [summed], [saving], 0, standing, scale, standing)
+        mine = torch.tensor([step, int(summed), saving])
         all_of_them = [torch.empty_like(mine) for _ in range(place.world)]
         dist.all_gather(all_of_them, mine)
         reached = [int(each[0]) for each in all_of_them]
@@ -160,15 +188,19 @@ class Regrouping:
         if place.rank == source:
             assert standing is not None
             last = None if standing.last is None else (standing.last.change, standing.last.told)
-            box = [(asdict(standing.progress), standing.settled, last, self._fingerprint, scale)]
+            due = (standing.settled, standing.improved)
+            box = [(asdict(standing.progress), due, last, self._fingerprint, scale)]
         dist.broadcast_object_list(box, src=source)
-        values, settled, last, fingerprint, scale = box[0]
+        values, (settled, improved), last, fingerprint, scale = box[0]
         if fingerprint != self._fingerprint:
             raise DataError(
                 f"the data of worker {self._number} are not those of the others: all nodes must read the same"
             )
-        farthest = Standing(Progress.from_meta(values), settled, None if last is None else Last(*last))
-        return Found(reached, [bool(each[1]) for each in all_of_them], source, farthest, scale, standing)
+        farthest = Standing(
+            Progress.from_meta(values), settled, None if last is None else Last(*last), improved=improved
+        )
+        of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
+        return Found(reached, of_sums, of_saves, source, farthest, scale, standing)
 
 
 class Whole:

@@ -3,6 +3,10 @@
 Each worker writes its share in the background (`checkpoint.Saver`). Its state travels as flags in the per-step
 agreement (`step.FLAGS`); `settle` acts on the sums of all workers, so every worker takes the same turn at the same
 step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
+
+When workers are lost meanwhile the others take the save along into their next world and end it there. Nothing waits for
+it: threads go on writing while the workers meet. Whether the lost ones had written their parts is seen where it is
+committed, when nobody who is left writes any more; if not, all drop it then, and no thread is waited for either.
 """
 
 import os
@@ -19,12 +23,23 @@ import torch.distributed as dist
 from phalanx.errors import UsageError, storage_failed, words_of
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import Phase, Piece, Saver, checkpoint_name, retain, share_out
+from phalanx.train.checkpoint import (
+    Phase,
+    Piece,
+    Saver,
+    checkpoint_name,
+    discard,
+    list_checkpoints,
+    retain,
+    share_out,
+    step_of,
+)
 from phalanx.train.hot import HOT_FLAGS, HotCopies
+from phalanx.train.nodes import exchanged
 from phalanx.train.parallel.divided import Held
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
-from phalanx.train.state import Progress
+from phalanx.train.state import Progress, Unfinished
 
 SAVE_FLAGS = ("written", "failed", "committed", *HOT_FLAGS)
 
@@ -55,6 +70,7 @@ class Saving:
         self._flush = flush
         self.hot = hot
         self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
+        self._later: Saver | None = None  # this world's, while one of the world before has something in flight
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
         self._stall = 0.0
@@ -65,6 +81,8 @@ class Saving:
         self._best: float | None = None
         self.last_saved: int | None = None
         self.reason = ""  # why the last save failed, where this worker knows
+        self.tidies = True
+        """Whether a new checkpoint makes old ones superfluous."""
 
     def resume(self, step: int) -> None:
         """Go on from a checkpoint that was read. Others are removed as after a save, since `keep` may be smaller now
@@ -72,6 +90,20 @@ class Saving:
         self.last_saved = step
         if self._place.leads:
             self._tidy(step)
+
+    def take_along(self, unfinished: Unfinished) -> None:
+        """Go on with a save that was begun in the world before, by all who are here and by others who were lost."""
+        self._saver, self._later = unfinished.saver, self._saver
+        self.in_flight, self.reason = unfinished.step, unfinished.reason
+        self._best, self._stall = unfinished.best, unfinished.stall
+
+    def undo(self, step: int) -> None:
+        """Make it as if nothing had ever been saved after this step; for workers who all end now."""
+        if self._place.leads:
+            self._janitor.submit(self._remove_new, step).result()  # it may be removing old ones
+        if self.hot is not None:
+            self.hot.roll_back(step)
+        exchanged(self._place, None)  # the first who ends is the end of all
 
     def roll_back(self, step: int) -> None:
         """Go back to the checkpoint of this step: what came after it is undone."""
@@ -160,12 +192,16 @@ class Saving:
         self._janitor.shutdown()
         self._look_after_removals()
 
-    def abandon(self) -> None:
-        """Leave everything that is in flight, waiting for no other worker: some are gone. Whole copies stay."""
+    def leave(self) -> Unfinished | None:
+        """Leave this world, waiting for no other worker: some are gone. Whole copies stay. The checkpoint that is being
+        written, if any, is returned; its thread goes on, but reads none of the state's tensors any more."""
+        self.wait_copied()
         if self.hot is not None:
             self.hot.abandon()
-        self._end()
         self._janitor.shutdown()
+        if self.in_flight is None:
+            return None
+        return Unfinished(self._saver, self.in_flight, self._best, self._stall, self.reason)
 
     def _share_of(self, state: Mapping[str, Held], sizes: Mapping[str, int]) -> set[str]:
         """What this worker saves of what it holds."""
@@ -206,12 +242,18 @@ class Saving:
     def _tidy(self, step: int) -> None:
         """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
         self._look_after_removals()
-        self._removals.append(self._janitor.submit(self._remove_old, step))
+        if self.tidies:
+            self._removals.append(self._janitor.submit(self._remove_old, step))
 
     def _remove_old(self, step: int) -> list[Path]:
         best = self._run.read_json(best_file(self._run))
         protected = [step] if best is None else [step, best["step"]]
         return retain(self._run.checkpoints, self._keep, protected)
+
+    def _remove_new(self, step: int) -> None:
+        for path in list_checkpoints(self._run.checkpoints):
+            if step_of(path) > step:
+                discard(path)
 
     def _look_after_removals(self) -> None:
         """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""
@@ -225,6 +267,8 @@ class Saving:
 
     def _end(self) -> None:
         self._saver.abandon()
+        if self._later is not None:
+            self._saver, self._later = self._later, None
         self.in_flight = None
         self._stall = 0.0
         self._waiting_for_copy = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import Manifest, load_blocks
+from phalanx.train.checkpoint import Manifest, Saver, load_blocks
 from phalanx.train.exchange.choice import Choice
 from phalanx.train.noise import NoiseScale
 from phalanx.train.optimizers import PREFIX, Optimizer, entry_shape
@@ -28,7 +28,9 @@ class Progress:
     """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
 
     `guards` counts skipped steps, `best` is the lowest held-out loss that was saved, `saved` the step of the newest
-    checkpoint, 0 before there was one, `exchange` by which strategy gradients are summed.
+    checkpoint, 0 before there was one. `missed` is the step of the checkpoint that a guard would go back to, where that
+    was lost together with a worker who wrote it, else 0; one that is saved instead is of another step. `exchange` tells
+    by which strategy gradients are summed.
     """
 
     step: int = 0
@@ -39,6 +41,7 @@ class Progress:
     last_loss: float | None = None
     best: float | None = None
     saved: int = 0
+    missed: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     exchange: Choice = field(default_factory=Choice)
 
@@ -60,15 +63,28 @@ class Last:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A worker's part in a checkpoint that is being written, to be taken along into another world (`saving.Saving`)."""
+
+    saver: Saver
+    step: int
+    best: float | None
+    stall: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Standing:
     """How far a worker is that holds the state in memory. `settled` is the last step after which everything that was
-    due was done. `last` is None where it has done none in its present world. `summed`: it holds the gradients of the
-    step after, summed over all workers."""
+    due was done, `improved` whether its score was the best so far. `last` is None where it has done none in its present
+    world. `summed`: it holds the gradients of the step after, summed over all workers. `unfinished` is its own."""
 
     progress: Progress
     settled: int
     last: Last | None = None
     summed: bool = False
+    improved: bool = False
+    unfinished: Unfinished | None = None
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

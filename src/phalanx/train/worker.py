@@ -47,7 +47,7 @@ from phalanx.train.precision import LossScale, set_products
 from phalanx.train.rebuild import Sharded
 from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
 from phalanx.train.reporter import Reporter, reporter
-from phalanx.train.state import Progress
+from phalanx.train.state import Progress, Standing
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
@@ -135,7 +135,7 @@ def _train(
             assert built is not None
             way = Whole(partial(_scorer, recipe, built.objective, data, stop, pulse))
         regrouping = Regrouping(orders, between, within, number, place, report, pulse, way, data.fingerprint)
-    settled, progress, samples = None, Progress(), data.train_samples
+    progress, samples = Progress(), data.train_samples
     if not comes_later:
         assert built is not None
         progress = resume(built.parts, data.fingerprint, force)
@@ -148,16 +148,17 @@ def _train(
         if recipe.compile and built is not None:
             warm_up(built.parts, built.objective, progress)
             pulse.beat("compiling")
+        begin: Progress | Standing = progress
         if comes_later:
             assert regrouping is not None
             report.say("ready", number)
-            built, progress, settled = regrouping.meet(built, None, samples)
+            built, begin = regrouping.meet(built, None, samples)
         assert built is not None
         while True:
             if orders is not None and regrouping is not None:
                 built.parts.summoned = lambda: orders.waiting
                 regrouping.listen(built.parts.divided.trainable().values())
-            gang = Gang(built.parts, progress, meta, settled)
+            gang = Gang(built.parts, begin, meta)
             try:
                 status = train(gang, built.objective)
                 break
@@ -167,9 +168,9 @@ def _train(
             pulse.beat("restoring")
             standing = regrouping.leave(gang)
             del gang
-            built, progress, settled = regrouping.meet(built, standing, samples)
+            built, begin = regrouping.meet(built, standing, samples)
     if built.parts.place.leads:
-        report.result(result_of(built.parts, progress, status))
+        report.result(result_of(built.parts, gang.progress, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -325,3 +326,56 @@ def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(tmp_path: Path) ->
     assert all(tensor.eq(1.0).all() for tensor in load_tensors(path).values())
     load_tensors(path, into=tensors)
     assert all(tensor.eq(1.0).all() for tensor in tensors.values())
+
+
+def begun(folder: Path, meta: dict[str, Any] | None = None) -> list[Saver]:
+    """Two ranks that have written their parts of step 1."""
+    savers = [Saver(folder, rank, 2) for rank in range(2)]
+    for saver in savers:
+        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), meta or {"samples": 1})
+        assert saver.wait().phase == "written"
+    return savers
+
+
+def test_whoever_is_left_commits_what_all_have_written(tmp_path: Path) -> None:
+    _, other = begun(tmp_path)
+    assert other.commit().phase == "committed"
+    assert len(verify(tmp_path / "step-000000001").tensors) == 2
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"files":'])
+def test_a_part_that_a_lost_rank_had_not_ended_fails_the_save_and_nothing_is_left(
+    tmp_path: Path, left: bytes | None
+) -> None:
+    saver, _ = begun(tmp_path)
+    record = tmp_path / "step-000000001.tmp-0" / "rank-00001.json"
+    if left is None:
+        record.unlink()
+    else:
+        record.write_bytes(left)
+    failed = saver.commit()
+    assert failed.phase == "failed"
+    assert failed.reason.endswith("rank-00001.json: the worker was lost before it had written its part")
+    saver.abandon()
+    assert names_in(tmp_path) == []
+
+
+def test_what_a_lost_rank_had_committed_is_committed(tmp_path: Path) -> None:
+    first, other = begun(tmp_path)
+    done, found = first.commit(), other.commit()
+    assert (found.phase, found.path, found.bytes) == ("committed", done.path, done.bytes)
+
+
+def test_another_checkpoint_of_the_step_is_not_taken_for_it(tmp_path: Path) -> None:
+    first, _ = begun(tmp_path, {"samples": 1})
+    first.commit()
+    _, other = begun(tmp_path, {"samples": 2})
+    shutil.rmtree(tmp_path / "step-000000001.tmp-0")
+    assert other.commit().phase == "failed"
+
+
+def test_the_save_that_goes_on_is_spared_when_a_directory_is_cleaned(tmp_path: Path) -> None:
+    saver, _ = begun(tmp_path)
+    (tmp_path / "step-000000000.tmp-deleted").mkdir()
+    assert clean(tmp_path, spare=1) == [tmp_path / "step-000000000.tmp-deleted"]
+    assert saver.commit().phase == "committed"

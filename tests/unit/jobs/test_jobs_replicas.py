@@ -243,3 +243,16 @@ def test_an_attempt_is_not_over_while_a_worker_that_was_told_to_end_is_there(pai
     assert not pairs.attempt.over
     pairs.replicas.fell(2)
     assert pairs.attempt.over
+
+
+def test_who_is_at_work_is_not_late_for_a_meeting_that_waits_for_a_checkpoint(case: Case) -> None:
+    case.lose(2)
+    case.started()
+    case.step(8)
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    for step in range(9, 40):
+        case.now += MEETING
+        case.step(step)
+    assert not case.replicas.late()
+    case.now += MEETING + STEPS * 2.0 + 1
+    assert case.replicas.late()

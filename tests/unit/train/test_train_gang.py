@@ -1,5 +1,6 @@
 """A gang driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something out."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint import list_checkpoints, step_of
+from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.gang import Gang
 from phalanx.train.loop import train
 from phalanx.train.residuals import Residuals
@@ -178,3 +179,53 @@ def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) ->
     assert standing.last is not None
     assert standing.last.change is not None
     assert [(kind, moment, event["step"]) for kind, moment, event in standing.last.told] == [("step", "step", 1)]
+
+
+def turn_by_turn(gang: Gang) -> Iterator[int]:
+    """The steps of a gang; what is done in the background is done before the next."""
+    for _ in steps_of(gang):
+        gang.saving._saver.wait()
+        yield gang.progress.step
+
+
+def lost_while_saving(path: Path) -> tuple[Gang, SmallParts]:
+    """A gang that goes on after another worker, which had not written its part of step 8, was lost."""
+    parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
+    before = Gang(parts, Progress(), {})
+    assert 8 in turn_by_turn(before)
+    before.saving._saver._world = 2
+    standing = before.abandon()
+    assert standing.unfinished is not None
+    return Gang(parts, standing, {}), parts
+
+
+def on_disk(parts: SmallParts) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(parts.run.checkpoints)]
+
+
+def test_a_checkpoint_that_was_lost_is_made_up_for_and_is_missed_until_the_next_regular_one(tmp_path: Path) -> None:
+    gang, parts = lost_while_saving(tmp_path)
+    assert [(step, gang.progress.missed) for step in turn_by_turn(gang)] == [(9, 0), (10, 8), (11, 8), (12, 8)]
+    assert on_disk(parts) == [10, 4]  # though one is to be kept
+    assert gang.finish() == "done"
+    assert on_disk(parts) == [12]
+    assert isinstance(parts.reporter, Remembering)
+    told = [(event["kind"], event["step"]) for event in parts.reporter.events if "checkpoint" in event["kind"]]
+    assert told == [("checkpoint", 4), ("checkpoint_failed", 8), ("checkpoint", 10), ("checkpoint", 12)]
+    missed = [read_manifest(path).meta["missed"] for path in list_checkpoints(parts.run.checkpoints)]
+    assert missed == [0]
+
+
+def test_who_starts_from_what_was_saved_instead_misses_it_still(tmp_path: Path) -> None:
+    gang, parts = lost_while_saving(tmp_path)
+    assert 12 in turn_by_turn(gang)
+    assert Progress.from_meta(read_manifest(list_checkpoints(parts.run.checkpoints)[0]).meta).missed == 8
+
+
+def test_a_guard_that_misses_its_checkpoint_starts_again_from_one_before_it(tmp_path: Path) -> None:
+    gang, parts = lost_while_saving(tmp_path)
+    assert 12 in turn_by_turn(gang)
+    with pytest.raises(RuntimeError, match="the checkpoint to go back to, of step 8, was lost together with a worker"):
+        gang._roll_back("non-finite loss")
+    assert not gang.whole
+    assert on_disk(parts) == [4]

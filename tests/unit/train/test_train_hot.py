@@ -66,7 +66,7 @@ def train_and_die(parts: SmallParts, step: int, progress: Progress | None = None
         wait_for_copy(gang)
         if gang.progress.step == step:
             break
-    gang.saving.abandon()
+    gang.saving.leave()
     return states
 
 
@@ -164,7 +164,7 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
     gang.saving.roll_back(2)
     assert list_copies(folder_of(parts)) == []
     open_folder(parts.run).joinpath(copy_name(5, undone.pop())).mkdir()  # a node that comes back has it still
-    gang.saving.abandon()
+    gang.saving.leave()
     for path in list_checkpoints(parts.run.checkpoints)[:-1]:
         shutil.rmtree(path)
     again = made(tmp_path / "run")

@@ -11,7 +11,8 @@ from phalanx.run.pulse import Silent
 from phalanx.train.gang import Summoned
 from phalanx.train.orders import Connections
 from phalanx.train.place import Place
-from phalanx.train.regroup import Regrouping, calls_for
+from phalanx.train.regroup import NOTHING, Found, Regrouping, calls_for
+from phalanx.train.state import Progress, Standing
 
 
 def listening(orders: Any) -> nn.Sequential:
@@ -50,3 +51,18 @@ def test_an_order_that_can_wait_does_not_end_it() -> None:
     model = listening(SimpleNamespace(urgent=False, waiting=True))
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("reached", "saving", "at_odds"),
+    [
+        ([7, 7], [NOTHING, NOTHING], False),
+        ([7, 8], [6, 6], False),
+        ([7, NOTHING], [NOTHING, NOTHING], False),
+        ([8, 7], [8, NOTHING], True),
+        ([8, 7], [NOTHING, 6], True),
+    ],
+)
+def test_whether_a_save_can_go_along(reached: list[int], saving: list[int], at_odds: bool) -> None:
+    found = Found(reached, [False, False], saving, 0, Standing(Progress(), 0), {}, None)
+    assert found.at_odds is at_odds

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,85 @@ def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
     save(saving, 2, tensors={**weights(2.0), "optimizer/weight/exp_avg": torch.ones(1000)})
     saving.close()
     assert set(load_tensors(run.checkpoints / "step-000000002")) == {"weight", "buffer", "optimizer/weight/exp_avg"}
+
+
+def lost_one(run: Run, told: Told, moment: str) -> Saving:
+    """The saving of one of two workers in the world that is left after the other was lost while step 3 was saved."""
+    both = [
+        Saving(run, Place(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)
+    ]
+    for saving in both if moment == "written" else both[:1]:
+        saving.start(Progress(step=3), whole(weights()), [], best=False)
+        saving._saver.wait()
+    unfinished = both[0].leave()
+    assert unfinished is not None
+    assert unfinished.step == 3
+    saving = make_saving(run, told)
+    saving.take_along(unfinished)
+    return saving
+
+
+@pytest.mark.parametrize(
+    ("moment", "kinds", "steps"),
+    [
+        ("written", ["checkpoint", "checkpoint"], [3, 4]),
+        ("writing", ["checkpoint_failed", "checkpoint"], [4]),
+    ],
+)
+def test_a_save_that_was_taken_along_ends_and_others_follow(
+    run: Run, moment: str, kinds: list[str], steps: list[int]
+) -> None:
+    told: Told = []
+    saving = lost_one(run, told, moment)
+    assert saving.in_flight == 3
+    saving.finish()
+    save(saving, 4)
+    saving.close()
+    assert [kind for kind, _ in told] == kinds
+    assert steps_on_disk(run) == steps
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{step:09d}" for step in steps]
+
+
+def test_who_leaves_while_nothing_is_saved_takes_nothing_along(run: Run) -> None:
+    assert make_saving(run, []).leave() is None
+
+
+def test_who_leaves_does_not_wait_for_the_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    write = save_module.write_image
+
+    def slow(path: Path, image: Any) -> list[str]:
+        assert held.wait(30)
+        return write(path, image)
+
+    monkeypatch.setattr(save_module, "write_image", slow)
+    saving = make_saving(run, [])
+    tensors = weights(1.0)
+    saving.start(Progress(step=3), whole(tensors), [], best=False)
+    unfinished = saving.leave()
+    assert unfinished is not None
+    assert unfinished.saver.poll().phase == "writing"
+    tensors["weight"].fill_(2.0)  # the next world's
+    held.set()
+    after = make_saving(run, [])
+    after.take_along(unfinished)
+    after.finish()
+    after.close()
+    assert load_tensors(run.checkpoints / "step-000000003")["weight"].eq(1.0).all()
+
+
+def test_nothing_is_removed_while_old_checkpoints_are_needed(run: Run) -> None:
+    saving = make_saving(run, [], keep=1)
+    save(saving, 1)
+    saving.tidies = False
+    save(saving, 2)
+    saving.close()
+    assert steps_on_disk(run) == [1, 2]
+
+
+def test_what_is_undone_was_never_saved(run: Run) -> None:
+    saving = make_saving(run, [])
+    for step in (1, 3, 4):
+        save(saving, step)
+    saving.undo(2)
+    assert steps_on_disk(run) == [1]

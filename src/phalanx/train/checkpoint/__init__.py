@@ -15,7 +15,7 @@ from phalanx.train.checkpoint.format import (
     step_of,
 )
 from phalanx.train.checkpoint.load import Loaded, load_blocks, load_newest, load_tensors, newest_good, verify
-from phalanx.train.checkpoint.publish import clean
+from phalanx.train.checkpoint.publish import clean, discard
 from phalanx.train.checkpoint.retain import retain
 from phalanx.train.checkpoint.save import Phase, Saver, SaveState, share_out
 from phalanx.train.checkpoint.staging import Piece
@@ -32,6 +32,7 @@ __all__ = [
     "clean",
     "digest",
     "digest_checkpoint",
+    "discard",
     "export_huggingface",
     "list_checkpoints",
     "load_blocks",

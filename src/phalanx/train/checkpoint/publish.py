@@ -4,13 +4,16 @@ Everything happens under names that no reader looks at, is fsynced, and is then 
 moment leaves either the whole checkpoint or a temporary directory, which `clean` removes. Nothing here knows tensors.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.train.checkpoint.format import MANIFEST, SIDECAR, Share, encode_manifest, merge
+from pydantic import ValidationError
+
+from phalanx.train.checkpoint.format import MANIFEST, SIDECAR, Share, checkpoint_name, encode_manifest, merge
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old"
@@ -44,9 +47,9 @@ def publish(temporary: Path, final: Path, shares: Sequence[Path], meta: dict[str
 
     `shares` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the name already (a
     step done again after a fall-back) is moved aside first and removed when the new one stands. OSError when the disk
-    refuses; what was there before then still stands.
+    refuses, or a rank never wrote its share; what was there before then still stands.
     """
-    manifest = merge([Share.model_validate_json(path.read_bytes()) for path in shares], meta)
+    manifest = merge([_read_share(path) for path in shares], meta)
     content, sidecar = encode_manifest(manifest)
     write_synced(temporary / MANIFEST, content)
     write_synced(temporary / SIDECAR, sidecar)
@@ -56,6 +59,14 @@ def publish(temporary: Path, final: Path, shares: Sequence[Path], meta: dict[str
     sync_directory(temporary)
     _put(temporary, final)
     return manifest.nbytes + len(content) + len(sidecar)
+
+
+def _read_share(path: Path) -> Share:
+    """A rank's manifest, which it writes last, when its data are on the disk."""
+    try:
+        return Share.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):  # killed before it began with it, or within
+        raise OSError(errno.ENODATA, "the worker was lost before it had written its part", str(path)) from None
 
 
 def _put(temporary: Path, final: Path) -> None:
@@ -86,16 +97,18 @@ def discard(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def clean(directory: Path) -> list[Path]:
+def clean(directory: Path, spare: int | None = None) -> list[Path]:
     """Finish or undo what a killed process left in a directory of checkpoints, and return what was removed.
 
-    One process calls it before any starts to save. A checkpoint that had been moved aside comes back if the one that
-    was to replace it never got its place.
+    One process calls it before any starts to save, or while they save the step to `spare` and no other. A checkpoint
+    that had been moved aside comes back if the one that was to replace it never got its place.
     """
     if not directory.is_dir():
         return []
     removed = []
     for path in sorted(directory.iterdir()):
+        if spare is not None and path.name.startswith(checkpoint_name(spare)):
+            continue
         if path.name.endswith(_OLD) and not (final := path.with_name(path.name.removesuffix(_OLD))).exists():
             os.rename(path, final)
         elif path.name.endswith(_OLD) or _TEMPORARY in path.name:

@@ -4,9 +4,10 @@
     ... forward, backward ...           meanwhile a thread copies the snapshot
     saver.wait_copied()                 before the optimizer changes the tensors: the only wait
     ... more steps ...                  meanwhile the thread hashes, writes and fsyncs
-    saver.poll()                        when it is `written` on every rank, rank 0 calls commit_async
+    saver.poll()                        when it is `written` on every rank, one of them calls commit_async
 
-How the ranks tell each other is the engine's business. One save is in flight at a time.
+How the ranks tell each other is the engine's business. One save is in flight at a time. When ranks are lost the others
+may go on with it: whoever commits finds out whether these had done their part.
 """
 
 import errno
@@ -28,7 +29,15 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.format import CHUNK, FileRecord, Share, checkpoint_name, list_checkpoints
+from phalanx.train.checkpoint.format import (
+    CHUNK,
+    CorruptError,
+    FileRecord,
+    Share,
+    checkpoint_name,
+    list_checkpoints,
+    read_manifest,
+)
 from phalanx.train.checkpoint.publish import publish, sync_directory, temporary_name, write_synced
 from phalanx.train.checkpoint.staging import Bytes, Layout, Piece, Staging, lay_out
 
@@ -42,7 +51,7 @@ class Phase(StrEnum):
     WRITING = "writing"  # the snapshot is being copied, hashed, written
     WRITTEN = "written"  # this rank's file is on disk; the checkpoint does not exist yet
     COMMITTING = "committing"
-    COMMITTED = "committed"  # the checkpoint exists (known to rank 0 only)
+    COMMITTED = "committed"  # the checkpoint exists (known to the rank that committed it only)
     FAILED = "failed"
 
 
@@ -110,7 +119,7 @@ class Saver:
     def start(self, step: int, pieces: Sequence[Piece], meta: dict[str, Any], eager: Collection[str] = ()) -> None:
         """Begin to save `pieces` as they are now. The tensors must not change before `wait_copied`, except those named
         in `eager` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
-        hold and counts on rank 0 only; `step` and `samples` belong into it. UsageError when there is no room; OSError
+        hold, the same on all ranks; `step` and `samples` belong into it. UsageError when there is no room; OSError
         when that cannot be known, because storage fails."""
         if self.poll().busy:
             raise RuntimeError(f"step {step}: the save of step {self._state.step} is still in flight")
@@ -118,7 +127,7 @@ class Saver:
         self.sweep()
         self.reserve(pieces)
         assert self._staging is not None
-        self._meta, pieces = dict(meta), tuple(pieces)
+        self._meta, pieces = dict(meta), list(pieces)
         self._state = SaveState(Phase.WRITING, step)
         self._staging.begin(self._layout, pieces, eager)
         self._copied.clear()
@@ -145,8 +154,9 @@ class Saver:
         return self._state
 
     def commit_async(self) -> None:
-        """Rank 0, when every rank has written: make the checkpoint in the background; `poll` tells when it stands."""
-        if self._rank != 0 or self.poll().phase is not Phase.WRITTEN:
+        """One rank, when every rank that is left has written: make the checkpoint in the background; `poll` tells when
+        it stands. It fails where a lost rank's part is missing."""
+        if self.poll().phase is not Phase.WRITTEN:
             raise RuntimeError(f"rank {self._rank} cannot commit a save that is {self._state.phase}")
         self._state = replace(self._state, phase=Phase.COMMITTING)
         self._job = _in_background(partial(self._commit, self._state.step, self._meta))
@@ -195,13 +205,14 @@ class Saver:
         copies = 1 if list_checkpoints(self._directory) else 2
         check_space(self._directory, nbytes * self._world, copies)
 
-    def _write(self, staging: Staging, layout: Layout, pieces: Sequence[Piece], eager: Collection[str]) -> SaveState:
+    def _write(self, staging: Staging, layout: Layout, pieces: list[Piece], eager: Collection[str]) -> SaveState:
         """The background thread's work: snapshot, then file, then this rank's share of the manifest."""
         try:
             staging.copy(layout, pieces, eager)
         finally:
             self._copied.set()
         staging.complete()
+        pieces.clear()  # a model that was rebuilt meanwhile needs the memory of the one before
         step = self._state.step
         try:
             _step_aside()
@@ -224,6 +235,9 @@ class Saver:
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
         temporary, final = self._folder(step), self._final(step)
         try:
+            if not temporary.exists() and _bears(final, meta):  # the rank that was lost had come so far
+                nbytes = sum(path.stat().st_size for path in final.iterdir())
+                return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
             nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
         except OSError as error:
             self._remove_all(step)
@@ -247,7 +261,7 @@ class Saver:
                 self._left.add(step)
 
     def _remove_all(self, step: int) -> None:
-        """Rank 0: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
+        """The rank that commits: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
         self._left.discard(step)
         try:
             shutil.rmtree(self._folder(step))
@@ -326,6 +340,14 @@ def _step_aside() -> None:
     """Let training go first from here on: on Linux a thread has its own niceness."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _bears(path: Path, meta: dict[str, Any]) -> bool:
+    """Whether a checkpoint is there, whole as far as its manifest tells, and this is its meta."""
+    try:
+        return read_manifest(path).meta == meta
+    except CorruptError:
+        return False
 
 
 def _reason(error: OSError, path: Path) -> str:

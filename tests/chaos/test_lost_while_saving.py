@@ -1,0 +1,165 @@
+"""A replica that is lost while a checkpoint is being written, under `exact: replicas`: the others go on from memory,
+end the checkpoint if the lost one had done its part and save anew if not, and no half-made one is left."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_guards import POISONED, folder, poison  # noqa: F401 - a fixture
+
+from lab import FAULTS, Ended, Lab, Values, alive, fault, merged
+from phalanx.train.checkpoint import checkpoint_name, digest_checkpoint, list_checkpoints, step_of, verify
+
+WHOLE: Values = {"exchange": {"exact": "replicas"}, "steps": 18, "checkpoint": {"every": 9}, "evaluate": {"every": 20}}
+"""Nothing else is due while one checkpoint is written, however slow this machine is."""
+PAIRS: Values = {**WHOLE, "layout": {"replicate": 2, "shard": 2}}
+UNWRITTEN: Values = {"callbacks": [FAULTS, "unwritten:Unwritten"]}
+worlds = pytest.mark.parametrize(
+    ("changes", "nproc", "rank"),
+    [(WHOLE, 2, 1), pytest.param(WHOLE, 3, 0, marks=pytest.mark.slow), (PAIRS, 4, 3)],
+    ids=["last", "leader", "sharded"],
+)
+
+
+def train(
+    lab: Lab,
+    changes: Values,
+    nproc: int,
+    faults: tuple[Values, ...] = (),
+    folder: Path | None = None,  # noqa: F811
+    **plan: object,
+) -> Ended:
+    """Train with a worker that falls by this plan (`unwritten.py`)."""
+    folder, run = folder or lab.folder, lab.place()
+    (folder / "unwritten.py").write_text((Path(__file__).parents[1] / "unwritten.py").read_text())
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    run.path.with_name(run.path.name + ".unwritten.json").write_text(json.dumps(plan))
+    return lab.train(merged(changes, UNWRITTEN), nproc, run, faults=faults, folder=folder)
+
+
+def undisturbed(lab: Lab, changes: Values) -> Ended:
+    """One replica alone."""
+    size = changes.get("layout", {}).get("shard", 1)
+    return lab.reference({**changes, "layout": {"shard": size}}, size)
+
+
+def saved(ended: Ended) -> list[int]:
+    return [event["step"] for event in ended.kind("checkpoint")]
+
+
+def given_up(ended: Ended) -> list[int]:
+    return [event["step"] for event in ended.kind("checkpoint_failed")]
+
+
+def steps_before(ended: Ended, kind: str) -> int:
+    """The last step that was told before the first event of a kind."""
+    first = next(number for number, event in enumerate(ended.events) if event["kind"] == kind)
+    return max(event["step"] for event in ended.events[:first] if event["kind"] == "step")
+
+
+def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: int) -> None:
+    """In the same processes, from where they were; and all that was saved is whole."""
+    reference = undisturbed(lab, changes)
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+    assert [event["step"] for event in ended.kind("step")] == list(range(1, 19))  # none was done again
+    first, second, *_ = ended.kind("start")
+    assert (first["world"], second["world"]) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
+    assert second["attempt"] == len(ended.kind("fault")) == 1
+    assert len([event for event in ended.kind("worker") if not event.get("later")]) == nproc
+    assert_whole(ended)
+
+
+def assert_whole(ended: Ended) -> None:
+    """The last checkpoint is there, and there are no others than whole ones that were told."""
+    checkpoints = list_checkpoints(ended.run.checkpoints)
+    steps = [step_of(path) for path in checkpoints if verify(path)]
+    there = {path.name for path in ended.run.checkpoints.iterdir()}
+    assert there == {"best.json", *map(checkpoint_name, steps)}
+    assert set(steps) <= set(saved(ended))
+    assert steps[0] == saved(ended)[-1] == ended.result["steps"]
+    assert alive(ended) == []
+
+
+@worlds
+@pytest.mark.parametrize("moment", ["within", pytest.param("record", marks=pytest.mark.slow)])
+def test_where_its_part_is_missing_the_others_save_anew_at_once(
+    lab: Lab, changes: Values, nproc: int, rank: int, moment: str
+) -> None:
+    ended = train(lab, changes, nproc, step=9, rank=rank, moment=moment)
+    assert_the_others_went_on(lab, ended, changes, nproc)
+    assert given_up(ended) == [9]
+    assert "lost before it had written its part" in ended.kind("checkpoint_failed")[0]["reason"]
+    assert saved(ended) == [steps_before(ended, "checkpoint_failed") + 1, 18]
+
+
+@worlds
+def test_where_it_had_done_its_part_the_others_end_the_checkpoint(
+    lab: Lab, changes: Values, nproc: int, rank: int
+) -> None:
+    mates = [2] if changes is PAIRS else []
+    ended = train(lab, changes, nproc, step=9, rank=rank, moment="written", mates=mates)
+    assert_the_others_went_on(lab, ended, changes, nproc)
+    assert (saved(ended), given_up(ended)) == ([9, 18], [])
+    both = [digest_checkpoint(each.run.checkpoints / checkpoint_name(9)) for each in (ended, undisturbed(lab, changes))]
+    assert both[0] == both[1]
+
+
+def test_a_leader_that_is_lost_before_the_checkpoint_has_its_name(lab: Lab) -> None:
+    ended = train(lab, WHOLE, 2, step=9, rank=0, moment="publish")
+    assert_the_others_went_on(lab, ended, WHOLE, 2)
+    assert given_up(ended) == [9]
+    assert len(saved(ended)) == 2
+
+
+def test_a_leader_that_is_lost_before_it_could_tell_of_the_checkpoint(lab: Lab) -> None:
+    ended = train(lab, WHOLE, 2, step=9, rank=0, moment="published")
+    assert_the_others_went_on(lab, ended, WHOLE, 2)
+    assert (saved(ended), given_up(ended)) == ([9, 18], [])
+
+
+@pytest.mark.parametrize(("moment", "lost"), [("written", []), ("within", [9])])
+def test_nobody_waits_for_what_is_still_being_written(lab: Lab, moment: str, lost: list[int]) -> None:
+    """Its thread may write only when three more steps are done."""
+    ended = train(lab, WHOLE, 2, step=9, rank=1, moment=moment, hold=3)
+    assert_the_others_went_on(lab, ended, WHOLE, 2)
+    assert given_up(ended) == lost
+    assert steps_before(ended, "checkpoint_failed" if lost else "checkpoint") >= 12
+
+
+@worlds
+def test_lost_in_the_last_save_of_the_run(lab: Lab, changes: Values, nproc: int, rank: int) -> None:
+    ended = train(lab, changes, nproc, step=18, rank=rank, moment="within")
+    assert_the_others_went_on(lab, ended, changes, nproc)
+    assert (saved(ended), given_up(ended)) == ([9, 18], [18])
+
+
+def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
+    """There is only the checkpoint of before."""
+    changes = {**WHOLE, "steps": 27}
+    ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(20, ranks=[0]),))
+    assert ended.digest == undisturbed(lab, changes).digest
+    assert [event["from_step"] for event in ended.kind("start")][2:] == [9]
+    assert_whole(ended)
+
+
+def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
+    ended = train(lab, WHOLE, 2, step=9, rank=1, moment="within", faults=(fault(17, ranks=[0]),))
+    assert ended.digest == undisturbed(lab, WHOLE).digest
+    assert ended.kind("start")[-1]["from_step"] in (saved(ended)[0], 16, 17)  # or another had taken its place
+    assert_whole(ended)
+
+
+@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_guard_goes_back_to_the_checkpoint_that_was_lost(lab: Lab, folder: Path, keep: int) -> None:  # noqa: F811
+    """The one that was saved in its place is of another step: to come by the lost one, all start again before it."""
+    changes = merged(POISONED, {"steps": 24, "checkpoint": {"every": 8, "keep": keep}, "evaluate": {"every": 25}})
+    poison(lab, folder, [(20, 0), (21, 5), (22, 11)])
+    reference = lab.train(changes, 1, folder=folder)
+    ended = train(lab, changes, 2, folder=folder, step=16, rank=1, moment="within")
+    assert ended.digest == reference.digest
+    assert given_up(ended) == [16]
+    assert [step for step in saved(ended) if step % 8 == 0] == [8, 16, 24]
+    assert ended.kind("start")[-1]["from_step"] == 8
+    assert "of step 16, was lost together with a worker" in ended.kind("fault")[-1]["detail"]
+    assert_whole(ended)

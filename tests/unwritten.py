@@ -1,0 +1,94 @@
+"""A callback that kills a worker at a moment of its part in a checkpoint, in the thread that writes it: copied beside
+recipes. It stands for a kill from outside that hits this very moment.
+
+`RUN.unwritten.json` is {"step", "rank", "moment"}, and `hold` for storage that is slow: what the other workers of the
+first attempt write of this step takes until they have done so many more steps. Moments: `within` its file, `record`
+within its record, `written` right after that, when those `mates` that would be ended with it have written theirs, too;
+for the worker that commits `publish` before the checkpoint gets its name, `published` right after.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+
+from phalanx.train.checkpoint import publish, save
+
+HALF = 2
+
+
+class Unwritten:
+    def start(self, run):
+        self.held = threading.Event()
+        self.plan = None
+        path = run.path.with_name(run.path.name + ".unwritten.json")
+        if os.environ["PHALANX_ATTEMPT"] == "0" and path.exists():  # not one that comes later
+            self.plan = json.loads(path.read_text())
+            if run.rank == self.plan["rank"]:
+                fall(self.plan)
+            elif "hold" in self.plan:
+                hold(self.plan, self.held)
+
+    def step(self, run, event):
+        if self.plan is not None and event["step"] >= self.plan["step"] + self.plan.get("hold", 0):
+            self.held.set()
+
+
+def concerns(plan, path):
+    return f"step-{plan['step']:09d}.tmp-" in str(path)
+
+
+def fall(plan):
+    """Have this process end at the moment of the plan."""
+    image, record, rename = save.write_image, save.write_synced, publish._put
+    moment = plan["moment"]
+
+    def write_image(path, content):
+        if concerns(plan, path) and moment == "within":
+            path.write_bytes(content.data[: len(content) // HALF])
+            die()
+        return image(path, content)
+
+    def write_synced(path, content):
+        if concerns(plan, path) and moment == "record":
+            path.write_bytes(content[: len(content) // HALF])
+            die()
+        record(path, content)
+        if concerns(plan, path) and moment == "written":
+            while not all(is_whole(path.with_name(f"rank-{mate:05d}.json")) for mate in plan.get("mates", ())):
+                time.sleep(0.001)
+            die()
+
+    def put(temporary, final):
+        if concerns(plan, temporary) and moment == "publish":
+            die()
+        rename(temporary, final)
+        if concerns(plan, temporary) and moment == "published":
+            die()
+
+    save.write_image, save.write_synced, publish._put = write_image, write_synced, put
+
+
+def is_whole(record):
+    try:
+        json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def hold(plan, held):
+    image = save.write_image
+
+    def write_image(path, content):
+        if concerns(plan, path):
+            held.wait()
+        return image(path, content)
+
+    save.write_image = write_image
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
