@@ -17,7 +17,6 @@ from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.ways import WAYS
-from phalanx.train.gang import Parts, reject
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.local_step import make_local_stepper
 from phalanx.train.model import Seeds, has_batch_norm
@@ -26,6 +25,7 @@ from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh
+from phalanx.train.parts import Parts, reject
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.recall import find_copies, go_on_from, recall

@@ -13,36 +13,25 @@ step is `step.py`; the trainer (`loop.py`) and loops of the user's own (`joined.
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.data.feed import Feed, Samples
-from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
-from phalanx.recipe import Recipe
-from phalanx.run import Run
-from phalanx.run.pulse import Pulse, Silent
-from phalanx.train.callbacks import Callbacks
-from phalanx.train.evaluation import Scores
+from phalanx.data.feed import Feed
+from phalanx.errors import GaveUpError, UsageError
 from phalanx.train.exchange_watch import ExchangeWatch
 from phalanx.train.guards import LIMIT, judge
-from phalanx.train.hot import HotCopies
-from phalanx.train.interval import DurableInterval, Times
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided, Held
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.reporter import Reporter
+from phalanx.train.interval import Times
+from phalanx.train.keeping import Keeping
+from phalanx.train.parts import Parts, never, reject
 from phalanx.train.restoring import restore
-from phalanx.train.saving import Saving
 from phalanx.train.schedule import learning_rate
-from phalanx.train.state import Last, Progress, Standing, held_state
-from phalanx.train.step import Outcome, Stepper
-from phalanx.train.stop import StopRequest
+from phalanx.train.state import Last, Progress, Standing
+from phalanx.train.step import Outcome
 from phalanx.train.timing import Beating, stopwatch
 
 CURE = "lower optim.lr, lengthen optim.schedule.warmup, or look at the data of these steps"
@@ -52,42 +41,6 @@ STEP_ONCE = "a training loop must call gang.step() once after every gang.backwar
 
 class Summoned(Exception):
     """All workers have seen at the end of a step that the agent wants them to meet anew (regroup.py)."""
-
-
-class NotSaved(PhalanxError):
-    """The state with which a run ended could not be written."""
-
-    code = ExitCode.UNFINISHED
-
-
-def never() -> bool:
-    """Nobody summons."""
-    return False
-
-
-@dataclass
-class Parts:
-    """What a gang works with. `score` evaluates on held-out data, None where there is nothing to score or a worker was
-    asked to stop; `convert` makes of what `data` gave for a micro-batch what the loop gets."""
-
-    run: Run
-    recipe: Recipe
-    place: Place
-    data: Samples
-    model: nn.Module
-    divided: Divided
-    optimizer: Optimizer
-    scale: LossScale
-    stepper: Stepper
-    callbacks: Callbacks
-    reporter: Reporter
-    stop: StopRequest
-    units_per_sample: int
-    score: Callable[[], Scores | None]
-    convert: Callable[[Any], Any]
-    pulse: Pulse | Silent = field(default_factory=Silent, kw_only=True)
-    summoned: Callable[[], bool] = field(default=never, kw_only=True)
-    """Whether the agent wants this worker to meet the others anew."""
 
 
 class Gang:
@@ -100,25 +53,12 @@ class Gang:
         self.progress = progress = standing.progress
         self._rollbacks: Counter[int] = Counter()
         recipe, place, mesh = parts.recipe, parts.place, parts.divided.mesh
-        told = (common_meta, self._tell_save, parts.reporter.flush)
         self.times = Times()
-        every, hot = recipe.checkpoint.every, recipe.recovery.hot
-        self.interval = DurableInterval(every, parts.run, place, progress.saved, self.times, self._tell_save)
-        durable = self.interval.now
-        copies = HotCopies(parts.run, place, mesh, hot, progress.step, self.times, durable, *told)
-        self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies)
-        self.saving.tidies = not progress.missed
-        if progress.saved:
-            self.saving.resume(progress.saved)
-        self._taken = standing.unfinished and standing.unfinished.step
-        if standing.unfinished is not None:
-            self.interval.begins(standing.unfinished.step)
-            self.saving.take_along(standing.unfinished)
-        self._owes = progress.missed > progress.saved  # a save in place of one that was lost
+        self.keeping = Keeping(parts, standing, common_meta, self.times, self._tell)
+        self.saving = self.keeping.saving
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
         self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
-        self._buffers = list(parts.divided.buffers())
         self._begun = progress.samples  # when the current step began
         self._settled = standing.settled
         self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
@@ -216,15 +156,15 @@ class Gang:
         self._improved = self._evaluate_if_due()
         self.watch.skip()
         if self.progress.step < self.parts.recipe.steps and not self._stopping:
-            self._save_if_due(self._improved)
-            self._copy_if_due()
+            self.keeping.save_if_due(self._improved)
+            self.keeping.copy_if_due()
             self.watch.lap("checkpoint")
         self._settled = self.progress.step
 
     @property
     def whole(self) -> bool:
         """Whether others could go on from what is in this worker's memory."""
-        return not self._changing
+        return not self._changing and not self.keeping.waiting
 
     def abandon(self) -> Standing:
         """Leave everything as it was at the end of the last step that is done, without a word to the others."""
@@ -241,7 +181,7 @@ class Gang:
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`."""
         self.parts.pulse.beat("ending")
-        self._save_last(self._improved)
+        self.keeping.save_last(self._improved)
         status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
         self._tell("end", {"status": status, "step": self.progress.step}, moment="end")
         return status
@@ -360,7 +300,7 @@ class Gang:
         """Score held-out data if it is time; whether the score is the best so far."""
         parts, recipe, progress = self.parts, self.parts.recipe, self.progress
         every = recipe.evaluate.every
-        due = every is not None and (self._due(lambda step: step % every == 0) or progress.step == recipe.steps)
+        due = every is not None and (self.keeping.due(lambda step: step % every == 0) or progress.step == recipe.steps)
         if not due or progress.step == 0:
             return False
         scores = parts.score()
@@ -374,94 +314,6 @@ class Gang:
         self._tell("eval", event, moment="evaluation")
         return improved
 
-    def _save_if_due(self, improved: bool) -> None:
-        """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
-        step = self.progress.step
-        owed = self._owes and self.saving.in_flight is None
-        due = self._due(self.interval.due) or improved
-        if self.interval.every is None or not (due or owed):
-            return
-        if self.progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
-            return
-        if self.saving.in_flight is not None and not improved:
-            busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"
-            self._tell("warning", {"text": f"{busy}; a larger checkpoint.every would suit this disk"})
-            return
-        if improved:
-            self._changing = True  # who is torn out of waiting would not find the score better once more
-            self.saving.finish()
-            self._changing = False
-        self._start_save(improved, regular=due)
-
-    def _due(self, due: Callable[[int], bool]) -> bool:
-        """Whether something is due after this step: or was, while each worker trained apart, and now all hold the same
-        weights again."""
-        step, apart = self.progress.step, self.parts.divided.apart
-        return any(due(each) for each in (range(step, step + 1) if apart is None else apart.due(step)))
-
-    def _copy_if_due(self) -> None:
-        """Begin a copy into the nodes' memory if it is time; not while steps are skipped."""
-        hot, progress = self.saving.hot, self.progress
-        if self.saving.in_flight is not None:  # who goes on from a copy must have all checkpoints before it
-            return
-        if hot is None or progress.skipped_in_a_row:
-            return
-        if self._due(lambda step: hot.due(step, self.parts.recipe.steps)):
-            hot.start(progress, self._state(), self._changing_early())
-
-    def _save_last(self, improved: bool) -> None:
-        """Save the state with which the run ends, unless it is saved already."""
-        self.saving.finish()
-        if self.saving.last_saved != self.progress.step:
-            self._start_save(improved, regular=True)
-            self.saving.finish()
-        self.saving.close()
-        if self.saving.last_saved != self.progress.step:
-            where = (
-                ""
-                if self.saving.last_saved is None
-                else f"; the last good checkpoint is of step {self.saving.last_saved}"
-            )
-            raise NotSaved(f"step {self.progress.step}: the last checkpoint could not be written{where}")
-
-    def _start_save(self, improved: bool, regular: bool) -> None:
-        """Begin a save; `regular` ones are those that a run has in which nobody is lost."""
-        self._owes = False
-        if regular:
-            self._miss(0)
-        self.interval.begins(self.progress.step)
-        self.saving.start(self.progress, self._state(), self._changing_early(), improved)
-
-    def _changing_early(self) -> list[str]:
-        """What a step changes before its update, while a snapshot may still be copied: buffers, and what the exchange
-        holds back."""
-        residuals = self.parts.divided.residuals
-        return self._buffers + ([] if residuals is None else list(residuals.held()))
-
-    def _miss(self, step: int) -> None:
-        """The checkpoint of this step is missing if a guard has to go back to it: what it was before it stays."""
-        self.progress.missed = step
-        self.saving.tidies = not step
-
-    def _state(self) -> dict[str, Held]:
-        return held_state(self.parts.divided, self.parts.optimizer, self.parts.scale)
-
-    def _tell_save(self, kind: str, event: dict[str, Any]) -> None:
-        taken = self._taken
-        if kind in ("checkpoint", "checkpoint_failed"):
-            self._taken = None
-        if kind == "checkpoint":
-            self.progress.saved = event["step"]
-            self._owes = False
-            self.interval.saved(event["step"], event["stall"], event["seconds"])
-        elif kind == "checkpoint_failed":
-            self.interval.failed()
-            if taken is not None:
-                self._owes = True
-                if not self.progress.missed:  # else it was itself in the place of one
-                    self._miss(event["step"])
-        self._tell(kind, event, moment={"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
-
     def _reject(self, path: Path, file: str, reason: str) -> None:
         reject(self.parts, path, file, reason)
 
@@ -473,14 +325,6 @@ class Gang:
             self.parts.reporter.keep(kind, event)
         if moment is not None:
             self.parts.callbacks.call(moment, {"kind": kind, **event})
-
-
-def reject(parts: Parts, path: Path, file: str, reason: str) -> None:
-    """Say that a checkpoint or hot copy is damaged and will not be used."""
-    if parts.place.leads:
-        inside = path.is_relative_to(parts.run.path)  # a hot copy is not
-        relative = str(path.relative_to(parts.run.path) if inside else path)
-        parts.reporter.event("checkpoint_rejected", path=relative, file=file, reason=reason)
 
 
 def _finite(value: float) -> float | None:

@@ -34,7 +34,7 @@ from phalanx.train.checkpoint import clean
 from phalanx.train.collated import Collate, Collated, check_dataset, describe, mapped, moved
 from phalanx.train.ends import make_stepper, result_of, resume, tell_start
 from phalanx.train.fp8_choice import chooser
-from phalanx.train.gang import Gang, Parts
+from phalanx.train.gang import Gang
 from phalanx.train.memory import explain_memory
 from phalanx.train.model import Seeds, seed_everything, seed_for
 from phalanx.train.optimizers.adopted import Adopted
@@ -42,6 +42,7 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.shard import let_go
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale, computing
 from phalanx.train.reporter import Reporter

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from phalanx.compat import forget_meshes, scale_in_place
 from phalanx.train.callbacks import Callbacks
-from phalanx.train.gang import Parts
 from phalanx.train.optimizers.local import like
 from phalanx.train.parallel.divided import local
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place
 from phalanx.train.regroup import NOTHING, Built, Found, broadcast
 from phalanx.train.state import Last, Progress

@@ -22,13 +22,14 @@ from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.checkpoint import clean
 from phalanx.train.ends import make_stepper, tell_start
 from phalanx.train.evaluation import Scores
-from phalanx.train.gang import Gang, Parts, Summoned
+from phalanx.train.gang import Gang, Summoned
 from phalanx.train.model import Seeds
 from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Objective
 from phalanx.train.orders import Connections, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.staging import Staged
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place, join, lost_peer, part
 from phalanx.train.reporter import Reporter
 from phalanx.train.state import Last, Progress, Standing, Unfinished, load_state, state_tensors

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.data import Feed
-from phalanx.train.gang import Parts
 from phalanx.train.objective import Objective
+from phalanx.train.parts import Parts
 from phalanx.train.timing import PARTS, stopwatch
 
 KINDS = {

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from phalanx.compat import graph_breaks, is_compiled
-from phalanx.train.gang import Parts
 from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.staging import Staged
+from phalanx.train.parts import Parts
 from phalanx.train.state import Progress
 
 RUNS = {"graphs": 3}

@@ -30,7 +30,7 @@ from phalanx.train.checkpoint import clean, list_checkpoints
 from phalanx.train.ends import make_stepper, norms_of, result_of, resume, tell_start
 from phalanx.train.evaluation import Scores, evaluate
 from phalanx.train.fp8_choice import Chooser, chooser, rows_of
-from phalanx.train.gang import Gang, Parts
+from phalanx.train.gang import Gang
 from phalanx.train.head import evaluating, find_head
 from phalanx.train.loop import train
 from phalanx.train.memory import OutOfMemory, explain_memory
@@ -42,6 +42,7 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place, agree, from_environment, join, leave
 from phalanx.train.precision import LossScale, set_products
 from phalanx.train.rebuild import Sharded

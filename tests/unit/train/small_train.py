@@ -17,13 +17,14 @@ from phalanx.run import Run
 from phalanx.train.callbacks import Callbacks, RunView
 from phalanx.train.evaluation import Scores, evaluate
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.gang import Gang, Parts
+from phalanx.train.gang import Gang
 from phalanx.train.gradients import Gradients, LocalGradients
 from phalanx.train.model import Seeds
 from phalanx.train.objective import Objective, Scoring
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, coordinates
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.step import Stepper, to_device

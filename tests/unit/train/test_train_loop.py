@@ -17,9 +17,11 @@ from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.checkpoint import save as save_module
-from phalanx.train.gang import Gang, NotSaved, Parts, reject
+from phalanx.train.gang import Gang
 from phalanx.train.guards import LIMIT
+from phalanx.train.keeping import NotSaved
 from phalanx.train.loop import train as train_to_the_end
+from phalanx.train.parts import Parts, reject
 from phalanx.train.restoring import restore
 from phalanx.train.state import Progress, state_tensors
 from phalanx.train.tasks import LanguageModeling, TensorBatch

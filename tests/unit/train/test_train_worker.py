@@ -18,12 +18,13 @@ from phalanx.train import ends
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.ends import make_stepper
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.gang import Gang, Parts
+from phalanx.train.gang import Gang
 from phalanx.train.gradients import LocalGradients
 from phalanx.train.loop import train
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
+from phalanx.train.parts import Parts
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.state import Progress
