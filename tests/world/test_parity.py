@@ -111,3 +111,11 @@ def test_the_table_in_the_docs_is_what_is_tested() -> None:
 def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
     norms = [event["grad_norm"] for event in lab.reference(layouts.FIRST.changes).kind("step")]
     assert all(norm > layouts.FIRST.changes["optim"]["clip"] for norm in norms)
+
+
+def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: Lab) -> None:
+    """Nothing repeats in it, so there are no blocks between which hidden states could be cut."""
+    changes = {**layouts.first(1).changes, "steps": 3}
+    ended, alone = lab.train({**changes, "layout": {"tensor": 2}}, 2), lab.reference(changes)
+    assert ended.code == ExitCode.DONE, ended.message
+    assert largest(ended.losses, alone.losses) < TOLERANCE

@@ -112,6 +112,7 @@ def cut_model(
     division = Division()
     if size_of(group) == 1:
         return division
+    sequence = sequence and len(blocks) > 0  # else there is nothing between which it could be cut
     modules = {name: m for name, m in model.named_modules() if not isinstance(m, StandIn)}
     names = {p: name for name, p in model.named_parameters()}
     styles = {name: style for name, style in styles.items() if name in modules and _is_here(modules[name], style)}
@@ -140,7 +141,7 @@ def cut_model(
     # What an adapter makes of the inputs goes only into this rank's outputs.
     columns = {name for name, style in styles.items() if style.startswith("columns")}
     division.partial |= {name for name in whole if name.endswith(f".{A}") and name.rpartition(".")[0] in columns}
-    if sequence and blocks:
+    if sequence:
         _cut_between(modules, blocks, group)
         division.partial |= {name for name in whole if any(name.startswith(f"{block}.") for block in blocks)}
     return division
