@@ -8,6 +8,7 @@ Not here: Horovod, whose last release (0.28.1 of 2023) does not build with a tor
 headers for C++17. torch's bf16 hook is here, but it refuses gloo. Not for timing, and not for processes: `node.py`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,14 +24,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Outer
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.rounds import PLAIN, Rounds
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.exchange_watch import ExchangeWatch
 from phalanx.train.place import Place as Worker
 from phalanx.train.state import Progress
 from phalanx.train.timing import HostStopwatch
 
-LR, MOMENTUM = 0.7, 0.9
+MIB = 2**20
+DILOCO = Outer(lr=0.7, momentum=0.9)
 """The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
 
 
@@ -138,6 +142,23 @@ def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
     return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
 
 
+def rounds(model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32") -> Contender:
+    """Steps of its own on each node, and `Rounds` after every so many."""
+    parameters, every = list(model.parameters()), place.local
+    exchange = Rounds(
+        parameters, rank=place.rank, world=place.world, every=every, last=0, outer=outer, wire=wire, capacity=MIB
+    )
+    optimizer, numbers = Drift(parameters), itertools.count(1)
+
+    def step() -> None:
+        _plain(model, model)
+        optimizer.step()
+        if exchange.ends_with(next(numbers)):
+            exchange.end()
+
+    return Contender(step, partial(_parameters, model), -outer.lr * (1 + outer.momentum), every, exchange.close)
+
+
 # ---- torch's
 
 
@@ -234,7 +255,7 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
         init_sync=False,
     )
     optimizer = Drift(list(model.parameters()))
-    outer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
+    outer = torch.optim.SGD(model.parameters(), lr=DILOCO.lr, momentum=DILOCO.momentum, nesterov=True)
     diloco = DiLoCo(manager, [model], optimizer, outer, place.local, pin_memory=False, **keywords)
     diloco.__enter__()
 
@@ -252,10 +273,9 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
         del store
 
     # momentum begins at the gradient itself, so that Nesterov's first step is 1 + momentum of it
-    return Contender(step, partial(_parameters, model), -LR * (1 + MOMENTUM), place.local, close)
+    return Contender(step, partial(_parameters, model), -DILOCO.lr * (1 + DILOCO.momentum), place.local, close)
 
 
-MIB = 2**20
 NONE = "none"
 OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "allreduce": ours,
@@ -264,6 +284,8 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
+    "local": rounds,
+    **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
     # as FireCaffe had it: all gradients in one, after backward
     **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("server", "tree")},
 }
