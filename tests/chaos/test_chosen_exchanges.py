@@ -82,7 +82,9 @@ def test_a_run_goes_on_alone_with_what_two_workers_held_back(lab: Lab, folder: P
     assert not any(name.startswith(PREFIX) for name in after.tensors)
 
 
-@pytest.mark.parametrize(("exact", "name"), [("world", "allreduce"), ("replicas", "fixed tree")])
+@pytest.mark.parametrize(
+    ("exact", "name"), [pytest.param("world", "allreduce", marks=pytest.mark.slow), ("replicas", "fixed tree")]
+)
 def test_where_bits_are_promised_slow_exchanges_change_nothing(lab: Lab, folder: Path, exact: str, name: str) -> None:
     ended = lab.train(changes_of(exact, steps=12), 2, folder=folder)
     ((step, strategy, settled),) = decisions(ended)

@@ -46,7 +46,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_whil
     assert kept(ended.run) == [16, 12, 4]
 
 
-@pytest.mark.parametrize(("nproc", "ranks"), [(1, None), (2, [1]), (2, [0])])
+@pytest.mark.parametrize(("nproc", "ranks"), [(1, None), pytest.param(2, [1], marks=pytest.mark.slow), (2, [0])])
 def test_a_disk_that_stays_full_leaves_the_old_checkpoint_and_the_run_can_be_finished_later(
     lab: Lab, nproc: int, ranks: list[int] | None
 ) -> None:

@@ -16,6 +16,8 @@ VARIANTS: dict[str, Values] = {
     "dropout": {"model": {"args": {"dropout": 0.2}}},
     "small-buckets": {"exchange": {"bucket": 0.004}, "optim": {"name": "sgd", "lr": 0.1}},
 }
+REPEATED = ("bf16", "muon")
+"""Variants that differ from others in nothing that a kill could touch."""
 
 
 def left_whole(run: Run) -> None:
@@ -27,7 +29,9 @@ def left_whole(run: Run) -> None:
 
 
 @pytest.mark.parametrize("nproc", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 3, 4))])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.slow] if name in REPEATED else []) for name in VARIANTS]
+)
 def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str, nproc: int) -> None:
     changes, rng = VARIANTS[variant], random.Random(f"{variant} {nproc}")
     early = fault(rng.randint(1, 9), ranks=[rng.randrange(nproc)], when="within", delay=rng.uniform(0, 0.015))
@@ -54,14 +58,14 @@ def test_a_worker_that_dies_more_slowly_than_those_who_miss_it_is_no_mistake_in_
     assert ended.result["restarts"] == 1
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_workers_killed_at_once(lab: Lab, nproc: int) -> None:
     ended = lab.train({}, nproc, faults=[fault(6), fault(10, attempt=1, when="within", delay=0.01)])
     assert ended.digest == lab.reference({}, nproc).digest
     assert ended.result["restarts"] == 2
 
 
-@pytest.mark.parametrize("step", [1, 4, 8, 12, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 5, 11))])
+@pytest.mark.parametrize("step", [1, 8, 12, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4, 5, 11))])
 def test_killed_at_each_kind_of_boundary(lab: Lab, step: int) -> None:
     """First step, before and after a save, at a save and an evaluation, at the border of an epoch, after the last."""
     ended = lab.train({}, 2, faults=[fault(step, ranks=[step % 2])])
@@ -83,7 +87,7 @@ def test_killed_during_a_save(lab: Lab, nproc: int, rank: int, delay: float) -> 
     left_whole(ended.run)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_over_and_over_and_started_again_by_hand(lab: Lab, nproc: int) -> None:
     """The agent goes down each time, too; a new one goes on from what is on disk."""
     run, rng = lab.place(), random.Random(nproc)

@@ -150,7 +150,8 @@ def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
     assert_whole(ended)
 
 
-@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [1, 3])
 def test_a_guard_goes_back_to_the_checkpoint_that_was_lost(lab: Lab, folder: Path, keep: int) -> None:  # noqa: F811
     """The one that was saved in its place is of another step: to come by the lost one, all start again before it."""
     changes = merged(POISONED, {"steps": 24, "checkpoint": {"every": 8, "keep": keep}, "evaluate": {"every": 25}})

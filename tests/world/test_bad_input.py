@@ -48,7 +48,13 @@ BAD: dict[str, Case] = {
 }
 
 
-REPEATED = {"micro-batch that does not divide", "task that does not import", "model without that name"}
+REPEATED = {
+    "micro-batch that does not divide",
+    "task that does not import",
+    "model without that name",
+    "batch that cannot be divided",
+    "checkpoint to start from that is not there",
+}
 """Mistakes that are noticed where another one is, and take five seconds each."""
 
 

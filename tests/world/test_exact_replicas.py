@@ -29,7 +29,7 @@ def test_same_digest_where_shares_are_not_whole_branches_of_the_tree(lab: Lab, n
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim": {"name": "muon"}},
+        pytest.param({"optim": {"name": "muon"}}, marks=pytest.mark.slow),
         {"precision": "bf16", "model": {"args": {"dropout": 0.1}}},
         {"exchange": {"bucket": 0.004}},
     ],

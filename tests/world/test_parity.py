@@ -18,7 +18,7 @@ from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 
 TOLERANCE = 1e-5
 FEW = 2
-"""Workers; of layouts with twice as many every fifth is tried in what `make test` can spare."""
+"""Workers; of layouts with twice as many every ninth is tried in what `make test` can spare."""
 
 
 def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator]:
@@ -27,7 +27,7 @@ def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator
     many = [other for other in LAYOUTS if other.workers > FEW]
     again = layout.workers > FEW or "schedule" in layout.values
     further = again and case is not None and case is not layout.cases[0]
-    left = layout in many and (layout not in many[::5] or layout.workers > 2 * FEW)
+    left = layout in many and (layout not in many[::9] or layout.workers > 2 * FEW)
     return [pytest.mark.slow] if further or left else []
 
 

@@ -56,7 +56,7 @@ def peaks(ended: Ended) -> list[int]:
     "layout",
     [
         pytest.param(LAYOUTS[0], id="shard 2"),
-        pytest.param(LAYOUTS[1], id="tensor 2"),
+        pytest.param(LAYOUTS[1], id="tensor 2", marks=pytest.mark.slow),
         pytest.param(LAYOUTS[2], id="tensor 2 x shard 2", marks=pytest.mark.slow),
     ],
 )
