@@ -135,11 +135,11 @@ def test_lost_in_the_last_save_of_the_run(lab: Lab, changes: Values, nproc: int,
 
 
 def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
-    """There is only the checkpoint of before."""
+    """There is only the checkpoint of before; also where a slow disk had both of them lost at once."""
     changes = {**WHOLE, "steps": 27}
-    ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(20, ranks=[0]),))
+    ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(22, ranks=[0]),))
     assert ended.digest == undisturbed(lab, changes).digest
-    assert [event["from_step"] for event in ended.kind("start")][2:] == [9]
+    assert ended.kind("start")[-1]["from_step"] == 9
     assert_whole(ended)
 
 
