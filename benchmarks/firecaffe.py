@@ -2,7 +2,7 @@
 
     python benchmarks/firecaffe.py [--measure] [--results build/firecaffe.json] [--out docs/images]
 
-With `--measure` benchmarks/exchange/run.py is run first (as root; about half an hour): NiN and GoogLeNet on 2, 4 and
+With `--measure` benchmarks/exchange/run.py is run first (as root; seven minutes): NiN and GoogLeNet on 2, 4 and
 8 nodes behind links of 1 Gbit/s, gradients summed through a parameter server and up a reduction tree, all after
 backward as FireCaffe did it, and by what `phalanx train` does by itself; a step without exchange is that of one node.
 Its results are kept in the file. Without, those of the file are drawn, where it is there: firecaffe-WORKLOAD.svg; and
