@@ -3,8 +3,8 @@
 The most accurate strategy that leaves at most LIMIT of a step exposed: time in which gradients travel and nothing is
 computed. Strategies are tried one after the other, the most accurate first, as long as that is missed and fewer bytes
 promise a faster step; if none reaches it, the fastest is taken. Where a more accurate one is hardly slower, it is
-that. Then the share is watched, and when it has changed for
-long enough strategies are tried again. The clock and the workers' agreement are `exchange_watch.py`'s.
+that. Then the share is watched, and when it has changed for long enough strategies are tried again. The clock and the
+workers' agreement are `exchange_watch.py`'s.
 """
 
 from collections.abc import Mapping, Sequence

@@ -50,7 +50,7 @@ class Rounds:
         self.buckets = make_buckets(parameters, capacity, world, dtype=torch.float32)
         for bucket in self.buckets:
             if self._way.holds_back:
-                bucket.residual = torch.zeros_like(bucket.slab.flat)
+                bucket.hold_back()
         self._starts = [torch.zeros_like(bucket.slab.flat) for bucket in self.buckets]
         self._momenta = [torch.zeros_like(start) for start in self._starts] if outer.momentum else []
         self._courier: Courier | None = None
