@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import operator
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -184,6 +187,73 @@ def without_compiler() -> "Iterator[None]":
         yield
     finally:
         del sys.modules[name], holder._dynamo
+
+
+@contextlib.contextmanager
+def without_symbols() -> "Iterator[None]":
+    """Within it neither torch's symbolic sizes nor sympy are imported (half a second) by kernels without memory whose
+    sizes are plain numbers: these only ask whether a plain truth is true, and whether a number is a symbol. For all
+    else that is asked, or asked of something else, the real modules are imported."""
+    import torch.fx.experimental._config
+
+    shapes, algebra = "torch.fx.experimental.symbolic_shapes", "sympy"
+    if shapes in sys.modules or algebra in sys.modules:
+        yield
+        return
+    holder: Any = torch.fx.experimental
+    stand_ins = {name: ModuleType(name) for name in (shapes, algebra)}
+
+    def leave() -> None:
+        if sys.modules.get(shapes) is stand_ins[shapes]:
+            del sys.modules[shapes], sys.modules[algebra], holder.symbolic_shapes
+
+    def real(name: str, wanted: str) -> Any:
+        if wanted.startswith("__"):  # asked by the import system itself
+            raise AttributeError(wanted)
+        leave()
+        return getattr(import_module(name), wanted)
+
+    def function(wanted: str) -> Callable[..., Any]:
+        answer = answers.get(wanted)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if answer and args and not kwargs and all(map(_is_plain, args)):
+                return answer(*args)
+            return real(shapes, wanted)(*args, **kwargs)
+
+        return call
+
+    def same(truth: bool) -> bool:
+        return truth
+
+    asked_of_truths = ("expect_true", "guard_bool", "guard_or_false", "guard_or_true", "statically_known_true")
+    answers: dict[str, Callable[..., Any]] = dict.fromkeys(asked_of_truths, same)
+    answers |= {"sym_eq": lambda a, b: _unlisted(a) == _unlisted(b), "is_nested_int": lambda number: False}
+    answers |= {"sym_and": lambda *truths: reduce(operator.and_, truths)}
+    answers |= {"sym_or": lambda *truths: reduce(operator.or_, truths)}
+    names: Any = stand_ins[shapes]
+    names.__getattr__ = lambda wanted: function(wanted) if wanted[:1].islower() else real(shapes, wanted)
+    names = stand_ins[algebra]
+    names.Basic = type("Basic", (), {})  # what every symbol is: while sympy is not there, nothing is one
+    names.__getattr__ = lambda wanted: real(algebra, wanted)
+    sys.modules.update(stand_ins)
+    holder.symbolic_shapes = stand_ins[shapes]
+    try:
+        yield
+    finally:
+        leave()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number or a truth, or a list of such."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return type(value) is bool or type(value) is int
+
+
+def _unlisted(value: Any) -> Any:
+    """Lists as tuples, so that they are the same as those."""
+    return tuple(map(_unlisted, value)) if isinstance(value, (tuple, list)) else value
 
 
 def handling(handle: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.compat import fake_tensors, handling, without_compiler
+from phalanx.compat import fake_tensors, handling, without_compiler, without_symbols
 from phalanx.plan.profile import (
     Profile,
 )
@@ -41,7 +41,7 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16, de
             return args[0]
         return operation(*args, **kwargs)
 
-    with without_compiler(), torch.device(device), handling(handle):
+    with without_compiler(), without_symbols(), torch.device(device), handling(handle):
         model = make()
         # tensors that only pretend to be on a device cannot be exchanged, so nothing is where nothing would change
         wrong = any(it.is_floating_point() and it.dtype != dtype for it in model.parameters())
@@ -86,7 +86,7 @@ def image_loss(channels: int, height: int, width: int) -> Forward:
 
 def profile(model: nn.Module, forward: Forward, tokens: int) -> Profile:
     """The profile of a model on the meta device; `forward(model, samples)` gives its loss, a sample has `tokens`."""
-    with without_compiler():
+    with without_compiler(), without_symbols():
         few, more = (_follow(model, forward, samples) for samples in SAMPLES)
     if [len(each.operations) for each in few] != [len(each.operations) for each in more]:
         raise ValueError("the number of operations depends on the number of samples, so none can be foretold")
