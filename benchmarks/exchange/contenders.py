@@ -27,6 +27,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Outer
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.rounds import PLAIN, Rounds
+from phalanx.train.exchange.schedule import Schedule
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.exchange_watch import ExchangeWatch
 from phalanx.train.place import Place as Worker
@@ -57,7 +58,7 @@ def _nothing() -> None:
 class Contender:
     """`step` does a whole step; every `period` steps it does the same again. `values`: after a period, tensors in the
     model's order that are `scale` times the mean of what all nodes have drawn as gradients; None if nothing is
-    exchanged."""
+    exchanged, or never all at once."""
 
     step: Callable[[], None]
     values: Callable[[], Sequence[Tensor]] | None = None
@@ -142,21 +143,32 @@ def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
     return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
 
 
-def rounds(model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32") -> Contender:
-    """Steps of its own on each node, and `Rounds` after every so many."""
+def rounds(
+    model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32", streams: bool = False
+) -> Contender:
+    """Steps of its own on each node, and `Rounds` after every so many; or in fragments, as many as leave each a step to
+    travel in, which are never all agreed on, so that there is nothing to check."""
     parameters, every = list(model.parameters()), place.local
+    fragments = max(1, min(4, every // 2)) if streams else 1
+    delay = every // fragments - 1 if streams else 0
     exchange = Rounds(
-        parameters, rank=place.rank, world=place.world, every=every, last=0, outer=outer, wire=wire, capacity=MIB
+        parameters,
+        rank=place.rank,
+        world=place.world,
+        schedule=Schedule(every, 0, fragments, delay),
+        outer=outer,
+        wire=wire,
+        capacity=MIB,
     )
     optimizer, numbers = Drift(parameters), itertools.count(1)
 
     def step() -> None:
         _plain(model, model)
         optimizer.step()
-        if exchange.ends_with(next(numbers)):
-            exchange.end()
+        exchange.follow(next(numbers))
 
-    return Contender(step, partial(_parameters, model), -outer.lr * (1 + outer.momentum), every, exchange.close)
+    values = None if streams else partial(_parameters, model)
+    return Contender(step, values, -outer.lr * (1 + outer.momentum), every, exchange.close)
 
 
 # ---- torch's
@@ -285,6 +297,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
     "local": rounds,
+    "diloco-streaming": partial(rounds, outer=DILOCO, wire="int8", streams=True),
     **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
     # as FireCaffe had it: all gradients in one, after backward
     **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("server", "tree")},

@@ -1,7 +1,7 @@
 """What an exchange costs in accuracy: held-out loss after as many samples as synchronous fp32, paired by seed.
 
-    python benchmarks/exchange/loss.py --strategies bf16 int8 [--also KEY=VALUE ...] [--seeds 0 1 2] [--nproc 2]
-        [--recipe examples/gpt-python.yaml] [--steps 300] [--out loss.json]
+    python benchmarks/exchange/loss.py --strategies bf16 local:every=10,wire=int8 [--also KEY=VALUE ...]
+        [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--steps 300] [--out loss.json]
 
 Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
 not matter here. The reference of each seed is `exchange.strategy=allreduce exchange.exact=world`; all others have
@@ -38,10 +38,13 @@ class RunFailed(Exception):
 
 
 def overrides(strategy: str | None, also: Sequence[str]) -> list[str]:
-    """Those of a strategy; None: the reference."""
+    """Those of a strategy, after whose name there may be other keys of the recipe's part: `local:every=10,wire=int8`;
+    None: the reference."""
     if strategy is None:
         return ["exchange.strategy=allreduce", "exchange.exact=world"]
-    return [f"exchange.strategy={strategy}", "exchange.exact=no", *also]
+    name, _, keys = strategy.partition(":")
+    own = [f"exchange.{key}" for key in keys.split(",") if key]
+    return [f"exchange.strategy={name}", "exchange.exact=no", *own, *also]
 
 
 def loss_of(recipe: Path, given: Sequence[str], seed: int, steps: int, nproc: int, folder: Path) -> float:
@@ -82,7 +85,7 @@ def table(losses: Mapping[str, Mapping[int, float]], failed: Mapping[str, str]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", required=True, help="names that exchange.strategy takes")
+    parser.add_argument("--strategies", nargs="+", required=True, help="NAME or NAME:KEY=VALUE,..., keys of exchange")
     parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="overrides besides")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--nproc", type=int, default=2)

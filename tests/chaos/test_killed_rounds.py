@@ -47,6 +47,43 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert ended.losses == reference.losses
 
 
+STREAMED: list[Any] = [
+    (2, {"wire": "int8"}, None),
+    pytest.param(3, {}, None, marks=pytest.mark.slow),
+    pytest.param(2, {"wire": "int8"}, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("workers", "exchange", "hot"), STREAMED, ids=str)
+def test_a_run_that_is_killed_while_a_fragment_is_under_way_ends_with_the_same_bits(
+    lab: Lab, workers: int, exchange: Values, hot: int | None
+) -> None:
+    """One fragment leaves after steps 2, 6 and 10, the other after 4, 8 and 12; each lands a step later."""
+    changes = {**changes_of("diloco", workers, every=4, fragments=2, delay=1, **exchange), "evaluate": {"every": 6}}
+    where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
+    ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
+    first, second = (event["from_step"] for event in ended.kind("start"))
+    assert first == 0
+    assert second in (4, 6)
+    assert bool(ended.kind("hot_restored")) == (hot is not None)
+    reference = lab.reference(changes, workers)
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+    assert [event["step"] for event in ended.kind("eval")] == [event["step"] for event in reference.kind("eval")]
+    assert [event["loss"] for event in ended.kind("eval")] == [event["loss"] for event in reference.kind("eval")]
+
+
+def test_a_checkpoint_has_what_was_under_way(lab: Lab) -> None:
+    changes, run = changes_of("diloco", every=4, fragments=2, delay=1), lab.place()
+    lab.train({**changes, "checkpoint": {"every": 6, "keep": 3}, "evaluate": {"every": 6}}, 2, run, faults=[SLOW])
+    flying = {
+        step_of(path): {name for name in read_manifest(path).tensors if name.startswith("exchange/flying/")}
+        for path in list_checkpoints(run.checkpoints)
+    }
+    assert flying[6]
+    assert not flying[12]
+
+
 @pytest.mark.parametrize("strategy", ["diloco", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_in_the_middle_of_a_round_goes_on_with_it(lab: Lab, strategy: str) -> None:
     changes, run = changes_of(strategy, every=5), lab.place()
@@ -64,12 +101,13 @@ def saved(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, workers: int) -> None:
+@pytest.mark.parametrize("streams", [{}, pytest.param({"fragments": 2, "delay": 1}, marks=pytest.mark.slow)], ids=str)
+def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Values, workers: int) -> None:
     """Those who were two were stopped in the middle of a round."""
     run = lab.place()
-    stopped = lab.train(changes_of("diloco", 2, every=5), 2, run, faults=[fault(6, "term", ranks=[1])])
+    stopped = lab.train(changes_of("diloco", 2, every=5, **streams), 2, run, faults=[fault(6, "term", ranks=[1])])
     assert saved(stopped) % 5
-    ended = lab.train(changes_of("diloco", workers, every=5), workers, run)
+    ended = lab.train(changes_of("diloco", workers, every=5, **streams), workers, run)
     assert [event["world"] for event in ended.kind("start")] == [2, workers]
     assert len(ended.digest) == 32
     assert ended.losses[-1] < ended.losses[0]

@@ -214,6 +214,8 @@ def test_only_the_reference_is_exact() -> None:
 
     assert loss.overrides(None, ["exchange.h=5"]) == ["exchange.strategy=allreduce", "exchange.exact=world"]
     assert loss.overrides("int8", ["exchange.h=5"]) == ["exchange.strategy=int8", "exchange.exact=no", "exchange.h=5"]
+    own = ["exchange.strategy=local", "exchange.exact=no", "exchange.every=10", "exchange.wire=int8"]
+    assert loss.overrides("local:every=10,wire=int8", []) == own
 
 
 @pytest.mark.parametrize(

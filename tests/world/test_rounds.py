@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
 from phalanx.train.ends import make_stepper
+from phalanx.train.exchange.rounds import Rounds
+from phalanx.train.exchange.schedule import Schedule
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
@@ -81,8 +83,8 @@ def train(
             outcome, factor = stepper.settle(stepper.finish(watch))
             assert outcome.skipped is None
             stepper.update(factor, recipe.optim.lr)
-            if divided.apart is not None and divided.apart.rounds.ends_with(step):
-                divided.apart.rounds.end()
+            if divided.apart is not None:
+                divided.apart.rounds.follow(step)
         found.append([weight.detach().clone() for weight in model.weights])
         sent.append(sizes)
     stepper.summed.close()
@@ -157,6 +159,69 @@ def own_steps(model: Toy, rank: int, steps: range) -> None:
         inner.zero_grad()
         (torch.stack([model(step, leaf) for leaf in (2 * rank, 2 * rank + 1)]).sum() / 2).backward()
         inner.step()
+
+
+@RANKS
+def test_fragments_are_agreed_on_by_turns(world: World, ranks: int) -> None:
+    """Half of the buckets after step 2, the others after step 4, and all after the last."""
+    apart = trained(world, ranks, SGD, strategy="local", every=NEVER)
+    first, *others = trained(world, ranks, SGD, strategy="local", every=4, fragments=2)
+    turns = fragments_of_weights(ranks)
+    for other in others:
+        for step, agreed in ((1, ()), (2, (1,)), (4, (0,)), (6, (0, 1))):
+            same = [a.equal(b) for a, b in zip(first[step - 1], other[step - 1], strict=True)]
+            assert same == [turn in agreed for turn in turns], step
+    for turn, found, alone in zip(turns, first[1], mean([each[1] for each in apart]), strict=True):
+        if turn == 1:
+            torch.testing.assert_close(found, alone)
+
+
+def fragments_of_weights(ranks: int) -> list[int]:
+    """The fragment of each weight, of two."""
+    weights = list(Toy().parameters())
+    rounds = Rounds(weights, rank=0, world=ranks, schedule=Schedule(4, STEPS, 2), capacity=400)
+    found = {p: number % 2 for number, bucket in enumerate(rounds.buckets) for p in bucket.parameters}
+    assert {0, 1} == set(found.values())
+    return [found[weight] for weight in weights]
+
+
+@RANKS
+@pytest.mark.parametrize("outer", [{"lr": 0.6, "momentum": 0.8}, {"lr": 0.6, "momentum": 0.0}], ids=str)
+def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
+    world: World, ranks: int, outer: dict[str, float]
+) -> None:
+    """Streaming DiLoCo by hand: one half leaves after step 2 and lands after 3, the other after 4 and 5."""
+    found = trained(world, ranks, SGD, strategy="diloco", every=4, fragments=2, delay=1, outer=outer)
+    turns, models = fragments_of_weights(ranks), [Toy() for _ in range(ranks)]
+    agreed = [nn.Parameter(weight.detach().clone()) for weight in Toy().weights]
+    optimizers = [torch.optim.SGD([each], **outer, nesterov=bool(outer["momentum"])) for each in agreed]
+    moved: dict[int, Tensor] = {}
+
+    def leave(turn: int) -> None:
+        for number in (number for number, each in enumerate(turns) if each == turn):
+            reached = torch.stack([model.weights[number].detach() for model in models]).mean(0)
+            moved[number] = agreed[number].detach() - reached
+
+    def land(turn: int, own: float) -> None:
+        for number in (number for number, each in enumerate(turns) if each == turn):
+            agreed[number].grad = moved.pop(number)
+            optimizers[number].step()
+            for model in models:
+                model.weights[number].data.mul_(own).add_(agreed[number].detach(), alpha=1 - own)
+
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            own_steps(model, rank, range(step, step + 1))
+        if step in (3, 5):
+            land(1 if step == 3 else 0, 0.5)
+        if step in (2, 4):
+            leave(1 if step == 2 else 0)
+        if step == STEPS:
+            for turn in (0, 1):
+                leave(turn)
+                land(turn, 0.0)
+        for rank, model in enumerate(models):
+            assert_close(found[rank][step - 1], [weight.detach() for weight in model.weights])
 
 
 @RANKS

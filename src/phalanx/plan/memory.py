@@ -76,8 +76,7 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
     wires = [wire_of(recipe.exchange.model_copy(update={"strategy": each})) for each in candidates(recipe)]
-    # what rounds keep is kept by one worker, too
-    travelling = max(0.0 if single and wire.hides else wire.memory for wire in wires)
+    travelling = max(0.0 if single and not wire.keeps else wire.memory for wire in wires)
     return 8 + kept + math.ceil(travelling)
 
 

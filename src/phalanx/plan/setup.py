@@ -57,6 +57,8 @@ class Wire:
     memory: float = 0.0
     hides: bool = True
     """Whether it travels behind the backward pass."""
+    keeps: bool = False
+    """Whether the memory is taken by one worker alone, too."""
 
 
 WIRES = {
@@ -70,8 +72,8 @@ def wire_of(exchange: Exchange, profile: Profile | None = None) -> Wire:
     """What an exchange sends in a step; of powersgd it depends on the model, of which at most all is sent.
 
     Workers that train apart send nothing but every so many steps, when they wait for it (Stich 2019, arXiv 1805.09767;
-    Douillard et al. 2023, arXiv 2311.08105, who call it H). They keep beside gradients the weights with which a round
-    began, how far they moved, and the momentum of outer steps."""
+    Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on meanwhile (2025, arXiv 2501.18512). They keep beside
+    gradients the weights with which a round began, how far they moved, and the momentum of outer steps."""
     if exchange.strategy == "powersgd":
         share = 1.0 if profile is None else _thin_share(profile, exchange.low_rank)
         return Wire(share, 4.0 + 4.0 * share)  # held back; sent
@@ -79,7 +81,7 @@ def wire_of(exchange: Exchange, profile: Profile | None = None) -> Wire:
         return WIRES.get(exchange.strategy, Wire())
     each = WIRES.get(exchange.wire, Wire())
     momentum = 4.0 if exchange.strategy == "diloco" and exchange.outer.momentum else 0.0
-    return Wire(each.share / exchange.every, each.memory + 4.0 + 4.0 + momentum, hides=False)
+    return Wire(each.share / exchange.every, each.memory + 4.0 + 4.0 + momentum, exchange.delay > 0, keeps=True)
 
 
 def _thin_share(profile: Profile, rank: int) -> float:

@@ -87,7 +87,7 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
 
 def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
-    for name in ("every", "outer", "wire"):
+    for name in ("every", "outer", "fragments", "delay", "wire"):
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
     if strategy in LOCAL:
@@ -120,6 +120,12 @@ def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield key, f"{strategy} is for workers that hold the whole model: give layout.replicate only, or allreduce"
     if strategy == "local" and recipe.exchange.outer != Exchange().outer:
         yield "exchange.outer", "is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco"
+    every, fragments, delay = recipe.exchange.every, recipe.exchange.fragments, recipe.exchange.delay
+    if fragments > every:
+        yield "exchange.fragments", f"found {fragments}, but at most one leaves after a step: at most every = {every}"
+    elif delay >= every // fragments:
+        between = every // fragments
+        yield "exchange.delay", f"found {delay}, but the next fragment leaves after {between}: at most {between - 1}"
     if recipe.optim.state == "8bit":
         yield "optim.state", f"8bit state has no mean over workers, which {strategy} may have to take: use bf16"
 

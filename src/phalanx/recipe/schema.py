@@ -315,6 +315,11 @@ class Exchange(Part):
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     outer: Outer = Outer()
+    fragments: PositiveInt = 1
+    """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is
+    asked for less at a time."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """`local` and `diloco`: steps that workers go on before they take what was exchanged, which travels meanwhile."""
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     """`local` and `diloco`: what weights travel as, told as how far a worker moved. `int8` keeps what it could not
     send."""

@@ -2,8 +2,9 @@
 
 In a checkpoint `exchange/worker/optimizer/<parameter>/<state>` has a row for each worker. Between two outer steps
 `exchange/worker/<parameter>` has one, too, and the parameters by their own names are those with which the round began.
-`exchange/momentum/<parameter>` is the outer optimizer's. The same number of workers goes on where it was. With another,
-each starts from the mean of the rows, and where that is in the middle of a round, with its outer step.
+`exchange/momentum/<parameter>` is the outer optimizer's, `exchange/flying/<parameter>` the sum of how far workers had
+moved that was under way. The same number of workers goes on where it was. With another, each starts from the mean of
+the rows, and where that is in the middle of a round, with its outer step; what was under way is in the rows.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from phalanx.train.parallel.cuts import Block, Holding
 from phalanx.train.parallel.divided import Divided, Held
 from phalanx.train.state import Blocks, Wanted
 
-ROWS, MOMENTUM = "exchange/worker/", "exchange/momentum/"
+ROWS, MOMENTUM, FLYING = "exchange/worker/", "exchange/momentum/", "exchange/flying/"
 OTHERS = ("shard", "context", "tensor")
 """Axes along which ranks would hold the same; here they have one."""
 
@@ -32,8 +33,9 @@ class Apart:
     rounds: Rounds
 
     def due(self, step: int) -> range:
-        """The steps whose evaluations and saves are done after this one: when workers hold the same weights again."""
-        return self.rounds.since(step)
+        """The steps whose evaluations and saves are done after this one: when workers hold the same weights again, if
+        they ever do before the end."""
+        return self.rounds.schedule.since(step)
 
     def held(self, state: Mapping[str, Held]) -> dict[str, Held]:
         """The state, with this worker's own of it as a row."""
@@ -45,6 +47,8 @@ class Apart:
                 found |= {ROWS + name: state[name], name: self.divided.whole(start.to(parameter.dtype))}
         for parameter, momentum in self.rounds.momenta().items():
             found[MOMENTUM + names[parameter]] = self.divided.whole(momentum)
+        for parameter, moved in self.rounds.flying().items():
+            found[FLYING + names[parameter]] = self.divided.whole(moved)
         return {key: self._row(held.tensor) if key.startswith(ROWS) else held for key, held in found.items()}
 
     def _row(self, tensor: Tensor) -> Held:
@@ -72,8 +76,9 @@ class Apart:
         turns: list[Blocks] = []
         read, sums = rows, rows
         if count == world:
-            blocks += _row_of(rows, rank)
+            blocks += [*_row_of(rows, rank), *self._flying(manifest)]
         else:
+            self.rounds.drop()
             read = {name: torch.zeros_like(row) for name, row in rows.items()}
             sums = {name: torch.zeros_like(row, dtype=torch.float32) for name, row in rows.items()}
             turns = [_row_of(read, number) for number in range(count)]
@@ -106,6 +111,16 @@ class Apart:
             momentum.zero_()
             if (key := MOMENTUM + names[parameter]) in manifest.tensors:
                 found.append((key, (0,) * momentum.dim(), momentum))
+        return found
+
+    def _flying(self, manifest: Manifest) -> Blocks:
+        """The sums that were under way."""
+        names = {parameter: name for name, parameter in self.divided.parameters().items()}
+        under_way = self.rounds.take_up(manifest.meta["step"])
+        found = [(FLYING + names[parameter], (0,) * moved.dim(), moved) for parameter, moved in under_way.items()]
+        if any(key not in manifest.tensors for key, *_ in found):  # of a run with another schedule
+            self.rounds.drop()
+            return []
         return found
 
 

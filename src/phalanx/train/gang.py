@@ -200,8 +200,7 @@ class Gang:
             parts.stepper.update(scale, lr)
         parts.stepper.follow()
         watch.lap("optimizer")
-        if parts.divided.apart is not None and parts.divided.apart.rounds.ends_with(step):
-            parts.divided.apart.rounds.end()
+        if parts.divided.apart is not None and parts.divided.apart.rounds.follow(step):
             watch.lap("exchange")
         self.saving.settle(outcome.flags)
         watch.lap("checkpoint")
@@ -303,7 +302,8 @@ class Gang:
         due = every is not None and (self.keeping.due(lambda step: step % every == 0) or progress.step == recipe.steps)
         if not due or progress.step == 0:
             return False
-        scores = parts.score()
+        with parts.divided.agreed():
+            scores = parts.score()
         if scores is None:  # nothing to score, or asked to stop
             return False
         improved = math.isfinite(scores.loss) and (progress.best is None or scores.loss < progress.best)

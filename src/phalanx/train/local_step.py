@@ -18,6 +18,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout
 from phalanx.train.apart import Apart
 from phalanx.train.exchange.rounds import PLAIN, Rounds
+from phalanx.train.exchange.schedule import Schedule
 from phalanx.train.gradients import LocalGradients
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
@@ -93,8 +94,7 @@ def make_local_stepper(
         parameters,
         rank=place.rank,
         world=place.world,
-        every=exchange.every,
-        last=recipe.steps,
+        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay),
         outer=exchange.outer if exchange.strategy == "diloco" else PLAIN,
         wire=exchange.wire,
         capacity=exchange.bucket * 2**20,

@@ -160,6 +160,16 @@ def test_workers_that_train_apart_wait_for_what_they_send_but_send_it_seldom() -
     assert seldom < usual / 10
 
 
+def test_workers_that_go_on_meanwhile_wait_for_less() -> None:
+    slow = faster(named("h100:64"), 1, 0.05)
+    given = replace(setup(Layout(replicate=64), zero=0), cluster=slow)
+    waiting, going_on = (
+        step(replace(given, wire=wire_of(Exchange(strategy="diloco", exact="no", delay=delay))), H100).gradients
+        for delay in (0, 5)
+    )
+    assert going_on < waiting
+
+
 @pytest.mark.parametrize(
     ("values", "share", "memory"),
     [

@@ -161,6 +161,21 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             2,
             "exchange.wire: is for strategy: local or diloco, and the strategy is int8: leave it out",
         ),
+        (
+            ["exchange.fragments=2"],
+            2,
+            "exchange.fragments: is for strategy: local or diloco, and the strategy is auto: leave it out",
+        ),
+        (
+            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=3", "exchange.fragments=4"],
+            2,
+            "exchange.fragments: found 4, but at most one leaves after a step: at most every = 3",
+        ),
+        (
+            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.fragments=4", "exchange.delay=6"],
+            2,
+            "exchange.delay: found 6, but the next fragment leaves after 6: at most 5",
+        ),
         (["layout.context=3"], 3, "layout.context: found 3, which must divide data.sequence = 256$"),
         (["layout.shard=3"], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),

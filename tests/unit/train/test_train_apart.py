@@ -11,6 +11,7 @@ from phalanx.recipe.schema import Layout, Outer
 from phalanx.train.apart import Apart
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.exchange.rounds import PLAIN, Rounds
+from phalanx.train.exchange.schedule import Schedule
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, coordinates
 from phalanx.train.state import Blocks, Wanted
@@ -25,7 +26,7 @@ def apart(rank: int, world: int, outer: Outer = PLAIN) -> tuple[nn.Parameter, Ap
     layout = Layout(replicate=world)
     model = nn.Linear(3, 2, bias=False)
     nn.init.constant_(model.weight, BEGUN)
-    rounds = Rounds([model.weight], rank=rank, world=world, every=4, last=10, outer=outer)
+    rounds = Rounds([model.weight], rank=rank, world=world, schedule=Schedule(4, 10), outer=outer)
     for momentum in rounds.momenta().values():
         momentum.fill_(FILL)
     return model.weight, Apart(Divided(Mesh(layout, coordinates(layout, rank)), (model,)), rounds)
@@ -64,7 +65,7 @@ def loaded(tensors: dict[str, Tensor], rank: int, world: int, outer: Outer = PLA
 
     records = {name: SimpleNamespace(shape=tuple(t.shape), torch_dtype=t.dtype) for name, t in tensors.items()}
     given = Wanted([("weight", (0, 0), weight.detach())], {})
-    wanted = mine.wanted(given, cast(Manifest, SimpleNamespace(tensors=records)))
+    wanted = mine.wanted(given, cast(Manifest, SimpleNamespace(tensors=records, meta={"step": 6})))
     read(wanted.blocks)
     for turn in wanted.turns:
         read(turn)
@@ -142,20 +143,32 @@ def test_what_falls_due_in_a_round_is_due_when_it_ends() -> None:
     assert due == {step: ends.get(step, []) for step in range(1, 11)}
 
 
+def test_a_score_is_that_of_the_weights_that_were_agreed_on_last() -> None:
+    weight, other = nn.Parameter(torch.full((4,), 1.0)), nn.Parameter(torch.full((4,), 5.0))
+    rounds = Rounds([weight, other], rank=0, world=1, schedule=Schedule(4, 10, fragments=2))
+    rounds.together = False
+    with torch.no_grad():
+        weight.fill_(2.0)
+        other.fill_(6.0)
+    with rounds.agreed():
+        assert (weight.tolist(), other.tolist()) == ([1.0] * 4, [5.0] * 4)
+    assert (weight.tolist(), other.tolist()) == ([2.0] * 4, [6.0] * 4)
+
+
 def test_weights_of_16_bits_are_averaged_in_32() -> None:
     weight = nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
-    rounds = Rounds([weight], rank=0, world=1, every=1, last=1)
+    rounds = Rounds([weight], rank=0, world=1, schedule=Schedule(1, 1))
     nn.init.constant_(weight, 258.0)
-    rounds.end()
+    rounds.follow(1)
     assert [bucket.slab.flat.dtype for bucket in rounds.buckets] == [torch.float32]
     assert weight.tolist() == [258.0] * 4
 
 
 def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
     weight = nn.Parameter(torch.full((4,), 1.0))
-    rounds = Rounds([weight], rank=0, world=1, every=1, last=2, wire="int8")
+    rounds = Rounds([weight], rank=0, world=1, schedule=Schedule(1, 2), wire="int8")
     rounds.residuals()[weight].fill_(0.5)  # of the way back
-    for expected in (1.5, 2.0):
+    for step, expected in ((1, 1.5), (2, 2.0)):
         nn.init.constant_(weight, 2.0)
-        rounds.end()
+        rounds.follow(step)
         assert weight.tolist() == [expected] * 4

@@ -5,6 +5,7 @@ digests. A model that is only replicated is the simplest case of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,10 @@ class Divided:
     def alike(self) -> bool:
         """Whether every worker holds the whole state of the run."""
         return self.mesh.only_replicates and self.residuals is None and self.apart is None
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Within it weights are those that all workers agree on, where each has its own."""
+        return nullcontext() if self.apart is None else self.apart.rounds.agreed()
 
     @property
     def whole_module(self) -> nn.Module:
