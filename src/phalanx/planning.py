@@ -17,6 +17,7 @@ from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
 from phalanx.data.reader import Facts
 from phalanx.errors import RecipeError, UsageError
+from phalanx.plan.buckets import best_bucket
 from phalanx.plan.budget import Budget, budget
 from phalanx.plan.energy import Energy, Slowdown, capped_slowdown, device_power, run_energy
 from phalanx.plan.fitting import what_would_fit
@@ -359,6 +360,8 @@ def chosen(planned: Planned) -> dict[str, Any]:
         changes["memory.recompute"] = setup.recompute
     if recipe.precision == "auto":
         changes["precision"] = setup.precision
+    if recipe.exchange.bucket == "auto" and (bucket := best_bucket(setup, planned.rates)) is not None:
+        changes["exchange.bucket"] = bucket
     return changes
 
 

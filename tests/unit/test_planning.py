@@ -52,12 +52,13 @@ def test_the_time_line_is_that_of_the_best(folder: Path) -> None:
 
 
 def test_everything_that_the_recipe_leaves_open_is_chosen(folder: Path) -> None:
-    assert set(chosen(planned(folder))) == {"layout", "batch.micro", "memory.recompute", "precision"}
+    keys = {"layout", "batch.micro", "memory.recompute", "precision", "exchange.bucket"}
+    assert set(chosen(planned(folder))) == keys
 
 
 def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
-    given = ("layout.replicate=32", "layout.tensor=2", "batch.micro=2", "memory.recompute=full", "precision=bf16")
-    found = planned(folder, *given)
+    layout = ("layout.replicate=32", "layout.tensor=2", "batch.micro=2")
+    found = planned(folder, *layout, "memory.recompute=full", "precision=bf16", "exchange.bucket=5")
     setup = found.best.setup
     assert (setup.layout.replicate, setup.layout.tensor, setup.layout.shard) == (32, 2, 1)
     assert (setup.micro, setup.recompute, setup.precision) == (2, "full", "bf16")

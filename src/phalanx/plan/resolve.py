@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
+from phalanx.recipe.exchanges import BUCKET
 from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
@@ -99,6 +100,8 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     for key in ("recompute", "loss"):
         values["memory"][key] = chosen[f"memory.{key}"]
     values["compile"] = recipe.compile if recipe.compile != "auto" else False
+    if recipe.exchange.bucket == "auto":
+        values["exchange"]["bucket"] = BUCKET
     if recipe.exchange.strategy == "auto" and recipe.exchange.exact != "no":  # else it is chosen while training
         values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)

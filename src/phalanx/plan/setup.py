@@ -72,7 +72,7 @@ def wire_of(exchange: Exchange, profile: Profile | None = None) -> Wire:
     """What an exchange sends in a step; of powersgd it depends on the model, of which at most all is sent.
 
     Workers that train apart send nothing but every so many steps, when they wait for it (Stich 2019, arXiv 1805.09767;
-    Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on meanwhile (2025, arXiv 2501.18512). They keep beside
+    Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on (2025, arXiv 2501.18512). They keep beside
     gradients the weights with which a round began, how far they moved, and the momentum of outer steps."""
     if exchange.strategy == "powersgd":
         share = 1.0 if profile is None else _thin_share(profile, exchange.low_rank)

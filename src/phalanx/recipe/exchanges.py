@@ -1,9 +1,18 @@
-"""Among which strategies `exchange: {strategy: auto}` may choose for a recipe."""
+"""What `auto` means for a recipe's exchange: among which strategies it may choose, and the size of buckets."""
 
-from phalanx.recipe.schema import Layout, Recipe
+from phalanx.recipe.schema import Exchange, Layout, Recipe
+
+BUCKET = 25.0
+"""MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
+MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")
 """What `auto` knows: the most accurate first, each with fewer bytes than the one before."""
+
+
+def bucket_bytes(exchange: Exchange) -> float:
+    """Bytes of gradients that travel together."""
+    return MIB * (BUCKET if exchange.bucket == "auto" else exchange.bucket)
 
 
 def candidates(recipe: Recipe) -> tuple[str, ...]:

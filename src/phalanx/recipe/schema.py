@@ -310,8 +310,8 @@ class Exchange(Part):
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
-    bucket: Annotated[float, Field(gt=0)] = 25.0
-    """MiB of gradients that travel together."""
+    bucket: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """MiB of gradients that travel together. `auto`: 25; `phalanx plan` writes the best for the cluster's network."""
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     outer: Outer = Outer()

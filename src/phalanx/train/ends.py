@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import candidates
+from phalanx.recipe.exchanges import bucket_bytes, candidates
 from phalanx.recipe.schema import LOCAL
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
@@ -60,7 +60,7 @@ def make_stepper(
             world=mesh.layout.replicate,
             micro_batches=micro_batches // mesh.turns,
             replicas=replicas,
-            capacity=recipe.exchange.bucket * 2**20,
+            capacity=bucket_bytes(recipe.exchange),
             group=mesh.replicate,
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
             strategy=strategy,

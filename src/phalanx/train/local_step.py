@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
+from phalanx.recipe.exchanges import bucket_bytes
 from phalanx.recipe.schema import Layout
 from phalanx.train.apart import Apart
 from phalanx.train.exchange.rounds import PLAIN, Rounds
@@ -97,7 +98,7 @@ def make_local_stepper(
         schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay),
         outer=exchange.outer if exchange.strategy == "diloco" else PLAIN,
         wire=exchange.wire,
-        capacity=exchange.bucket * 2**20,
+        capacity=bucket_bytes(exchange),
         group=divided.mesh.replicate,
     )
     divided.apart = Apart(divided, rounds)
