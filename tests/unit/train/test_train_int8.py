@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.int8 import BLOCK, Int8
+from phalanx.train.exchange.buckets import BLOCK
+from phalanx.train.exchange.int8 import Int8
 from phalanx.train.exchange.strategy import Site
 
 
@@ -51,13 +52,18 @@ def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
     return result
 
 
+SIZES = pytest.mark.parametrize("size", [3 * BLOCK + 5, 40 * BLOCK + 5], ids=["parts of blocks", "whole blocks"])
+
+
 @pytest.mark.usefixtures("alone")
-def test_what_was_not_sent_is_sent_later() -> None:
-    _, bucket, strategy = exchange_of((3 * BLOCK + 5,))
+@SIZES
+def test_what_was_not_sent_is_sent_later(size: int) -> None:
+    _, bucket, strategy = exchange_of((size,))
+    assert (bucket.length % BLOCK == 0) == (size > 16 * BLOCK)
     generator = torch.Generator().manual_seed(1)
-    total, sent = torch.zeros(3 * BLOCK + 5), torch.zeros(3 * BLOCK + 5)
+    total, sent = torch.zeros(size), torch.zeros(size)
     for _ in range(20):
-        gradient = torch.randn(3 * BLOCK + 5, generator=generator)
+        gradient = torch.randn(size, generator=generator)
         total += gradient
         sent += summed(strategy, bucket, gradient)
         assert bucket.residual is not None
@@ -66,15 +72,16 @@ def test_what_was_not_sent_is_sent_later() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@SIZES
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float) -> None:
-    _, bucket, strategy = exchange_of((BLOCK,))
-    gradient = torch.ones(BLOCK)
+def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float, size: int) -> None:
+    _, bucket, strategy = exchange_of((size,))
+    gradient = torch.ones(size)
     gradient[7] = value
     assert not summed(strategy, bucket, gradient).isfinite().all()
     assert bucket.residual is not None
     assert bucket.residual.isfinite().all()
-    torch.testing.assert_close(summed(strategy, bucket, torch.ones(BLOCK)), torch.ones(BLOCK))
+    torch.testing.assert_close(summed(strategy, bucket, torch.ones(size)), torch.ones(size))
 
 
 @pytest.mark.usefixtures("alone")

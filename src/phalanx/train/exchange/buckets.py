@@ -12,6 +12,10 @@ from phalanx.train.optimizers.local import like, local
 
 ALIGNMENT = 16
 """Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, as fast kernels like it."""
+BLOCK = 256
+"""Elements that share a scale where numbers are rounded to 8 bits. Each worker's part of a bucket is a multiple of it,
+so that nobody has to pad it, unless that would add more than a small part to the bucket: one in ROOMY."""
+ROOMY = 16
 
 
 @dataclass
@@ -124,7 +128,8 @@ def _bucket(parameters: list[nn.Parameter], world: int, slots: int, dtype: torch
     for parameter in parameters:
         starts.append(used)
         used += _round_up(local(parameter).numel(), ALIGNMENT)
-    length = _round_up(max(used + slots, 1), world * ALIGNMENT)  # a rank may hold no row of any of them
+    unit = BLOCK if used >= ROOMY * world * BLOCK else ALIGNMENT
+    length = _round_up(max(used + slots, 1), world * unit)  # a rank may hold no row of any of them
     return Bucket(parameters, starts, used, length, make_slab(parameters, starts, length, dtype))
 
 

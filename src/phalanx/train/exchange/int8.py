@@ -15,11 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
-from phalanx.train.exchange.buckets import Bucket
+from phalanx.train.exchange.buckets import BLOCK, Bucket
 from phalanx.train.exchange.strategy import Pending, Site
 
-BLOCK = 256
-"""Numbers that share a scale."""
 LEVELS = 127
 SHARE = (1 + 4 / BLOCK) / 4
 """Bytes of a gradient on the wire, as a share of fp32."""
@@ -36,13 +34,15 @@ class Int8:
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
         self._site = site
         self._wires = [_Wire(bucket.length // site.world, site) for bucket in buckets]
+        largest = max(wire.sent.numel() for wire in self._wires)
+        # Buckets are sent while others are answered, by another thread.
+        self._sending, self._answering = (torch.zeros(largest, device=site.device) for _ in range(2))
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         assert bucket.residual is not None
-        wire, world = self._wires[number], self._site.world
-        whole = bucket.residual.add_(bucket.slab.flat).view(world, -1)
-        for rank, part in enumerate(whole):
-            wire.encode(part, wire.sent[rank])
+        wire = self._wires[number]
+        whole = bucket.residual.add_(bucket.slab.flat).view(self._site.world, -1)
+        encode(whole, *wire.of(wire.sent), self._sending)
         work: Pending | None = dist.all_to_all_single(
             wire.received.view(-1), wire.sent.view(-1), group=self._site.first, async_op=True
         )
@@ -51,48 +51,59 @@ class Int8:
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         assert bucket.residual is not None
         wire, rank = self._wires[number], self._site.rank
-        own = wire.sum.zero_()
-        for each in wire.received:
-            own.add_(wire.decode(each))
-        wire.encode(own, wire.answer)
-        bucket.residual.view(self._site.world, -1)[rank].add_(own)  # what is left of the sum after encoding
-        return all_gather_into(wire.received.view(-1), wire.answer, self._site.second, wait=False)
+        numbers, scales = wire.of(wire.received)
+        parts = self._answering[: numbers.numel()].view_as(numbers).copy_(numbers).mul_(scales)
+        own = torch.sum(parts, dim=0, keepdim=True, out=wire.sum).view(1, -1)
+        encode(own, *wire.of(wire.answer), self._answering)
+        residual = bucket.residual.view(self._site.world, -1)[rank]
+        residual.add_(own[0, : len(residual)])  # what is left of the sum after encoding
+        return all_gather_into(wire.received.view(-1), wire.answer.view(-1), self._site.second, wait=False)
 
     def take(self, number: int, bucket: Bucket) -> None:
         wire = self._wires[number]
-        for each, part in zip(wire.received, bucket.slab.flat.view(self._site.world, -1), strict=True):
-            part.copy_(wire.decode(each))
+        numbers, scales = wire.of(wire.received)
+        whole = bucket.slab.flat.view(self._site.world, -1)
+        if whole.numel() == numbers.numel():
+            whole.view_as(numbers).copy_(numbers).mul_(scales)
+        else:
+            whole.copy_((numbers * scales).view(len(whole), -1)[:, : whole.shape[1]])
 
 
 class _Wire:
-    """A bucket's way in bytes: for each part of `length` numbers first the quantised ones, then the scales."""
+    """A bucket's way in bytes: for each of `world` parts of `length` numbers first the quantised ones, filled up to
+    whole blocks, then the scales."""
 
     def __init__(self, length: int, site: Site):
-        self._length, blocks = length, -(-length // BLOCK)
-        self._numbers = torch.zeros(blocks, BLOCK, device=site.device)
-        self._magnitudes = torch.zeros_like(self._numbers)
-        self._size = blocks * BLOCK
-        size = self._size + 4 * blocks
-        self.sent = torch.zeros(site.world, size, dtype=torch.uint8, device=site.device)
-        self.sum = torch.zeros(length, device=site.device)
-        self.received, self.answer = torch.zeros_like(self.sent), torch.zeros_like(self.sent[0])
+        blocks = -(-length // BLOCK)
+        self._shape = (blocks, BLOCK)
+        self.sum = torch.zeros(1, blocks, BLOCK, device=site.device)
+        self.sent = torch.zeros(site.world, blocks * (BLOCK + 4), dtype=torch.uint8, device=site.device)
+        self.received, self.answer = torch.zeros_like(self.sent), torch.zeros_like(self.sent[:1])
 
-    def encode(self, part: Tensor, out: Tensor) -> None:
-        """Quantise `part` into `out`, and leave in `part` what was lost."""
-        numbers, scales = self._numbers, out[self._size :].view(torch.float32)
-        numbers.view(-1)[: self._length].copy_(part)
-        torch.amax(torch.abs(numbers, out=self._magnitudes), dim=1, out=scales)
-        finite = bool(scales.isfinite().all())
-        scales.div_(LEVELS)
-        numbers.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-        out[: self._size].view(torch.int8).copy_(numbers.view(-1))
-        if finite:
-            part.sub_(numbers.mul_(scales[:, None]).view(-1)[: self._length])
-        else:
-            part.zero_()
+    def of(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers [n, blocks, BLOCK] and their scales [n, blocks, 1] that lie in [n, bytes]."""
+        size = self._shape[0] * BLOCK
+        numbers = data[:, :size].view(torch.int8).unflatten(1, self._shape)
+        return numbers, data[:, size:].view(torch.float32).unsqueeze(2)
 
-    def decode(self, data: Tensor) -> Tensor:
-        """What was quantised, in memory that the next call writes over."""
-        scales = data[self._size :].view(torch.float32)
-        self._numbers.copy_(data[: self._size].view(torch.int8).view(-1, BLOCK)).mul_(scales[:, None])
-        return self._numbers.view(-1)[: self._length]
+
+def encode(parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor) -> None:
+    """Quantise `parts` [n, length], and leave in them what was lost; nothing of what is not finite. All of a bucket in
+    one go, and in few passes: this goes on beside backward, on the same cores."""
+    count, length = parts.shape
+    if parts.numel() < quantised.numel():
+        padded = parts.new_zeros(count, quantised[0].numel())
+        padded[:, :length] = parts
+        encode(padded, quantised, scales, scratch)
+        parts.copy_(padded[:, :length])
+        return
+    numbers, rounded = parts.view_as(quantised), scratch[: parts.numel()].view_as(quantised)
+    largest = torch.amax(torch.abs(numbers, out=rounded), dim=2, keepdim=True)
+    finite = bool(largest.isfinite().all())
+    scales.copy_(largest.div_(LEVELS))
+    torch.mul(numbers, largest.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_(), out=rounded).round_()
+    quantised.copy_(rounded)
+    if finite:
+        numbers.addcmul_(rounded, largest, value=-1)
+    else:
+        numbers.zero_()
