@@ -94,7 +94,7 @@ def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
 @pytest.mark.slow
 def test_workers_that_train_apart_roll_back_together(lab: Lab, folder: Path) -> None:
     """From the middle of a round to the end of an earlier one."""
-    changes = merged(POISONED, {"exchange": {"strategy": "diloco", "exact": "no", "every": 3}})
+    changes = merged(POISONED, {"exchange": {"strategy": "diloco", "exact": "no", "every": 3, "start": 0}})
     poison(lab, folder, gradient=[(8, 1), (9, 7), (10, 11)])
     undisturbed = lab.train(changes, 2, folder=folder)
     assert [event["action"] for event in undisturbed.kind("guard")] == ["skip", "skip", "rollback"]

@@ -19,7 +19,7 @@ SLOW = fault(1, "slow", delay=0.03, attempt=None)
 
 def changes_of(strategy: str, workers: int = 2, every: int = 3, **exchange: Any) -> Values:
     """Two buckets; with 12 steps, four rounds."""
-    values = {"strategy": strategy, "exact": "no", "bucket": 0.02, "every": every, **exchange}
+    values = {"strategy": strategy, "exact": "no", "bucket": 0.02, "every": every, "start": 0, **exchange}
     return {"model": SMALL, "layout": {"replicate": workers}, "exchange": values}
 
 

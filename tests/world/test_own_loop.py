@@ -189,7 +189,7 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
         pytest.param(
             2,
             [1],
-            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=2"],
+            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=2", "exchange.start=0"],
             marks=pytest.mark.slow,
             id="diloco",
         ),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
+from phalanx.recipe.schema import LOCAL
 from phalanx.train.ends import make_stepper
 from phalanx.train.exchange.rounds import Rounds
 from phalanx.train.exchange.schedule import Schedule
@@ -66,6 +67,8 @@ def train(
     """The weights after each step of this worker, and how many elements each collective had in it."""
     values = {"batch": {"global": 2 * world, "micro": 1}, "steps": STEPS, "optim": optim, "precision": "fp32"}
     exchange = {"exact": "no", "bucket": 400 / 2**20, **exchange}
+    if exchange["strategy"] in LOCAL:
+        exchange = {"start": 0, **exchange}
     recipe = Recipe.model_validate({**values, "layout": {"replicate": world}, "exchange": exchange})
     place, model = Place(rank, world), Toy()
     assert not isinstance(recipe.layout, str)
@@ -159,6 +162,20 @@ def own_steps(model: Toy, rank: int, steps: range) -> None:
         inner.zero_grad()
         (torch.stack([model(step, leaf) for leaf in (2 * rank, 2 * rank + 1)]).sum() / 2).backward()
         inner.step()
+
+
+@RANKS
+@pytest.mark.parametrize("how", [{"every": 2}, {"every": 4, "fragments": 2, "delay": 1}], ids=str)
+def test_in_the_first_steps_all_take_the_mean_after_each(world: World, ranks: int, how: dict[str, int]) -> None:
+    """Without an outer optimizer, which is for longer ways."""
+    together = trained(world, ranks, SGD, strategy="allreduce")
+    for found in trained(world, ranks, SGD, strategy="diloco", start=3, **how):
+        for step in range(3):
+            assert_close(found[step], together[0][step])
+    first, *others = trained(world, ranks, SGD, strategy="diloco", start=3, **how)
+    for other in others:
+        agreed = [all(a.equal(b) for a, b in zip(*pair, strict=True)) for pair in zip(first, other, strict=True)]
+        assert agreed == [True, True, True, "fragments" not in how, False, True]
 
 
 @RANKS

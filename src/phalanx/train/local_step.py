@@ -95,7 +95,7 @@ def make_local_stepper(
         parameters,
         rank=place.rank,
         world=place.world,
-        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay),
+        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay, exchange.start),
         outer=exchange.outer if exchange.strategy == "diloco" else PLAIN,
         wire=exchange.wire,
         capacity=bucket_bytes(exchange),

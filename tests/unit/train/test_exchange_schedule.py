@@ -18,6 +18,25 @@ def test_all_weights_leave_at_once_at_the_end_of_a_round_and_of_the_run() -> Non
     assert not any(schedule.flying(step) for step in range(8))
 
 
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 0), (2, 1)])
+def test_in_the_first_steps_everything_leaves_and_lands_after_each(fragments: int, delay: int) -> None:
+    schedule = Schedule(4, 100, fragments, delay, start=5)
+    for step in range(1, 6):
+        assert schedule.leaving(step) == list(range(fragments))
+        assert schedule.flying(step) == []
+        assert list(schedule.since(step)) == [step]
+    assert schedule.leaving(7) == schedule.leaving(9) == []
+
+
+def test_the_first_round_begins_where_the_first_steps_end() -> None:
+    assert [list(Schedule(4, 100, start=5).since(step)) for step in (6, 7, 8, 12)] == [
+        [],
+        [],
+        [6, 7, 8],
+        [9, 10, 11, 12],
+    ]
+
+
 def test_fragments_leave_by_turns() -> None:
     schedule = Schedule(4, 100, fragments=2)
     assert [schedule.leaving(step) for step in range(9)] == [[], [], [1], [], [0], [], [1], [], [0]]

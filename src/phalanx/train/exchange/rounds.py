@@ -76,8 +76,8 @@ class Rounds:
         if leaving:
             self._leave([number for number in range(len(self.buckets)) if self._fragment(number) in leaving])
             if not leaving & set(flying):
-                self._land()
-            self.together = last or not self.schedule.streams
+                self._land(outer=PLAIN if step <= self.schedule.start else None)
+            self.together = last or step <= self.schedule.start or not self.schedule.streams
         return bool(landed or leaving)
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Rounds:
         self.drop()
         for number in range(len(self.buckets)):
             self._measure(number)
-            self._step(number)
+            self._step(number, 0.0, self._outer)
         self.together = True
 
     def agreed(self) -> AbstractContextManager[None]:
@@ -176,12 +176,12 @@ class Rounds:
         self._arrived = True
 
     @torch.no_grad()
-    def _land(self, own: float = 0.0) -> None:
-        """The outer step of what is flying; this worker keeps so much of its own weights."""
+    def _land(self, own: float = 0.0, outer: Outer | None = None) -> None:
+        """The outer step of what is flying, or another; this worker keeps so much of its own weights."""
         self._arrive()
         for number in self._flying:
             self.buckets[number].slab.flat.div_(self._world)
-            self._step(number, own)
+            self._step(number, own, outer or self._outer)
         self._flying = []
 
     def _open(self) -> Courier | None:
@@ -201,14 +201,14 @@ class Rounds:
         foreach("copy_", bucket.slab.views, [local(p) for p in bucket.parameters])
         torch.sub(self._starts[number], flat, out=flat)
 
-    def _step(self, number: int, own: float = 0.0) -> None:
+    def _step(self, number: int, own: float, outer: Outer) -> None:
         """Follow the outer gradient from where the round began, as torch.optim.SGD does; the next begins there, and
         parameters with it, but for what is kept of their `own`."""
         bucket, start, direction = self.buckets[number], self._starts[number], self.buckets[number].slab.flat
-        if self._momenta:
-            momentum = self._momenta[number].mul_(self._outer.momentum).add_(direction)
-            direction.add_(momentum, alpha=self._outer.momentum)
-        start.sub_(direction, alpha=self._outer.lr)
+        if outer.momentum:
+            momentum = self._momenta[number].mul_(outer.momentum).add_(direction)
+            direction.add_(momentum, alpha=outer.momentum)
+        start.sub_(direction, alpha=outer.lr)
         here, views = [local(p) for p in bucket.parameters], _views(bucket, start)
         before = [p.detach().clone() for p in here] if own else []
         foreach("copy_", here, views)
