@@ -20,7 +20,10 @@ STRATEGIES: list[Any] = [
 
 
 def changes_of(strategy: str, layout: dict[str, int]) -> dict[str, Any]:
+    """PowerSGD sends the first steps' gradients whole."""
     exchange = {"strategy": strategy, "exact": "no", "bucket": 0.02}
+    if strategy == "powersgd":
+        exchange["start"] = 3
     return {"model": SMALL, "layout": layout, "exchange": exchange}
 
 

@@ -19,6 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.jobs.engines.local import AGAIN, Local
 from phalanx.jobs.queue.supervisor import MARK
 from phalanx.jobs.spec import Job, State
+from phalanx.run.lock import taken
 
 
 def processes(queue: Path) -> list[psutil.Process]:
@@ -63,6 +64,15 @@ def supervisors(queue: Path) -> list[psutil.Process]:
             if each.ppid() not in known:
                 alone.append(each)
     return alone
+
+
+def nobody_supervises(queue: Path) -> bool:
+    """Whether the lock is free: who was killed may hold it for a while after it is called nothing any more."""
+    lock = os.open(queue / "supervisor.lock", os.O_RDWR)
+    try:
+        return taken(lock, 0)
+    finally:
+        os.close(lock)
 
 
 def supervisor(queue: Path) -> psutil.Process:
@@ -114,7 +124,7 @@ def test_who_looks_starts_one_supervisor_where_none_lives_and_jobs_go_on(
     wait_until(lambda: engine.store.get(int(ident)).runner is not None)  # type: ignore[union-attr]
     for each in supervisors(queue):
         each.kill()
-    wait_until(lambda: supervisors(queue) == [])
+    wait_until(lambda: supervisors(queue) == [] and nobody_supervises(queue))
     for _ in range(3):
         another = Local(queue)
         LOOKS[look](another, ident)

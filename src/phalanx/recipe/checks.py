@@ -87,9 +87,11 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
 
 def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
-    for name in ("every", "start", "outer", "fragments", "delay", "wire"):
+    for name in ("every", "outer", "fragments", "delay", "wire"):
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
+    if recipe.exchange.start != Exchange().start and strategy not in (*LOCAL, "powersgd"):
+        yield "exchange.start", f"is for powersgd, local or diloco, and the strategy is {strategy}: leave it out"
     if strategy in LOCAL:
         yield from _local(recipe)
         return

@@ -315,7 +315,8 @@ class Exchange(Part):
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     start: Annotated[int, Field(ge=0)] = 100
-    """`local` and `diloco`: first steps of a run after each of which workers take the mean of their weights."""
+    """`powersgd`, `local` and `diloco`: first steps of a run, in which gradients travel whole, or after each of which
+    workers take the mean of their weights."""
     outer: Outer = Outer()
     fragments: PositiveInt = 1
     """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is

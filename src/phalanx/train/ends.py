@@ -66,6 +66,7 @@ def make_stepper(
             strategy=strategy,
             nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
             low_rank=recipe.exchange.low_rank,
+            start=recipe.exchange.start,
         )
         divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
     between = isinstance(gradients, GradientExchange) or mesh.only_replicates

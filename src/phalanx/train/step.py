@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
-from phalanx.train.gradients import Gradients, ShardedReplicas
+from phalanx.train.gradients import Gradients, ShardedReplicas, exchange_of
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.collectives import summed
@@ -141,6 +141,8 @@ class Stepper:
     def begin(self, step: int) -> None:
         """A step with this number begins."""
         self._seeds.begin(step, self._leaves)
+        if (exchange := exchange_of(self.summed)) is not None:
+            exchange.begin_step(step)
         self.backwards, self.has_sums = 0, False
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].

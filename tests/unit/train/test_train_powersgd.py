@@ -55,6 +55,23 @@ def summed(strategy: PowerSGD, bucket: Bucket, *gradients: Tensor) -> list[Tenso
     return [view.clone() for view in bucket.slab.views]
 
 
+@pytest.mark.usefixtures("alone")
+def test_in_the_first_steps_gradients_travel_whole() -> None:
+    weights = [weight(30, 20)]
+    exchange = GradientExchange(
+        weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="powersgd", low_rank=1, start=3
+    )
+    (bucket,) = exchange.buckets
+    strategy = PowerSGD(Site(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
+    for step in range(1, 6):
+        gradient = of_rank(10, 30, 20, seed=step)
+        exchange.begin_step(step)
+        (found,) = summed(strategy, bucket, gradient)
+        assert found.equal(gradient) == (step <= 3)
+        assert bucket.residual is not None
+        assert bool(bucket.residual.any()) == (step > 3)
+
+
 def of_rank(rank: int, rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)

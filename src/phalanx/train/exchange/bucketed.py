@@ -40,8 +40,8 @@ class GradientExchange:
 
     Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
     FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `low_rank` is that of
-    what `powersgd` sends. RecipeError when one backward makes a gradient twice, as re-entrant checkpointing of
-    activations can.
+    what `powersgd` sends after the first `start` steps, of which `begin_step` tells. RecipeError when one backward
+    makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class GradientExchange:
         strategy: str = "allreduce",
         nodes: Sequence[int] | None = None,
         low_rank: int = 4,
+        start: int = 0,
     ):
         self.rank = rank
         self.world = world
@@ -89,6 +90,7 @@ class GradientExchange:
         self._next = 0  # the first bucket that is not complete yet
         self._armed = False
         self._leaf = 0
+        self._start = start
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
             for bucket in self.buckets
@@ -135,6 +137,11 @@ class GradientExchange:
         tree = self.replicas
         strategy = FixedTree(site, self.micro_batches, self._cover) if tree else self._way(site, self.buckets)
         self._courier = Courier(strategy, beside=device.type == "cpu")
+
+    def begin_step(self, step: int) -> None:
+        """The step of a run that has this number comes next."""
+        for bucket in self.buckets:
+            bucket.whole = step <= self._start
 
     def begin(self, leaf: int) -> None:
         """The backward of micro-batch number `leaf` of the global batch comes next."""

@@ -45,6 +45,7 @@ class Bucket:
     finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
     residual: Tensor | None = None  # [length], what this worker has not sent yet of its gradients
     bases: list[Tensor | None] = field(default_factory=list)  # of each parameter, on what its gradient is projected
+    whole: bool = False  # nothing is projected in this step
     missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
 
     def new_slab(self) -> Slab:

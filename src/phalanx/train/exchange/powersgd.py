@@ -4,7 +4,8 @@ A gradient M [rows, columns] travels as two thin matrices, one step of subspace 
 ended: all workers add up P = M Q, make its columns orthonormal, and add up Q = M^T P; the sum is taken to be P Q^T.
 What of its own gradient a worker could not send, M - P P^T M, is kept and added to its next one, so that nothing is
 lost but late. (The paper keeps M less the mean of what all sent. The sum over workers is the same; this one does not
-grow with how much they differ.) Vectors, and matrices that are no larger than their two thin ones, travel as they are.
+grow with how much they differ.) Vectors, and matrices that are no larger than their two thin ones, travel as they are;
+and so does everything in the first steps of a run, in which gradients change too fast to be told late.
 
 A step whose gradients are not finite is skipped by all; nothing of it is kept.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.train.exchange.buckets import Bucket
 from phalanx.train.exchange.strategy import Pending, Site
 from phalanx.train.optimizers.local import local
+from phalanx.train.parallel.collectives import Group
 
 SEED = 71
 """Of the bases that a run starts with: alike on all workers."""
@@ -40,24 +42,28 @@ class PowerSGD:
         assert bucket.residual is not None
         wire = self._wires[number]
         bucket.residual.add_(bucket.slab.flat)
+        if bucket.whole:
+            bucket.slab.flat.copy_(bucket.residual)
+            bucket.residual.zero_()
+            return _summed(bucket.slab.flat, self._site.first)
         for each in wire.whole:
             each.sent.copy_(each.here)
             each.here.zero_()
         for part in wire.thin:
             torch.mm(part.matrix, part.basis, out=part.left)
-        work: Pending | None = dist.all_reduce(wire.first, group=self._site.first, async_op=True)
-        return work
+        return _summed(wire.first, self._site.first)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         wire = self._wires[number]
+        if bucket.whole or not wire.thin:
+            return None
         for part in wire.thin:
             part.project()
-        if not wire.thin:
-            return None
-        work: Pending | None = dist.all_reduce(wire.second, group=self._site.second, async_op=True)
-        return work
+        return _summed(wire.second, self._site.second)
 
     def take(self, number: int, bucket: Bucket) -> None:
+        if bucket.whole:
+            return
         wire, flat = self._wires[number], bucket.slab.flat
         for each in wire.whole:
             flat[each.start : each.start + len(each.sent)].copy_(each.sent)
@@ -67,6 +73,12 @@ class PowerSGD:
             into.copy_(part.left @ part.right.T)
             if part.right.isfinite().all() and part.right.any():  # zeros would lead nowhere
                 part.basis.copy_(part.right)
+
+
+def _summed(tensor: Tensor, group: Group) -> Pending | None:
+    """Begins to add up what all workers have in `tensor`."""
+    work: Pending | None = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
 
 
 @dataclass
