@@ -242,7 +242,7 @@ def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts:
     assert len({ours(lab, arguments, nproc).digest for nproc in (1, 2, 3)}) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopped_it_saves_and_goes_on_to_the_same_bits(lab: Lab, scripts: Path, number: signal.Signals) -> None:
     stopped = ours(lab, ["dropout"], 2, faults=[SLOW], show=signal_at(3, number))
     assert (stopped.code, stopped.message) == (ExitCode.UNFINISHED, None)

@@ -97,7 +97,7 @@ def counted(rank: int, world: int, kind: str) -> int:
     return sum(event.count for event in profile.key_averages() if event.key == "_c10d_functional::all_reduce")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", SPECS)
 def test_sharded_parameters_take_the_steps_of_whole_ones(world: World, kind: str, ranks: int) -> None:
     one = trained(0, 1, kind)
