@@ -9,15 +9,15 @@ exposed.
 from phalanx.plan.rates import Rates
 from phalanx.plan.setup import Setup
 from phalanx.plan.step import Costs, chunks, through
+from phalanx.recipe.exchanges import BUCKET, MIB
 
-SIZES = (25.0, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
+SIZES = (BUCKET, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
 """MiB that are considered."""
 WORTH = 0.02
 """More buckets must save so much of a backward: each costs the host some work, too."""
 GLOO = 3e-4
 """Seconds that an all-reduce of gloo takes on CPUs, however little is sent: 0.2 to 0.5 ms between two processes of a
 virtual machine (1 kB over loopback, torch 2.13)."""
-MIB = 2.0**20
 
 
 def exposed(count: int, backward: float, each: float) -> float:
