@@ -3,7 +3,8 @@
 `RUN.faults.json` lists faults as {"step", "do", "ranks", "attempt", "when", "delay"}. `attempt` null means every one.
 when: `boundary` (default) strikes between the step and what follows it; `within` so many seconds (`delay`) later, in
 the middle of whatever is done then; `saving` as soon as a checkpoint that is being written has its temporary directory,
-plus `delay`; `start` before the first step; `evaluation` after one at or beyond the step.
+plus `delay`; `saved` as soon as a checkpoint is whole, plus `delay`; `start` before the first step; `evaluation` after
+one at or beyond the step.
 do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
 (every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
 `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove
@@ -53,8 +54,8 @@ class Faults:
                 strike(fault)
             elif when == "within":
                 later(lambda fault=fault: (time.sleep(fault["delay"]), strike(fault)))
-            elif when == "saving":
-                later(lambda fault=fault: strike_while_saving(run.path / "checkpoints", fault))
+            elif when in ("saving", "saved"):
+                later(lambda fault=fault: strike_at_checkpoint(run.path / "checkpoints", fault))
 
     def evaluation(self, run, event):
         for fault in self.faults:
@@ -66,8 +67,11 @@ def later(work):
     threading.Thread(target=work, daemon=True).start()
 
 
-def strike_while_saving(checkpoints: Path, fault):
-    while not any(".tmp-" in name for name in os.listdir(checkpoints)):
+def strike_at_checkpoint(checkpoints: Path, fault):
+    def there(name):
+        return ".tmp-" in name if fault["when"] == "saving" else name.startswith("step-") and ".tmp-" not in name
+
+    while not any(map(there, os.listdir(checkpoints))):
         pass
     time.sleep(fault.get("delay", 0.0))
     strike(fault)

@@ -84,9 +84,10 @@ def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
 def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
     lab: Lab, folder: Path, step: int, delay: float
 ) -> None:
+    """Killed when the checkpoint is whole: one that is lost with the worker costs another start."""
     poison(lab, folder, [(6, 0), (7, 5), (8, 11)])
     undisturbed = lab.train(POISONED, 2, folder=folder)
-    killed = lab.train(POISONED, 2, folder=folder, faults=[fault(step, ranks=[0], when="within", delay=delay)])
+    killed = lab.train(POISONED, 2, folder=folder, faults=[fault(step, ranks=[0], when="saved", delay=delay)])
     assert killed.result["restarts"] == 1
     assert killed.digest == undisturbed.digest
 
