@@ -6,12 +6,13 @@ so that a second plan needs no torch.
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.beside import Call
 from phalanx.cluster import Cluster, load_cluster, this_machine
 from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
@@ -100,11 +101,11 @@ def plan_run(
     cluster: str | None,
     gpus: int | None = None,
     folder: Path | None = None,
-    profiled: Callable[[Loaded, Facts], Profile] = profile_of,
+    beside: Call | None = None,
 ) -> Planned:
     """Foretell a recipe on a cluster (a name of the catalogue or a file), on `gpus` of its devices (default all), with
-    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open, from the
-    profile that `profiled` has of its model.
+    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open. Its model
+    is followed in the process `beside`, where one is given.
 
     RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
     what would. UsageError: the cluster has not so many devices.
@@ -117,7 +118,7 @@ def plan_run(
         with loaded.locating():
             check(recipe, loaded.folder, devices, loaded.at)
     facts = foretold(recipe.data, loaded.folder)
-    profile = profiled(loaded, facts)
+    profile = profile_of(loaded, facts, beside=beside)
     found, rates, room = _searched(recipe, profile, where, devices)
     if not found.options:
         raise RecipeError(_why_nothing(recipe, found, where, devices, room))

@@ -1,10 +1,5 @@
 """The profile of a recipe's model: followed once, and remembered, so that who asks again needs no torch."""
 
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from phalanx.compat import die_with_parent
+from phalanx.beside import Call
 from phalanx.errors import RecipeError
 from phalanx.plan.profile import Profile, from_plain, to_plain
 from phalanx.recipe import Recipe, import_object
@@ -27,8 +22,9 @@ Numbers = Literal["half", "single", "mixed"]
 """In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
 
 
-def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half") -> Profile:
-    """What a recipe's model asks of a machine: followed without memory, or remembered from before."""
+def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half", beside: Call | None = None) -> Profile:
+    """What a recipe's model asks of a machine: followed without memory, `beside` this process where that is given, or
+    remembered from before."""
     recipe = loaded.recipe
     key = {
         "follower": _follower(),
@@ -39,43 +35,16 @@ def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half") -> Pro
         "code": _code(recipe.model.build, loaded.folder),
         "versions": [version("phalanx"), version("torch")],
     }
-    return from_plain(remembered("profiles", key, lambda: to_plain(_followed(loaded, facts, numbers))))
+
+    def follow() -> dict[str, Any]:
+        found = None if beside is None else beside(_followed, loaded, facts, numbers)
+        return _followed(loaded, facts, numbers) if found is None else found
+
+    return from_plain(remembered("profiles", key, follow))
 
 
-@contextmanager
-def followed_beside(loaded: Loaded) -> Iterator["Callable[[Loaded, Facts], Profile]"]:
-    """A process beside this one follows the recipe's model, so that importing torch takes none of our time; what comes
-    is `profile_of`, which waits for it. Whatever goes wrong there goes wrong again in `profile_of`, which tells it."""
-    if not sys.modules.keys().isdisjoint({"numpy", "torch"}):  # their threads would be lost, and little gained
-        yield profile_of
-        return
-    process = os.fork()
-    if process == 0:
-        try:
-            from phalanx.data.foretold import foretold
-
-            die_with_parent()
-            profile_of(loaded, foretold(loaded.recipe.data, loaded.folder))
-        finally:
-            os._exit(0)
-    waiting = True
-
-    def waited(loaded: Loaded, facts: "Facts") -> Profile:
-        nonlocal waiting
-        os.waitpid(process, 0)
-        waiting = False
-        return profile_of(loaded, facts)
-
-    try:
-        yield waited
-    finally:
-        if waiting:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-
-
-def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> Profile:
-    """The profile of a recipe's model, by running through it without memory."""
+def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any]:
+    """The profile of a recipe's model as JSON values, by running through it without memory."""
     import torch
     from torch import nn
 
@@ -108,9 +77,9 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> Profile:
         forward, tokens = image_loss(channels, height, width), 1
     try:
         if numbers == "mixed":
-            return profile_mixed(make, forward, tokens)
+            return to_plain(profile_mixed(make, forward, tokens))
         dtype = torch.bfloat16 if numbers == "half" else torch.float32
-        return profile(build(make, dtype), forward, tokens)
+        return to_plain(profile(build(make, dtype), forward, tokens))
     except RecipeError:
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way

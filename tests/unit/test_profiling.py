@@ -9,25 +9,27 @@ import pytest
 
 FOLLOW = """
 import sys
-from pathlib import Path
 
 import psutil
 
-from phalanx.errors import RecipeError
-from phalanx.profiling import followed_beside
-from phalanx.recipe import load_recipe
+from phalanx.beside import torch_beside
 
-loaded = load_recipe(Path("recipe.yaml"))
-try:
-    with followed_beside(loaded) as profiled:
-        assert len(psutil.Process().children()) == 1
+with torch_beside() as beside:
+    from pathlib import Path
+
+    from phalanx.data.foretold import foretold
+    from phalanx.errors import RecipeError
+    from phalanx.profiling import profile_of
+    from phalanx.recipe import load_recipe
+
+    assert len(psutil.Process().children()) == 1
+    try:
+        loaded = load_recipe(Path("recipe.yaml"))
         if sys.argv[1] == "fail":
             raise RecipeError("something else is wrong")
-        from phalanx.data.foretold import foretold
-
-        print(len(profiled(loaded, foretold(loaded.recipe.data, loaded.folder)).segments))
-except RecipeError as error:
-    print(error)
+        print(len(profile_of(loaded, foretold(loaded.recipe.data, loaded.folder), beside=beside).segments))
+    except RecipeError as error:
+        print(error)
 print("torch" in sys.modules, len(psutil.Process().children()))
 """
 RECIPE = """
@@ -36,15 +38,21 @@ data: {source: {text: text.txt}, sequence: 16}
 """
 
 
-def follow(folder: Path, build: str, what: str = "follow") -> list[str]:
-    """What the script above prints."""
-    (folder / "text.txt").write_text("some text")
-    (folder / "recipe.yaml").write_text(RECIPE % build)
+def script(text: str, folder: Path, *words: str) -> list[str]:
+    """What it prints."""
     environment = {"PHALANX_CACHE": str(folder / "cache"), "PATH": ""}
-    command = [sys.executable, "-c", FOLLOW, what]
+    command = [sys.executable, "-c", text, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     return done.stdout.splitlines()
+
+
+def follow(folder: Path, build: str, what: str = "follow") -> list[str]:
+    """What the first script above prints."""
+    (folder / "text.txt").write_text("some text")
+    (folder / "recipe.yaml").write_text(RECIPE % build)
+    return script(FOLLOW, folder, what)
 
 
 def test_a_model_is_followed_without_torch_in_our_process(tmp_path: Path) -> None:
@@ -58,3 +66,20 @@ def test_what_is_wrong_is_told_and_no_process_is_left(tmp_path: Path, what: str)
     told, rest = follow(tmp_path, "nowhere:model", what)
     assert ("nowhere" if what == "follow" else "something else") in told
     assert rest.endswith(" 0")
+
+
+def test_what_is_called_beside_us_returns_what_it_found(tmp_path: Path) -> None:
+    text = "from phalanx.beside import torch_beside\nimport os\nwith torch_beside() as call: print(call(max, 3, 5))"
+    assert script(text, tmp_path) == ["5"]
+
+
+@pytest.mark.parametrize("how", ["call(os._exit, 0)", "call(int, 'x'), call(int, 5)"], ids=["dies", "raises"])
+def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
+    text = f"from phalanx.beside import torch_beside\nimport os\nwith torch_beside() as call: print({how})"
+    (told,) = script(text, tmp_path)
+    assert told in ("None", "None None")
+
+
+def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
+    text = "from phalanx.beside import torch_beside\nimport numpy\nwith torch_beside() as call: print(call(max, 3, 5))"
+    assert script(text, tmp_path) == ["None"]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.beside import torch_beside
+
 if TYPE_CHECKING:
     from phalanx.plan.search import Option
     from phalanx.planning import Planned
@@ -41,9 +43,8 @@ def plan(
 
     Without --cluster it is this machine, as `phalanx probe` measured it. Nothing is trained and no data are read.
     """
-    with uncollected():
+    with uncollected(), torch_beside() as beside:
         from phalanx.errors import UsageError
-        from phalanx.profiling import followed_beside
         from phalanx.recipe import load_recipe
         from phalanx.run.directory import write_whole
 
@@ -56,10 +57,9 @@ def plan(
             if path is not None and path.is_dir():
                 raise UsageError(f"{name} {path}: is a folder; expected a file")
         loaded = load_recipe(recipe, overrides or [])
-        with followed_beside(loaded) as profiled:
-            from phalanx.planning import plan_run, text_of
+        from phalanx.planning import plan_run, text_of
 
-            found = plan_run(loaded, cluster, gpus, Path.cwd(), profiled)
+        found = plan_run(loaded, cluster, gpus, Path.cwd(), beside)
     write_whole(out, text_of(loaded, overrides or [], found))
     if trace is not None:
         write_whole(trace, _trace(found))

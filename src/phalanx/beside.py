@@ -1,0 +1,61 @@
+"""A process beside this one that imports torch while this one reads and checks what it is needed for."""
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from phalanx.compat import die_with_parent
+
+Call = Callable[..., Any]
+"""`call(function, *arguments)`: what a module's function returns in that process, or None when it did not return, for
+whatever reason; then ask again here, where it will tell. Works once; all of it must be picklable."""
+
+
+@contextmanager
+def torch_beside() -> Iterator[Call]:
+    """Import torch there, beginning now: it takes two seconds of a processor, and we have another. Ended with the
+    block, whatever it does then. Enter it before numpy and torch, whose threads would be lost, are imported here; where
+    they are, there is little to gain, and nothing is called."""
+    if not sys.modules.keys().isdisjoint({"numpy", "torch"}):
+        yield lambda function, *arguments: None
+        return
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            die_with_parent()
+            os.close(ask)
+            _serve(asked, answer)
+        finally:
+            os._exit(0)
+    os.close(asked)
+    os.close(answer)
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        with suppress(BrokenPipeError), open(ask, "wb", closefd=False) as pipe:  # it ended: there will be no answer
+            pickle.dump((function, arguments), pipe)
+        with open(answered, "rb", closefd=False) as pipe:
+            found = pipe.read()
+        return pickle.loads(found) if found else None
+
+    try:
+        yield call
+    finally:
+        os.close(ask)
+        os.close(answered)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _serve(asked: int, answer: int) -> None:
+    import torch  # noqa: F401 - what takes the time
+
+    with open(asked, "rb") as pipe:
+        function, arguments = pickle.load(pipe)
+    found = pickle.dumps(function(*arguments))
+    with open(answer, "wb") as pipe:
+        pipe.write(found)
