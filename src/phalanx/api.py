@@ -107,11 +107,12 @@ def starting(
     write: bool = True,
     preload: Callable[[str, Any], None] = lambda function, payload: None,
     patience: float = 0.0,
+    nodes: int = 1,
 ) -> Iterator[Ready]:
     """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
-    run."""
+    run. `nodes`: on how many the workers are."""
     machine = this_machine()
     world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)
@@ -129,7 +130,7 @@ def starting(
 
     def get_ready() -> Ready:
         with loaded.locating():
-            return make_ready(loaded, run, machine, world, trial, force, progress)
+            return make_ready(loaded, run, machine, world, trial, force, progress, nodes)
 
     if not write:
         yield get_ready()
@@ -179,6 +180,7 @@ def make_ready(
     call: Call,
     force: bool,
     progress: Callable[[Progress], None],
+    nodes: int = 1,
 ) -> Ready:
     """Prepare data and resolve the recipe; writes nothing but the data cache."""
     given, folder = loaded.recipe, loaded.folder
@@ -203,7 +205,7 @@ def make_ready(
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
-    recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call)
+    recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
     notes += growth_told(given, recipe, peak(recipe))
     check(recipe, folder, world, loaded.at)
     if given.layout == "auto":

@@ -21,6 +21,7 @@ from phalanx.plan import (
     Choice,
     Needs,
     Room,
+    choose_bucket,
     choose_memory,
     choose_precision,
     choose_threads,
@@ -69,9 +70,10 @@ def surviving(call: Call, function: str, payload: dict[str, Any]) -> Any:
 
 
 def first_resolution(
-    given: Recipe, folder: Path, machine: Machine, world: int, call: Call
+    given: Recipe, folder: Path, machine: Machine, world: int, call: Call, nodes: int = 1
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow."""
+    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow, for so
+    many workers on so many nodes like this machine."""
     here = known(machine, given, folder, call)
     layout = [] if here is None else planned_layout(given, folder, here, world)
     if layout:
@@ -88,7 +90,8 @@ def first_resolution(
         chosen = choose_memory(given, needs, room)
     else:
         chosen, seconds = tried_memory(given, needs, room, payload, call, forecast_of(given, folder, here, world))
-    choices = [threads, *chosen, choose_precision(given, seconds, machine.device)]
+    bucket = choose_bucket(given, needs.trainable, world, nodes)
+    choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket]
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})

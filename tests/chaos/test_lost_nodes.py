@@ -13,6 +13,7 @@ import pytest
 
 from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
+from phalanx.recipe import load_recipe
 from phalanx.run import Run
 
 
@@ -65,6 +66,7 @@ def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -
     ended = nodes.end(nodes.start(0), nodes.start(1))
     fine(lab, ended)
     assert faults_of(ended) == []
+    assert load_recipe(nodes.run.resolved).recipe.exchange.bucket == 1  # 25 on one
 
 
 @pytest.mark.slow

@@ -40,6 +40,14 @@ def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) ->
     assert lab.reference(changes, 4).digest == lab.reference(changes, 1).digest
 
 
+@pytest.mark.parametrize("changes", [{}, pytest.param({"layout": {"shard": 2}}, marks=pytest.mark.slow)])
+def test_same_digest_with_buckets_of_another_size(lab: Lab, changes: Values) -> None:
+    """As they are on other nodes; also with the norm, by which gradients are clipped."""
+    changes, nproc = merged(REPLICAS, changes), 2 if changes else 1
+    small = lab.reference(merged(changes, {"exchange": {"bucket": 0.004}}), nproc)
+    assert small.digest == lab.reference(changes, nproc).digest
+
+
 @pytest.mark.parametrize(
     "changes",
     [

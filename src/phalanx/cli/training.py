@@ -63,6 +63,7 @@ def train_here(
                         write=not dry,
                         preload=nursery.preload,
                         patience=TAKING_OVER if membership.nodes > 1 else 0.0,
+                        nodes=membership.nodes,
                     )
                 )
             print(introduction(ready), file=out)
@@ -179,6 +180,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
     """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
     run ready, follows it and keeps its events; the others wait for its word."""
     from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.nodes import nodes_told
     from phalanx.train.place import from_environment
     from phalanx.train.worker import take_part
 
@@ -198,7 +200,16 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                 return int(ExitCode.DONE)
             with NurseryProcess() as nursery, preparing() as progress:
                 ready = stack.enter_context(
-                    starting(loaded, run, place.world, nursery.call, force, progress, preload=nursery.preload)
+                    starting(
+                        loaded,
+                        run,
+                        place.world,
+                        nursery.call,
+                        force,
+                        progress,
+                        preload=nursery.preload,
+                        nodes=nodes_told(place),
+                    )
                 )
         except PhalanxError as error:
             announce(place, {"error": str(error), "code": int(error.code)})

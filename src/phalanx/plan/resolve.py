@@ -12,8 +12,8 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import BUCKET
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.exchanges import BUCKET, MIB, usual_bucket
+from phalanx.recipe.schema import LOCAL, Layout
 
 GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
@@ -68,6 +68,20 @@ def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str =
     return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
 
 
+def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int) -> list[Choice]:
+    """How many gradients travel together, where something is to be said about it: replicas of a model of so many
+    trained parameters exchange theirs beside backward, between nodes."""
+    layout = Layout.model_validate(laid_out(recipe, world))
+    after = (
+        layout.pipeline > 1 or layout.shard * layout.context * layout.expert > 1 or recipe.exchange.strategy in LOCAL
+    )
+    if recipe.exchange.bucket != "auto" or nodes == 1 or layout.replicate == 1 or after:
+        return []
+    gradients = 4.0 * parameters / layout.tensor
+    why = f"of {gradients / MIB:.3g} MiB of gradients, for {nodes} nodes: what is sent early is hidden behind backward"
+    return [Choice("exchange.bucket", usual_bucket(gradients, nodes), why)]
+
+
 def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:
     """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
     threads = choose_threads(recipe, cores, world)
@@ -101,7 +115,7 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
         values["memory"][key] = chosen[f"memory.{key}"]
     values["compile"] = recipe.compile if recipe.compile != "auto" else False
     if recipe.exchange.bucket == "auto":
-        values["exchange"]["bucket"] = BUCKET
+        values["exchange"]["bucket"] = chosen.get("exchange.bucket", BUCKET)
     if recipe.exchange.strategy == "auto" and recipe.exchange.exact != "no":  # else it is chosen while training
         values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)

@@ -4,6 +4,11 @@ from phalanx.recipe.schema import Exchange, Layout, Recipe
 
 BUCKET = 25.0
 """MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
+PARTS = 12
+"""Between nodes a bucket holds at most such a part of the gradients: what travels beside backward costs nothing, and
+the last bucket never does."""
+LEAST = 1.0
+"""MiB of which nothing is gained by sending less at a time."""
 MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")
@@ -13,6 +18,14 @@ BY_ACCURACY = ("allreduce", "bf16", "int8")
 def bucket_bytes(exchange: Exchange) -> float:
     """Bytes of gradients that travel together."""
     return MIB * (BUCKET if exchange.bucket == "auto" else exchange.bucket)
+
+
+def usual_bucket(gradients: float, nodes: int) -> float:
+    """MiB of a bucket where nobody planned another size, for so many bytes of gradients on so many nodes. On one node
+    an exchange takes from the processors what it would hide behind."""
+    if nodes == 1:
+        return BUCKET
+    return min(BUCKET, max(LEAST, round(gradients / MIB / PARTS, 1)))
 
 
 def candidates(recipe: Recipe) -> tuple[str, ...]:

@@ -311,7 +311,8 @@ class Exchange(Part):
     exact: Literal["world", "replicas", "no"] = "world"
     """What stays the same bits: see the part's description."""
     bucket: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """MiB of gradients that travel together. `auto`: 25; `phalanx plan` writes the best for the cluster's network."""
+    """MiB of gradients that travel together. `auto`: 25; between nodes at most a 12th of the gradients, but 1;
+    `phalanx plan` writes the best for the cluster's network."""
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     start: Annotated[int, Field(ge=0)] = 100

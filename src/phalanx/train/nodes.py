@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import UsageError
 from phalanx.run.hot import node_name
 from phalanx.train.place import Place
 
@@ -50,6 +51,15 @@ class Nodes:
         """The worker on the next node that keeps a second copy of this one's part."""
         following = self.ranks((self.of[rank] + 1) % self.count)
         return following[self.beside(rank).index(rank) % len(following)]
+
+
+def nodes_told(place: Place, environment: Mapping[str, str] = os.environ) -> int:
+    """On how many nodes the workers are, as their launcher says before they have met; 1 where it does not."""
+    try:
+        beside = int(environment.get("LOCAL_WORLD_SIZE", place.world))
+    except ValueError as error:
+        raise UsageError(f"LOCAL_WORLD_SIZE must be a number: {error}") from None
+    return -(-place.world // max(1, beside))
 
 
 def nodes_of(place: Place, environment: Mapping[str, str] = os.environ) -> Nodes:

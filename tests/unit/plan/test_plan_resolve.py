@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.plan import Choice, choices_untried, choose_precision, choose_threads, go_on, plan_of, resolve
+from phalanx.plan import (
+    Choice,
+    choices_untried,
+    choose_bucket,
+    choose_precision,
+    choose_threads,
+    go_on,
+    plan_of,
+    resolve,
+)
 from phalanx.plan.resolve import layout_again
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout
@@ -35,6 +44,40 @@ def test_cores_are_divided_among_workers(cores: int, world: int, expected: int) 
 
 def test_under_replicas_a_worker_has_one_thread_on_any_world() -> None:
     assert {choose_threads(replicas(16), cores, world).value for cores in (1, 8) for world in (1, 2, 4)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"), [(100_000, 1.0), (3_300_000, 1.0), (25_000_000, 7.9), (1_000_000_000, 25.0)]
+)
+def test_between_nodes_a_bucket_is_a_part_of_the_gradients(parameters: int, expected: float) -> None:
+    (choice,) = choose_bucket(recipe(), parameters, world=4, nodes=2)
+    assert (choice.key, choice.value) == ("exchange.bucket", expected)
+    assert "2 nodes" in choice.why
+    assert resolve(recipe(), [*CHOSEN, choice], 4).exchange.bucket == expected
+
+
+def test_a_replica_that_tensor_ranks_divide_has_less_of_them() -> None:
+    (whole,) = choose_bucket(recipe(layout={"replicate": 4}), 25_000_000, 4, nodes=2)
+    (divided,) = choose_bucket(recipe(layout={"replicate": 2, "tensor": 2}), 25_000_000, 4, nodes=2)
+    assert divided.value == pytest.approx(whole.value / 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes"),
+    [
+        ({}, 1),
+        ({"exchange": {"bucket": 3}}, 2),
+        ({"exchange": {"strategy": "diloco", "exact": "no"}}, 2),
+        ({"layout": {"shard": 4}}, 2),
+        ({"layout": {"replicate": 2, "pipeline": 2}}, 2),
+        ({"layout": {"tensor": 4}}, 2),
+    ],
+    ids=["one node", "given", "rounds", "shards", "pipeline", "one replica"],
+)
+def test_where_nothing_travels_beside_backward_between_nodes_nothing_is_said_of_buckets(
+    values: dict[str, Any], nodes: int
+) -> None:
+    assert choose_bucket(recipe(**values), 1_000_000, 4, nodes) == []
 
 
 def test_given_threads_are_taken() -> None:

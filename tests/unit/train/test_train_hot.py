@@ -9,6 +9,7 @@ import torch
 from small_train import Remembering, SmallParts, make_parts, mesh_of, steps_of
 from torch import Tensor
 
+from phalanx.errors import UsageError
 from phalanx.run.hot import hot_file, hot_folder, open_folder
 from phalanx.train import hot as hot_module
 from phalanx.train.checkpoint import list_checkpoints, step_of
@@ -17,9 +18,10 @@ from phalanx.train.ends import resume
 from phalanx.train.gang import Gang
 from phalanx.train.hot import owned, share_of
 from phalanx.train.interval import Times
-from phalanx.train.nodes import Nodes
+from phalanx.train.nodes import Nodes, nodes_told
 from phalanx.train.parallel.cuts import Holding
 from phalanx.train.parallel.divided import Held
+from phalanx.train.place import Place
 from phalanx.train.room import no_room, room_in
 from phalanx.train.state import Progress, state_tensors
 
@@ -248,6 +250,16 @@ def test_nodes_are_numbered_by_their_first_worker_and_may_differ_in_size() -> No
     assert nodes.of == (0, 0, 0, 1, 2, 2)
     assert [nodes.keeper(rank) for rank in range(6)] == [3, 3, 3, 4, 0, 1]
     assert [nodes.leads(rank) for rank in range(6)] == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("local", "expected"), [({}, 1), ("4", 1), ("2", 2), ("3", 2)])
+def test_a_launcher_tells_on_how_many_nodes_its_workers_are(local: Any, expected: int) -> None:
+    assert nodes_told(Place(world=4), {"LOCAL_WORLD_SIZE": local} if local else {}) == expected
+
+
+def test_a_number_that_is_none_is_told_before_anybody_meets() -> None:
+    with pytest.raises(UsageError, match=r"LOCAL_WORLD_SIZE must be a number: .*'two'"):
+        nodes_told(Place(world=4), {"LOCAL_WORLD_SIZE": "two"})
 
 
 def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> None:

@@ -25,6 +25,7 @@ from phalanx.train.exchange.powersgd import bases_of
 from phalanx.train.exchange.strategy import Site
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.norms import total_norm
+from phalanx.train.optimizers.local import local
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import twin
 from phalanx.train.tree import Node, cover, merges_after
@@ -185,8 +186,9 @@ class GradientExchange:
                 parameter.grad = gradient
 
     def norm(self) -> Tensor:
-        """Euclidean norm of the whole sum (0-d)."""
-        return total_norm(self.tensors())
+        """Euclidean norm of the whole sum (0-d). Under `replicas` parameter by parameter, which takes longer: in what
+        order squares are added must not depend on the size of buckets, for a run may have others elsewhere."""
+        return total_norm(self._gradients() if self.replicas else self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """The sum as a few large tensors."""
@@ -209,8 +211,12 @@ class GradientExchange:
     def square(self) -> Tensor | None:
         """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose
         micro-batches stay apart."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = self._gradients()
         return total_norm(gradients).square() if gradients else None
+
+    def _gradients(self) -> list[Tensor]:
+        """What is here of each parameter's gradient."""
+        return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     @property
     def parts(self) -> int:
