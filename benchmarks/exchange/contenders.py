@@ -144,13 +144,13 @@ def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
 
 
 def rounds(
-    model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32", streams: bool = False
+    model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32", streams: bool = False, delay: int = 0
 ) -> Contender:
-    """Steps of its own on each node, and `Rounds` after every so many; or in fragments, as many as leave each a step to
-    travel in, which are never all agreed on, so that there is nothing to check."""
+    """Steps of its own on each node, and `Rounds` after every so many; taken `delay` steps late; or in fragments, as
+    many as leave each a step to travel in. What travels beside steps is never all agreed on: nothing is checked."""
     parameters, every = list(model.parameters()), place.local
     fragments = max(1, min(4, every // 2)) if streams else 1
-    delay = every // fragments - 1 if streams else 0
+    delay = every // fragments - 1 if streams else delay
     exchange = Rounds(
         parameters,
         rank=place.rank,
@@ -167,7 +167,7 @@ def rounds(
         optimizer.step()
         exchange.follow(next(numbers))
 
-    values = None if streams else partial(_parameters, model)
+    values = partial(_parameters, model) if delay == 0 else None
     return Contender(step, values, -outer.lr * (1 + outer.momentum), every, exchange.close)
 
 
@@ -297,6 +297,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
     "local": rounds,
+    "diloco-late": partial(rounds, outer=DILOCO, wire="int8", delay=2),
     "diloco-streaming": partial(rounds, outer=DILOCO, wire="int8", streams=True),
     **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
     # as FireCaffe had it: all gradients in one, after backward
