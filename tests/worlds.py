@@ -15,13 +15,20 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 
 class Failure(str):
     """The traceback of a case."""
+
+
+def warm() -> ForkServerContext:
+    """Starts processes from one that has imported what takes long, once for all files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "phalanx.train.exchange.bucketed", "pytest"])
+    return context
 
 
 def serve(rank: int, orders: Connection) -> None:
@@ -49,7 +56,7 @@ class World:
     def __init__(self, folder: Path):
         self._folder, self._count = folder, 0
         self._found: dict[str, list[Any]] = {}
-        self._processes: list[tuple[SpawnProcess, Connection]] = []
+        self._processes: list[tuple[ForkServerProcess, Connection]] = []
 
     def run(self, size: int, case: Callable[..., Any], /, **arguments: Any) -> list[Any]:
         """What `case(rank, world, **arguments)` returns on each rank of a new world of `size`. AssertionError with the
@@ -80,7 +87,7 @@ class World:
             process.join()
 
     def _start_one(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm()
         near, far = context.Pipe()
         process = context.Process(target=serve, args=(len(self._processes), far), daemon=True)
         process.start()

@@ -1,6 +1,5 @@
 """Every strategy of the exchange on gloo: the sums of a single process, the same bits on all ranks and again."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.place import lost_peer
-from worlds import World
+from worlds import World, warm
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
 CAPACITY = 400.0  # bytes: several buckets
@@ -253,10 +252,7 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
     "name", [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in WAYS]
 )
 def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # torch is imported once for all of these tests
-    context.set_forkserver_preload(
-        ["torch", "phalanx.train.exchange.ways", "phalanx.train.exchange.bucketed", "pytest"]
-    )
+    context = warm()
     pipes = [context.Pipe() for _ in range(4)]
     workers = [
         context.Process(target=bereaved, args=(rank, name, tmp_path, pipes[rank][1]), daemon=True) for rank in range(4)
