@@ -242,6 +242,32 @@ def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
 
 
+def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has seen files that the other then removes before it does, while its own are still there."""
+
+    def refuse(what: str | int, **more: object) -> None:
+        code = errno.EIO if os.path.exists(what) else errno.ENOENT
+        raise OSError(code, os.strerror(code))
+
+    first, other = Saver(tmp_path, 0, 2), Saver(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        for call in ("fsync", "unlink", "rmdir"):
+            patch.setattr(os, call, refuse)
+        for saver in (first, other):
+            assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
+    assert names_in(tmp_path / "step-000000001.tmp-0") == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    unlink = os.unlink
+
+    def unlink_after_the_other(*args: Any, **more: Any) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        other.sweep()
+        unlink(*args, **more)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_the_other)
+    first.sweep()
+    assert names_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int

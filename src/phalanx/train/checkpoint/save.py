@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -263,10 +264,11 @@ class Saver:
     def _remove_all(self, step: int) -> None:
         """The rank that commits: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
         self._left.discard(step)
+        folder = self._folder(step)
         try:
-            shutil.rmtree(self._folder(step))
-        except FileNotFoundError:
-            pass  # another rank removes its own meanwhile, and is the last
+            while folder.exists():
+                with suppress(FileNotFoundError):  # others remove their own meanwhile: there is less each time
+                    shutil.rmtree(folder)
         except OSError:
             self._left.add(step)
 
