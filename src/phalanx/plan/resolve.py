@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import BUCKET, MIB, usual_bucket
+from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes
 from phalanx.recipe.schema import LOCAL, Layout
 
 GAIN = 1.2
@@ -70,7 +70,8 @@ def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str =
 
 def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int) -> list[Choice]:
     """How many gradients travel together, where something is to be said about it: replicas of a model of so many
-    trained parameters exchange theirs beside backward, between nodes."""
+    trained parameters exchange theirs beside backward, between nodes. On one node an exchange takes from the processors
+    what it would hide behind."""
     layout = Layout.model_validate(laid_out(recipe, world))
     after = (
         layout.pipeline > 1 or layout.shard * layout.context * layout.expert > 1 or recipe.exchange.strategy in LOCAL
@@ -79,7 +80,7 @@ def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int) -> li
         return []
     gradients = 4.0 * parameters / layout.tensor
     why = f"of {gradients / MIB:.3g} MiB of gradients, for {nodes} nodes: what is sent early is hidden behind backward"
-    return [Choice("exchange.bucket", usual_bucket(gradients, nodes), why)]
+    return [Choice("exchange.bucket", bucket_between_nodes(gradients), why)]
 
 
 def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:

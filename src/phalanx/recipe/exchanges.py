@@ -20,11 +20,8 @@ def bucket_bytes(exchange: Exchange) -> float:
     return MIB * (BUCKET if exchange.bucket == "auto" else exchange.bucket)
 
 
-def usual_bucket(gradients: float, nodes: int) -> float:
-    """MiB of a bucket where nobody planned another size, for so many bytes of gradients on so many nodes. On one node
-    an exchange takes from the processors what it would hide behind."""
-    if nodes == 1:
-        return BUCKET
+def bucket_between_nodes(gradients: float) -> float:
+    """MiB of a bucket where nobody planned another size, for so many bytes of gradients."""
     return min(BUCKET, max(LEAST, round(gradients / MIB / PARTS, 1)))
 
 
