@@ -1,5 +1,6 @@
 """A process beside this one that imports torch while this one reads and checks what it is needed for."""
 
+import gc
 import os
 import pickle
 import signal
@@ -52,6 +53,7 @@ def torch_beside() -> Iterator[Call]:
 
 
 def _serve(asked: int, answer: int) -> None:
+    gc.disable()  # nearly all that is made stays: looking for garbage in it is a third of what importing torch takes
     import torch  # noqa: F401 - what takes the time
 
     with open(asked, "rb") as pipe:

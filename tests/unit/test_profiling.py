@@ -83,3 +83,23 @@ def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
 def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
     text = "from phalanx.beside import torch_beside\nimport numpy\nwith torch_beside() as call: print(call(max, 3, 5))"
     assert script(text, tmp_path) == ["None"]
+
+
+def test_a_first_plan_is_followed_by_the_process_that_the_command_begins_with(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "recipe.yaml").write_text(RECIPE % "phalanx.models:transformer")
+    text = (
+        "import sys; sys.argv[1:] = ['plan', 'recipe.yaml', '--cluster', 'h100:1']\n"
+        "from phalanx.__main__ import main\n"
+        "code = main()\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    assert script(text, tmp_path)[-1] == "0 False"
+
+
+def test_an_interrupt_while_the_command_is_imported_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    text = "import sys; sys.path.insert(0, '.')\nfrom phalanx.__main__ import main\nprint(main())"
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("75\n", "error: interrupted\n")

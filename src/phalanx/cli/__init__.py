@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from phalanx.beside import Call
 from phalanx.cli.interrupts import Interrupted, insistent
 from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
 
@@ -100,13 +101,14 @@ def _frame() -> TyperGroup:
     return group
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Bugs leave as exceptions, with their traceback."""
+def main(argv: Sequence[str] | None = None, beside: Call | None = None) -> int:
+    """Run one command line and return its exit code. `beside`: a process that imports torch, for verbs that have a use
+    for one. Bugs leave as exceptions, with their traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     interrupted = Interrupted()
     try:
         with insistent() as interrupted:
-            code = _run(arguments or ["--help"])
+            code = _run(arguments or ["--help"], beside)
         sys.stdout.flush()
         return code
     except PhalanxError as error:
@@ -138,11 +140,11 @@ def _interrupted() -> int:
     return int(ExitCode.UNFINISHED)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], beside: Call | None) -> int:
     """Parse and call. typer's own `main` would turn broken pipes and interrupts into codes that are not ours."""
     group = _frame()
     try:
-        with group.make_context("phalanx", arguments) as context:
+        with group.make_context("phalanx", arguments, obj=beside) as context:
             result = group.invoke(context)
     except typer.Exit as done:
         return done.exit_code

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.beside import torch_beside
-
 if TYPE_CHECKING:
     from phalanx.plan.search import Option
     from phalanx.planning import Planned
 
 
 def plan(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they become part of what is written.")
@@ -43,7 +42,7 @@ def plan(
 
     Without --cluster it is this machine, as `phalanx probe` measured it. Nothing is trained and no data are read.
     """
-    with uncollected(), torch_beside() as beside:
+    with uncollected():
         from phalanx.errors import UsageError
         from phalanx.recipe import load_recipe
         from phalanx.run.directory import write_whole
@@ -59,7 +58,7 @@ def plan(
         loaded = load_recipe(recipe, overrides or [])
         from phalanx.planning import plan_run, text_of
 
-        found = plan_run(loaded, cluster, gpus, Path.cwd(), beside)
+        found = plan_run(loaded, cluster, gpus, Path.cwd(), context.obj)
     write_whole(out, text_of(loaded, overrides or [], found))
     if trace is not None:
         write_whole(trace, _trace(found))
@@ -74,8 +73,7 @@ def plan(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No cycles are looked for while modules are imported and a model is followed: nearly all that is made stays, and
-    looking for garbage in it takes a third of the time of importing torch."""
+    """No cycles are looked for while modules are imported: nearly all that is made stays."""
     gc.disable()
     try:
         yield

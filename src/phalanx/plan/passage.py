@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.plan.holdings import LOW, Elements, elements, fresh, gathered, scattered
-from phalanx.plan.profile import Attention, Kept, Product, Segment, Size
+from phalanx.plan.profile import Attention, Kept, Segment, Size
 from phalanx.plan.setup import Setup
 from phalanx.plan.step import Chunk
 
@@ -58,7 +58,7 @@ def passage(setup: Setup, chunk: Chunk, of_rank: Elements, loss: Loss) -> Passag
         own = 0.0
         if not segment.is_block:
             own = fresh(setup, elements(setup, [(segment, 1)]))
-            if loss == "chunked" and _has_logits(segment) and setup.stack.name == "phalanx":
+            if loss == "chunked" and segment.has_logits and setup.stack.name == "phalanx":
                 own *= 2  # added up in fp32; Liger does it in the weight's format
         full = _fullest(setup, segment, loss)
         moments.append(Moment(gone, standing + waiting + own + max(0.0, full - size)))
@@ -107,7 +107,7 @@ def _fullest(setup: Setup, segment: Segment, loss: Loss) -> float:
 def _variant(setup: Setup, segment: Segment, loss: Loss) -> tuple[Kept, tuple[Kept, ...]]:
     """What a segment keeps without recomputation, and its fullest moments, by how it is computed."""
     plain, fused = (segment.kept, segment.fullest), (segment.fused, segment.fullest_fused)
-    if segment.is_block or loss == "fused" or not _has_logits(segment):
+    if segment.is_block or loss == "fused" or not segment.has_logits:
         return fused if setup.stack.fused else plain
     logits = segment.kept.divided  # in fp32
     if loss == "chunked":
@@ -135,13 +135,7 @@ def _scores(setup: Setup, segment: Segment) -> float:
 def _at(setup: Setup, kept: Kept) -> float:
     """Bytes of a micro-batch on one rank, in the precision of the run."""
     size = kept.at(setup.micro / setup.layout.context, setup.layout.tensor, setup.stack.sequence_parallel)
-    traced = next((op.width for each in setup.profile.segments for op in each.operations if isinstance(op, Product)), 2)
-    return size * (2 if setup.precision in LOW else 4) / traced
-
-
-def _has_logits(segment: Segment) -> bool:
-    """Whether a segment makes scores of a vocabulary or of classes: it is no block and has a product with a weight."""
-    return not segment.is_block and any(isinstance(op, Product) and op.weight for op in segment.of("forward"))
+    return size * (2 if setup.precision in LOW else 4) / setup.profile.width
 
 
 def _times(size: Size, factor: float) -> Size:

@@ -6,8 +6,8 @@ a sample into parts, so `samples` may be a fraction. What tensor parallelism div
 serves every layout, micro-batch and way of recomputing.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward"]
@@ -171,9 +171,23 @@ class Segment:
     experts: int = 0
     """How many it has, of which each token uses a few."""
 
-    def of(self, phase: Phase) -> Iterator[Operation]:
+    def of(self, phase: Phase) -> tuple[Operation, ...]:
         """Its operations of one phase, in their order."""
-        return (each for each in self.operations if each.phase == phase)
+        return self._forward if phase == "forward" else self._backward
+
+    @cached_property
+    def has_logits(self) -> bool:
+        """Whether it makes scores of a vocabulary or of classes: it is no block and has a product with a weight."""
+        return not self.is_block and any(isinstance(op, Product) and op.weight for op in self._forward)
+
+    # A search asks for these thousands of times.
+    @cached_property
+    def _forward(self) -> tuple[Operation, ...]:
+        return tuple(each for each in self.operations if each.phase == "forward")
+
+    @cached_property
+    def _backward(self) -> tuple[Operation, ...]:
+        return tuple(each for each in self.operations if each.phase == "backward")
 
 
 @dataclass(frozen=True)
@@ -185,6 +199,11 @@ class Profile:
     tied: int = 0
     """Elements of weights that are used in more than one segment; counted once, in the first."""
     facts: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a number in what it was followed in: those of its first product, 2 where it has none."""
+        return next((op.width for each in self.segments for op in each.operations if isinstance(op, Product)), 2)
 
     @property
     def parameters(self) -> int:

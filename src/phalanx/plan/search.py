@@ -147,8 +147,10 @@ def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_by
     stages = c["pipeline"]
     divided = {name: c[name].astype(float) for name in ("tensor", "context", "expert")}
     samples = c["micro"] / c["context"]
-    unique, back = np.unique(np.stack([samples, *divided.values()]), axis=1, return_inverse=True)
-    back = back.reshape(-1)
+    same = ("micro", "context", "tensor", "expert")
+    alike = np.ravel_multi_index(tuple(c[name] for name in same), tuple(int(c[name].max()) + 1 for name in same))
+    _, rows, back = np.unique(alike, return_index=True, return_inverse=True)
+    unique = np.stack([samples, *divided.values()])[:, rows]
     division = Division(
         samples=unique[0],
         tensor=unique[1],

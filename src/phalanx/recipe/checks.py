@@ -1,5 +1,6 @@
 """What must hold between the keys of a recipe and the workers that it gets; nothing is imported or run."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -182,4 +183,5 @@ def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, st
 
 def divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

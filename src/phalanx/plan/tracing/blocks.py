@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +20,9 @@ def repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{it}.") for it, _ in found):
             continue
-        shapes = [_shape(child) for child in module]
-        alike = [child for child in module.named_children() if shapes.count(_shape(child[1])) > 1]
-        if any(shape for shape in shapes) and alike:
-            found += [(f"{name}.{it}", child) for it, child in alike if next(child.parameters(), None) is not None]
+        children = [(f"{name}.{it}", child, _shape(child)) for it, child in module.named_children()]
+        often = Counter(shape for _, _, shape in children)
+        found += [(it, child) for it, child, shape in children if shape and often[shape] > 1]
     return found
 
 
