@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from phalanx.recipe.exchanges import cost_of, tolerance_of
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
@@ -93,6 +94,7 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
     if recipe.exchange.start != Exchange().start and strategy not in (*LOCAL, "powersgd"):
         yield "exchange.start", f"is for powersgd, local or diloco, and the strategy is {strategy}: leave it out"
+    yield from _tolerance(recipe.exchange)
     if strategy in LOCAL:
         yield from _local(recipe)
         return
@@ -112,6 +114,24 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, "powersgd projects whole gradients: give layout.replicate only, or int8"
     if strategy in ("int8", "powersgd") and recipe.precision == "fp16":
         yield key, f"{strategy} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
+
+
+def _tolerance(exchange: Exchange) -> Iterator[tuple[str, str]]:
+    """The bound on the loss."""
+    bound, cost, key = tolerance_of(exchange), cost_of(exchange), "exchange.tolerance"
+    if bound is None:
+        return
+    if exchange.exact != "no":
+        yield key, f"exact: {exchange.exact} sends fp32 in every step, which costs nothing: leave it out, or exact: no"
+    elif cost > bound:
+        yield (
+            key,
+            (
+                f"found {100 * bound:g}%, but with strategy: {exchange.strategy} "
+                f"and these settings the loss may end {cost:.1%} above fp32's (docs/exchange.md): "
+                f"give at least {100 * cost:g}%, or strategy: auto"
+            ),
+        )
 
 
 def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:

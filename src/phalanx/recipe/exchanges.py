@@ -1,6 +1,9 @@
-"""What `auto` means for a recipe's exchange: among which strategies it may choose, and the size of buckets."""
+"""What `auto` means for a recipe's exchange: among which strategies it may choose, by what they cost, and the size of
+buckets."""
 
-from phalanx.recipe.schema import Exchange, Layout, Recipe
+from typing import Any
+
+from phalanx.recipe.schema import LOCAL, LOSSY, Exchange, Layout, Recipe
 
 BUCKET = 25.0
 """MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
@@ -13,6 +16,47 @@ MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")
 """What `auto` knows: the most accurate first, each with fewer bytes than the one before."""
+
+APART: dict[str, Any] = {"strategy": "diloco", "every": 10, "delay": 2, "wire": "int8"}
+"""The workers that train apart under `auto`: of what was measured, the settings that cost least."""
+ROUNDED = 0.002
+"""By how much the held-out loss may end above fp32's when gradients are rounded: int8 was 0.07% below (3 seeds)."""
+LATE, SOON, THIN = 0.01, 0.03, 0.06
+"""The same of APART, which was 0.2 to 0.9% above; of other rounds (0.8 to 2.6%); and of `powersgd` (5.2%)."""
+AT_ONCE = {"powersgd": 0.19, "local": 0.08, "diloco": 0.08}
+"""The same without whole gradients, or means of weights, in the first steps: 17 to 18% and 6 to 7%. All of a GPT of
+3.3 M parameters after 200 steps of two workers: docs/results/exchange.md."""
+WHOLE = Exchange().start
+
+
+def cost_of(exchange: Exchange) -> float:
+    """By what share the held-out loss may end above that of fp32 in every step, after what was measured."""
+    strategy = exchange.strategy
+    if strategy not in (*LOSSY, *LOCAL):
+        return 0.0
+    if strategy in AT_ONCE and exchange.start < WHOLE:
+        return AT_ONCE[strategy]
+    if strategy in LOCAL:
+        measured = exchange.every <= APART["every"] and exchange.delay <= APART["delay"] and exchange.fragments == 1
+        return LATE if strategy == "diloco" and measured else SOON
+    return THIN if strategy == "powersgd" else ROUNDED
+
+
+def tolerance_of(exchange: Exchange) -> float | None:
+    """The bound on the loss, as a share; None where nobody gave one."""
+    return None if exchange.tolerance is None else float(exchange.tolerance.strip().removesuffix("%")) / 100
+
+
+def apart_from(recipe: Recipe, step: int) -> Exchange | None:
+    """How workers train apart after this step where `auto` may turn to that: the recipe bounds the loss, and each
+    worker holds the whole model. None where it may not, or not yet."""
+    exchange, layout, bound = recipe.exchange, recipe.layout, tolerance_of(recipe.exchange)
+    if exchange.strategy != "auto" or exchange.exact != "no" or bound is None or bound < LATE:
+        return None
+    whole = layout == "auto" or 1 < layout.replicate == layout.world
+    if not whole or recipe.optim.state == "8bit" or recipe.compile == "graphs" or step < exchange.start:
+        return None
+    return exchange.model_copy(update={**APART, "start": step})
 
 
 def bucket_bytes(exchange: Exchange) -> float:
@@ -39,4 +83,6 @@ def candidates(recipe: Recipe) -> tuple[str, ...]:
     if fixed:
         return BY_ACCURACY[:1]
     # int8 keeps what it could not send, but the loss scale of fp16 changes
-    return BY_ACCURACY[:2] if recipe.precision == "fp16" else BY_ACCURACY
+    known = BY_ACCURACY[:2] if recipe.precision == "fp16" else BY_ACCURACY
+    bound = tolerance_of(recipe.exchange)
+    return known if bound is None or bound >= ROUNDED else known[:1]

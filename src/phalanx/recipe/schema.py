@@ -52,7 +52,7 @@ def _percent(value: str) -> str:
 PERCENT_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$"
 
 Percent = Annotated[str, StringConstraints(pattern=PERCENT_PATTERN), AfterValidator(_percent)]
-"""A share of the time, written `1%`."""
+"""A share, of the time or of the loss, written `1%`."""
 
 
 class Model(Part):
@@ -306,6 +306,10 @@ class Exchange(Part):
     """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
     `exact: no`; so do `local` and `diloco`, which send nothing but every `every` steps. `auto` then chooses while
     training, and is else allreduce, or the fixed tree of `exact: replicas`."""
+    tolerance: Percent | None = None
+    """By how much the held-out loss may end above that of a run that sends fp32 in every step: with `exact: no` a bound
+    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `1%` on `auto` may have
+    workers train apart (diloco), which it does not without a bound."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["world", "replicas", "no"] = "world"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.exchange.rounds import Rounds
+from phalanx.train.exchange.ways import WAYS
 from phalanx.train.optimizers import PREFIX as OPTIMIZER
 from phalanx.train.parallel.cuts import Block, Holding
 from phalanx.train.parallel.divided import Divided, Held
@@ -122,6 +123,13 @@ class Apart:
             self.rounds.drop()
             return []
         return found
+
+
+def was_apart(manifest: Manifest) -> bool:
+    """Whether workers trained apart when it was saved. Before that what they had not sent was of gradients, not of
+    weights."""
+    strategy = manifest.meta.get("exchange", {}).get("strategy", "")
+    return strategy not in WAYS or any(key.startswith(ROWS) for key in manifest.tensors)
 
 
 def _row_of(into: Mapping[str, Tensor], number: int) -> Blocks:

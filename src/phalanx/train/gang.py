@@ -45,9 +45,11 @@ class Summoned(Exception):
 
 class Gang:
     """Trains from `progress` to the last step, or until a worker is asked to stop; or from how workers stood when they
-    left another world."""
+    left another world. `may_part`: whether who drives it can go on with another gang once workers train apart."""
 
-    def __init__(self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any]):
+    def __init__(
+        self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any], *, may_part: bool = False
+    ):
         standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step)
         self.parts = parts
         self.progress = progress = standing.progress
@@ -58,7 +60,7 @@ class Gang:
         self.saving = self.keeping.saving
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
-        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
+        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell, may_part)
         self._begun = progress.samples  # when the current step began
         self._settled = standing.settled
         self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
@@ -101,7 +103,7 @@ class Gang:
             self.watch.start()
             if self._settled < progress.step:
                 self._settle()
-            while progress.step < recipe.steps and not self._stopping:
+            while progress.step < recipe.steps and not self._stopping and not self.parting:
                 micro_batches = next(feed)
                 self.watch.lap("data")
                 self._begun = progress.samples
@@ -162,6 +164,11 @@ class Gang:
         self._settled = self.progress.step
 
     @property
+    def parting(self) -> bool:
+        """Whether workers train apart from the next step on, with another gang (parting.py)."""
+        return self.exchange.apart is not None
+
+    @property
     def whole(self) -> bool:
         """Whether others could go on from what is in this worker's memory."""
         return not self._changing and not self.keeping.waiting
@@ -179,7 +186,9 @@ class Gang:
         return Standing(self.progress, self._settled, self._last, summed, self._improved, unfinished)
 
     def finish(self) -> str:
-        """Save the state with which the run ends; `done` or `stopped`."""
+        """Save the state with which the run ends; `done` or `stopped`. Nothing is saved where it goes on: `parting`."""
+        if self.parting:
+            return "parting"
         self.parts.pulse.beat("ending")
         self.keeping.save_last(self._improved)
         status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"

@@ -8,6 +8,7 @@ optimizers and fp16's loss scale count alike.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import bucket_bytes
 from phalanx.recipe.schema import Layout
-from phalanx.train.apart import Apart
+from phalanx.train.apart import Apart, was_apart
 from phalanx.train.exchange.rounds import PLAIN, Rounds
 from phalanx.train.exchange.schedule import Schedule
 from phalanx.train.gradients import LocalGradients
@@ -102,8 +103,9 @@ def make_local_stepper(
         group=divided.mesh.replicate,
     )
     divided.apart = Apart(divided, rounds)
+    divided.residuals = None
     if exchange.wire == "int8":
-        divided.residuals = Residuals.of(divided, rounds.residuals())
+        divided.residuals = replace(Residuals.of(divided, rounds.residuals()), fits=was_apart)
     return LocalStepper(
         rounds,
         optimizer,

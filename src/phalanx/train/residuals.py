@@ -35,12 +35,13 @@ class Holder(Protocol):
 @dataclass
 class Residuals:
     """Those of one worker: live tensors, of the local shape of the parameter. `room` is asked for when a checkpoint has
-    some. `bases`: by parameter name."""
+    some. `bases`: by parameter name. `fits`: whether what a checkpoint has is of this kind."""
 
     divided: Divided
     find: Callable[[], Mapping[nn.Parameter, Tensor]]
     room: Callable[[], None] = lambda: None
     bases: Mapping[str, Tensor] = field(default_factory=dict)
+    fits: Callable[[Manifest], bool] = lambda manifest: True
     _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -84,7 +85,8 @@ class Residuals:
         """What to read of a checkpoint, for `settle` to add up; nothing of what it has not, or of another shape."""
         found: list[tuple[str, tuple[int, ...], Tensor]] = []
         self._read = []
-        if any(key.startswith(PREFIX) for key in manifest.tensors):
+        fits = self.fits(manifest)
+        if fits and any(key.startswith(PREFIX) for key in manifest.tensors):
             self.room()
         mesh = self.divided.mesh
         for name, basis in self.bases.items():
@@ -92,7 +94,7 @@ class Residuals:
             if record is not None and record.shape == basis.shape:
                 found.append((BASIS + name, (0, 0), basis))
         for key, held in self._rows().items():
-            record = manifest.tensors.get(key)
+            record = manifest.tensors.get(key) if fits else None
             rows = record.shape[0] if record is not None and record.shape[1:] == held.holding.shape[1:] else 0
             held.tensor.zero_()
             for row in range(mesh.at["replicate"], rows, mesh.layout.replicate):

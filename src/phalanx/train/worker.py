@@ -42,6 +42,7 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
+from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
 from phalanx.train.place import Place, agree, from_environment, join, leave
 from phalanx.train.precision import LossScale, set_products
@@ -159,10 +160,14 @@ def _train(
             if orders is not None and regrouping is not None:
                 built.parts.summoned = lambda: orders.waiting
                 regrouping.listen(built.parts.divided.trainable().values())
-            gang = Gang(built.parts, begin, meta)
+            gang = Gang(built.parts, begin, meta, may_part=True)
             try:
                 status = train(gang, built.objective)
-                break
+                if status != "parting":
+                    break
+                parts, begin = part_ways(gang)
+                built, meta["recipe"] = replace(built, parts=parts), parts.recipe.model_dump(mode="json", by_alias=True)
+                continue
             except Exception as error:
                 if regrouping is None or not calls_for(error) or not gang.whole:
                     raise

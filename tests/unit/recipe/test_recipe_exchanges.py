@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import check
-from phalanx.recipe.exchanges import BY_ACCURACY, candidates
+from phalanx.recipe.exchanges import APART, BY_ACCURACY, apart_from, candidates, cost_of
+from phalanx.recipe.schema import Exchange
 
 NO = {"strategy": "auto", "exact": "no"}
 
@@ -54,3 +56,66 @@ def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], preci
         values = {"exchange": {"strategy": strategy, "exact": "no"}, "layout": layout, "precision": precision}
         check(Recipe.model_validate(values), tmp_path, 4)
     assert set(BY_ACCURACY) >= set(found(NO, layout))
+
+
+@pytest.mark.parametrize(("bound", "expected"), [("0.1%", ("allreduce",)), ("0.2%", BY_ACCURACY), ("5 %", BY_ACCURACY)])
+def test_a_bound_on_the_loss_leaves_what_costs_no_more(bound: str, expected: tuple[str, ...]) -> None:
+    assert found({**NO, "tolerance": bound}, {"replicate": 4}) == expected
+
+
+def apart(bound: str | None, step: int = 100, **values: Any) -> Exchange | None:
+    recipe = {"exchange": {**NO, "tolerance": bound}, "layout": {"replicate": 4}, **values}
+    return apart_from(Recipe.model_validate(recipe), step)
+
+
+def test_workers_may_train_apart_after_the_first_steps_where_the_loss_is_bounded() -> None:
+    how = apart("1%", 130)
+    assert how is not None
+    assert (how.strategy, how.every, how.delay, how.wire, how.start) == ("diloco", 10, 2, "int8", 130)
+    assert apart("1%", 99) is None
+
+
+@pytest.mark.parametrize(
+    ("bound", "values"),
+    [
+        (None, {}),
+        ("0.9%", {}),
+        ("1%", {"layout": {"replicate": 2, "tensor": 2}}),
+        ("1%", {"layout": {"replicate": 1}}),
+        ("1%", {"optim": {"state": "8bit"}}),
+        ("1%", {"exchange": {"strategy": "int8", "exact": "no", "tolerance": "1%"}}),
+    ],
+)
+def test_workers_may_not_train_apart_without_a_bound_or_the_whole_model(bound: str | None, values: Any) -> None:
+    assert apart(bound, **values) is None
+
+
+def test_what_auto_may_turn_to_may_also_be_given(tmp_path: Any) -> None:
+    how = {**APART, "exact": "no", "tolerance": "1%"}
+    check(Recipe.model_validate({"exchange": how, "layout": {"replicate": 4}}), tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "told"),
+    [
+        (
+            {"strategy": "powersgd", "exact": "no", "tolerance": "1%"},
+            "powersgd .* 6.0% .* at least 6%, or strategy: auto",
+        ),
+        ({"strategy": "diloco", "exact": "no", "tolerance": "2%"}, "diloco .* 3.0% "),
+        ({"strategy": "local", "start": 0, "exact": "no", "tolerance": "5%"}, "local .* 8.0% "),
+        (
+            {"strategy": "int8", "exact": "no", "tolerance": "0.1%"},
+            "found 0.1%, but with strategy: int8 .* at least 0.2%",
+        ),
+        ({"tolerance": "1%"}, "exact: world sends fp32 .* or exact: no"),
+    ],
+)
+def test_a_bound_that_excludes_what_is_asked_for_is_refused(exchange: Any, told: str, tmp_path: Any) -> None:
+    recipe = Recipe.model_validate({"exchange": exchange, "layout": {"replicate": 4}})
+    with pytest.raises(RecipeError, match=f"exchange.tolerance: .*{told}"):
+        check(recipe, tmp_path, 4)
+
+
+def test_what_sends_fp32_in_every_step_costs_nothing() -> None:
+    assert cost_of(Exchange(strategy="ring")) == 0.0

@@ -19,6 +19,7 @@ from phalanx.train.exchange.choice import (
     efficiencies,
     foretold,
     gain_of_no,
+    parting,
 )
 from phalanx.train.exchange.ways import WAYS
 
@@ -187,3 +188,34 @@ def test_it_survives_a_checkpoint() -> None:
 def test_bytes_are_those_of_the_planner() -> None:
     assert set(BYTES) == set(BY_ACCURACY) <= set(WAYS)
     assert {name: BYTES[name] for name in WIRES if name in BYTES} == {n: WIRES[n].share for n in WIRES if n in BYTES}
+
+
+def test_workers_part_where_even_the_fewest_bytes_leave_much_exposed() -> None:
+    settled = walked(LINKS["100mbit"][0])[-1]
+    found = parting(settled, every=10, delay=2)
+    assert found is not None
+    choice, why = found
+    assert (choice.strategy, choice.settled, choice.seen) == ("diloco", True, settled.seen)
+    assert choice.foretold == pytest.approx(1.0)  # int8 travels within two steps of computing
+    assert "39.9% of a step is exposed" in why
+
+
+def test_what_rounds_still_wait_for_is_foretold() -> None:
+    slow = Choice("int8", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True)
+    found = parting(slow, every=10, delay=2)
+    assert found is not None
+    assert found[0].foretold == pytest.approx(1.0 / (1.0 + (9.5 - 2.0) / 10))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("allreduce", 4, {"allreduce": Seen(1.0, 0.04, 0.5)}, settled=True),
+        walked(LINKS["100mbit"][0])[1],
+        Choice("allreduce", 4, {"allreduce": Seen(100.0, 6.0, 60.0)}, settled=False),
+        Choice("diloco", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True),
+    ],
+    ids=["little is exposed", "others are tried", "nothing is settled", "they did already"],
+)
+def test_workers_stay_together_otherwise(choice: Choice) -> None:
+    assert parting(choice, every=10, delay=2) is None
