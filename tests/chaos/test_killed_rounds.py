@@ -25,7 +25,7 @@ def changes_of(strategy: str, workers: int = 2, every: int = 3, **exchange: Any)
 
 
 RUNS: list[Any] = [
-    ("local", {}, 2, None),
+    pytest.param("local", {}, 2, None, marks=pytest.mark.slow),
     ("diloco", {"wire": "int8"}, 2, None),
     pytest.param("diloco", {}, 3, 2, marks=pytest.mark.slow),
     pytest.param("local", {"wire": "bf16"}, 2, 3, marks=pytest.mark.slow),
@@ -174,7 +174,7 @@ PARTED: Values = {
 apart."""
 
 
-@pytest.mark.parametrize("step", [60, 113])
+@pytest.mark.parametrize("step", [pytest.param(60, marks=pytest.mark.slow), 113])
 def test_a_run_whose_workers_part_is_killed_before_or_after_and_ends_with_the_same_bits(lab: Lab, step: int) -> None:
     where = {"recovery": {"hot": None}, "checkpoint": {"every": 4}}
     killed = fault(step, ranks=[1], when="saved")

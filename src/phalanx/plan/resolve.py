@@ -12,8 +12,8 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes
-from phalanx.recipe.schema import LOCAL, Layout
+from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes, travels_beside
+from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
@@ -73,10 +73,7 @@ def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int) -> li
     trained parameters exchange theirs beside backward, between nodes. On one node an exchange takes from the processors
     what it would hide behind."""
     layout = Layout.model_validate(laid_out(recipe, world))
-    after = (
-        layout.pipeline > 1 or layout.shard * layout.context * layout.expert > 1 or recipe.exchange.strategy in LOCAL
-    )
-    if recipe.exchange.bucket != "auto" or nodes == 1 or layout.replicate == 1 or after:
+    if recipe.exchange.bucket != "auto" or nodes == 1 or not travels_beside(recipe.exchange, layout):
         return []
     gradients = 4.0 * parameters / layout.tensor
     why = f"of {gradients / MIB:.3g} MiB of gradients, for {nodes} nodes: what is sent early is hidden behind backward"

@@ -64,6 +64,12 @@ def bucket_bytes(exchange: Exchange) -> float:
     return MIB * (BUCKET if exchange.bucket == "auto" else exchange.bucket)
 
 
+def travels_beside(exchange: Exchange, layout: Layout) -> bool:
+    """Whether replicas add up gradients beside backward, bucket by bucket, rather than after it or by FSDP."""
+    after = layout.pipeline > 1 or layout.shard * layout.context * layout.expert > 1 or exchange.strategy in LOCAL
+    return layout.replicate > 1 and not after
+
+
 def bucket_between_nodes(gradients: float) -> float:
     """MiB of a bucket where nobody planned another size, for so many bytes of gradients."""
     return min(BUCKET, max(LEAST, round(gradients / MIB / PARTS, 1)))

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe.exchanges import bucket_between_nodes, travels_beside
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
-from phalanx.run.directory import write_json
+from phalanx.run.directory import write_json, write_whole
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean
@@ -37,6 +38,7 @@ from phalanx.train.fp8_choice import chooser
 from phalanx.train.gang import Gang
 from phalanx.train.memory import explain_memory
 from phalanx.train.model import Seeds, seed_everything, seed_for
+from phalanx.train.nodes import nodes_of
 from phalanx.train.optimizers.adopted import Adopted
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import build_mesh
@@ -108,6 +110,7 @@ class Joined:
             raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
         model.to(place.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._recipe = recipe = with_buckets(self._run, recipe, place, size)
         assert recipe.memory.recompute != "auto"
         choices = Choices(
             recipe.precision,
@@ -268,6 +271,25 @@ class Joined:
         if self._place.leads:
             self._report.result(result_of(gang.parts, gang.progress, status))
         return status
+
+
+def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe:
+    """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
+    left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
+    it, so resolved.yaml says it from then on. All workers call it."""
+    layout, begun = recipe.layout, "loop" in (run.read_json(run.plan) or {})
+    open_ = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
+    assert isinstance(layout, Layout)
+    if begun or not open_ or not travels_beside(recipe.exchange, layout) or nodes_of(place).count == 1:
+        return recipe
+
+    def sized(whole: Recipe) -> Recipe:
+        bucket = bucket_between_nodes(4.0 * trained / layout.tensor)
+        return whole.model_copy(update={"exchange": whole.exchange.model_copy(update={"bucket": bucket})})
+
+    if place.leads:
+        write_whole(run.resolved, dump_recipe(sized(load_recipe(run.resolved).recipe)))
+    return sized(recipe)
 
 
 def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -1,0 +1,47 @@
+"""The size of buckets for a loop of the user's own: its model is known only when it prepares it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+from phalanx.train.joined import with_buckets
+from phalanx.train.place import Place
+from worlds import World
+
+PARAMETERS = 12 * 2**20
+"""48 MiB of gradients: 4 MiB are a 12th."""
+
+
+def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nodes: int) -> tuple[Any, Any]:
+    """What a worker takes, and what the run's resolved recipe says afterwards."""
+    run = Run(Path(folder))
+    given = Recipe.model_validate({"layout": {"replicate": world}, "exchange": {"bucket": bucket}})
+    resolved = given.model_copy(update={"exchange": given.exchange.model_copy(update={"bucket": 25.0})})
+    if rank == 0:
+        for path, recipe in ((run.recipe, given), (run.resolved, resolved if bucket == "auto" else given)):
+            path.write_text(dump_recipe(recipe))
+        write_json(run.plan, {"loop": {}} if begun else {})
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
+    os.environ["PHALANX_NODE"] = str(rank * nodes // world)
+    dist.barrier()
+    found = with_buckets(run, load_recipe(run.resolved).recipe, Place(rank, world), PARAMETERS)
+    dist.barrier()
+    return found.exchange.bucket, load_recipe(run.resolved).recipe.exchange.bucket
+
+
+@pytest.mark.parametrize(
+    ("bucket", "begun", "nodes", "expected"),
+    [("auto", False, 2, 4.0), ("auto", False, 1, 25.0), ("auto", True, 2, 25.0), (7.5, False, 2, 7.5)],
+    ids=["between nodes", "on one node", "a run that goes on", "given"],
+)
+def test_a_new_run_between_nodes_has_a_12th_of_the_gradients(
+    world: World, tmp_path: Path, bucket: Any, begun: bool, nodes: int, expected: float
+) -> None:
+    for found in world.run(2, buckets, folder=str(tmp_path), bucket=bucket, begun=begun, nodes=nodes):
+        assert found == (expected, expected)
