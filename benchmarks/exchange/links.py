@@ -24,7 +24,18 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
 import namespaces
 from namespaces import bits
 
-__all__ = ["INTERFACE", "MOST", "PORT", "Bytes", "Links", "address", "bits", "counters", "obstacle"]
+__all__ = [
+    "INTERFACE",
+    "MOST",
+    "PORT",
+    "Bytes",
+    "Links",
+    "address",
+    "bits",
+    "congestion_control",
+    "counters",
+    "obstacle",
+]
 
 INTERFACE = "eth0"
 PORT = 29400
@@ -60,6 +71,12 @@ def counters(pid: int | str = "self", interface: str = INTERFACE) -> Bytes:
 def obstacle() -> str | None:
     """Why there can be no links on this machine, in words; None if nothing is in the way."""
     return namespaces.obstacle("a network with limited links")
+
+
+def congestion_control() -> str:
+    """How TCP finds out what a link carries, on this machine and, as they take it over, on all nodes: `cubic` is
+    Linux's default. It matters where links are slow (docs/results/exchange.md)."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 class Links:

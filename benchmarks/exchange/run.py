@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, NONE, OURS, PEERS
 from figures import Row, Turn, row_of, table, turn_of
-from links import MOST, bits, obstacle
+from links import MOST, bits, congestion_control, obstacle
 from paced import Pace, shapes_of
 from team import HERE, Team, TurnFailed
 from workloads import WORKLOADS
@@ -167,7 +167,8 @@ def surroundings() -> str:
         f"`{shlex.join(['python', 'benchmarks/exchange/run.py', *sys.argv[1:]])}`, "
         f"{datetime.date.today().isoformat()}, {os.cpu_count()} cores ({platform.machine()}), "
         f"torch {torch.__version__}. Computing is paced by sleeping, alike with and without exchange, since all nodes "
-        "share these cores. Links are limited both ways by `tc tbf`; bytes are the kernel's counts."
+        f"share these cores. Links are limited both ways by `tc tbf`, TCP's congestion control is "
+        f"{congestion_control()}; bytes are the kernel's counts."
     )
 
 
