@@ -308,7 +308,7 @@ class Exchange(Part):
     training, and is else allreduce, or the fixed tree of `exact: replicas`."""
     tolerance: Percent | None = None
     """By how much the held-out loss may end above that of a run that sends fp32 in every step: with `exact: no` a bound
-    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `1%` on `auto` may have
+    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `2%` on `auto` may have
     workers train apart (diloco), which it does not without a bound."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
