@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -248,11 +248,17 @@ def _write_in_processes(
         for leader in leaders:
             leader.join()
         for process in processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            _close(process)
     return entries
+
+
+def _close(process: "subprocess.Popen[str]") -> None:
+    """Wait for a worker that was killed, and close the pipes to it."""
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # what it was told last, which closing would send once more
+                pipe.close()
 
 
 def _start_worker(lock: int) -> subprocess.Popen[str]:

@@ -14,7 +14,7 @@ import pytest
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 from phalanx.data import pieces, verify
-from phalanx.data.prepare import Progress
+from phalanx.data.prepare import Progress, _close
 from phalanx.errors import DataError, RecipeError, UsageError
 
 SOURCE = Path(pieces.__file__).parents[2]
@@ -93,6 +93,15 @@ def test_after_an_interruption_finished_shards_are_kept(texts, tmp_path, small_p
     assert contents(out) == contents(prepare(texts, tmp_path / "fresh", source))
     assert seen[-1].done == seen[-1].total
     assert seen[-1].count == all_tokens(out).size
+
+
+def test_the_pipes_of_a_worker_that_ended_before_it_took_what_it_was_told_are_closed():
+    """Else an interruption could be told as a broken pipe."""
+    process = subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.stdin.write("the next piece")
+    _close(process)
+    assert process.stdin.closed
+    assert process.stdout.closed
 
 
 def test_a_source_that_changed_meanwhile_is_begun_anew(texts, tmp_path, small_pieces):
