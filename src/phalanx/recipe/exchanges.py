@@ -24,7 +24,7 @@ ROUNDED = 0.002
 LATE, SOON, THIN = 0.01, 0.03, 0.06
 """The same of APART, which was 0.2 to 0.9% above; of other rounds (0.8 to 2.6%); and of `powersgd` (5.2%)."""
 PARTED = 0.02
-"""The same where workers take to APART after steps together, as under `auto`: 1.3% above (one seed)."""
+"""The same where workers take to APART after steps together, as under `auto`: 0.9 to 1.3% above (3 seeds)."""
 AT_ONCE = {"powersgd": 0.19, "local": 0.08, "diloco": 0.08}
 """The same without whole gradients, or means of weights, in the first steps: 17 to 18% and 6 to 7%. All of a GPT of
 3.3 M parameters after 200 steps of two workers: docs/results/exchange.md."""
