@@ -92,7 +92,7 @@ class ExchangeWatch:
     def _parts_ways(self, exchange: GradientExchange) -> bool:
         """Have workers train apart if that is due and allowed."""
         how, now = apart_from(self._recipe, self._progress.step), self._progress.exchange
-        found = parting(now, how.every, how.delay) if self._may_part and how is not None else None
+        found = parting(now, how) if self._may_part and how is not None else None
         if how is None or found is None:
             return False
         if not self._parting:  # a last step that sends what was held back so far
@@ -108,7 +108,7 @@ class ExchangeWatch:
         bounded = self._recipe.exchange.model_copy(update={"tolerance": f"{PARTED:.0%}"})
         given, start = self._recipe.exchange.tolerance, self._recipe.exchange.start
         how = apart_from(self._recipe.model_copy(update={"exchange": bounded}), start) if given is None else None
-        found = None if how is None else parting(self._progress.exchange, how.every, how.delay)
+        found = None if how is None else parting(self._progress.exchange, how)
         promise = None if found is None else found[0].foretold
         return "" if promise is None else f"; tolerance: {bounded.tolerance} would allow diloco, foretold {promise:.2f}"
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe import Recipe, load_recipe
 from phalanx.recipe.exchanges import bucket_between_nodes, travels_beside
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
-from phalanx.run.directory import write_json, write_whole
+from phalanx.run.directory import write_json
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean
@@ -45,6 +45,7 @@ from phalanx.train.parallel.mesh import build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.shard import let_go
 from phalanx.train.parts import Parts
+from phalanx.train.pinning import with_exchange
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale, computing
 from phalanx.train.reporter import Reporter
@@ -278,18 +279,12 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
     layout, begun = recipe.layout, "loop" in (run.read_json(run.plan) or {})
-    open_ = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
+    left_open = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
     assert isinstance(layout, Layout)
-    if begun or not open_ or not travels_beside(recipe.exchange, layout) or nodes_of(place).count == 1:
+    if begun or not left_open or not travels_beside(recipe.exchange, layout) or nodes_of(place).count == 1:
         return recipe
-
-    def sized(whole: Recipe) -> Recipe:
-        bucket = bucket_between_nodes(4.0 * trained / layout.tensor)
-        return whole.model_copy(update={"exchange": whole.exchange.model_copy(update={"bucket": bucket})})
-
-    if place.leads:
-        write_whole(run.resolved, dump_recipe(sized(load_recipe(run.resolved).recipe)))
-    return sized(recipe)
+    bucket = bucket_between_nodes(4.0 * trained / layout.tensor)
+    return with_exchange(run, recipe, place, recipe.exchange.model_copy(update={"bucket": bucket}))
 
 
 def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -7,12 +7,11 @@ step takes the mean of all weights after each step until it (`Schedule.start`).
 
 from dataclasses import replace
 
-from phalanx.recipe import dump_recipe, load_recipe
-from phalanx.run.directory import write_whole
 from phalanx.train.ends import make_stepper
 from phalanx.train.gang import Gang
 from phalanx.train.model import Seeds
 from phalanx.train.parts import Parts
+from phalanx.train.pinning import with_exchange
 from phalanx.train.state import Standing
 
 
@@ -22,10 +21,7 @@ def part_ways(gang: Gang) -> tuple[Parts, Standing]:
     assert how is not None
     gang.saving.finish()
     standing = gang.abandon()
-    recipe, place = parts.recipe.model_copy(update={"exchange": how}), parts.place
-    if place.leads:
-        resolved = load_recipe(parts.run.resolved).recipe
-        write_whole(parts.run.resolved, dump_recipe(resolved.model_copy(update={"exchange": how})))
-    seeds = Seeds(recipe.seed, place.device)
-    stepper = make_stepper(recipe, place, parts.divided, parts.optimizer, parts.scale, seeds)
+    recipe = with_exchange(parts.run, parts.recipe, parts.place, how)
+    seeds = Seeds(recipe.seed, parts.place.device)
+    stepper = make_stepper(recipe, parts.place, parts.divided, parts.optimizer, parts.scale, seeds)
     return replace(parts, recipe=recipe, stepper=stepper), standing

@@ -9,6 +9,7 @@ import pytest
 from phalanx.plan.exchanges import INT8
 from phalanx.plan.setup import WIRES
 from phalanx.recipe.exchanges import BY_ACCURACY
+from phalanx.recipe.schema import Exchange
 from phalanx.train.exchange.choice import (
     BYTES,
     Choice,
@@ -24,6 +25,7 @@ from phalanx.train.exchange.choice import (
 from phalanx.train.exchange.ways import WAYS
 
 ALL = BY_ACCURACY
+APART = Exchange(strategy="diloco", exact="no", every=10, delay=2, wire="int8")
 COMPUTING, BACKWARD = 0.372, 0.228
 LINKS = {
     "100mbit": ({"allreduce": 1.8469, "bf16": 1.0698, "int8": 0.6189}, "int8"),
@@ -192,7 +194,7 @@ def test_bytes_are_those_of_the_planner() -> None:
 
 def test_workers_part_where_even_the_fewest_bytes_leave_much_exposed() -> None:
     settled = walked(LINKS["100mbit"][0])[-1]
-    found = parting(settled, every=10, delay=2)
+    found = parting(settled, APART)
     assert found is not None
     choice, why = found
     assert (choice.strategy, choice.settled, choice.seen) == ("diloco", True, settled.seen)
@@ -202,7 +204,7 @@ def test_workers_part_where_even_the_fewest_bytes_leave_much_exposed() -> None:
 
 def test_what_rounds_still_wait_for_is_foretold() -> None:
     slow = Choice("int8", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True)
-    found = parting(slow, every=10, delay=2)
+    found = parting(slow, APART)
     assert found is not None
     assert found[0].foretold == pytest.approx(1.0 / (1.0 + (9.5 - 2.0) / 10))
 
@@ -218,4 +220,4 @@ def test_what_rounds_still_wait_for_is_foretold() -> None:
     ids=["little is exposed", "others are tried", "nothing is settled", "they did already"],
 )
 def test_workers_stay_together_otherwise(choice: Choice) -> None:
-    assert parting(choice, every=10, delay=2) is None
+    assert parting(choice, APART) is None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.recipe.schema import Exchange
 from phalanx.train.exchange.int8 import SHARE
 
 LIMIT = 0.05
@@ -25,8 +26,6 @@ DOUBTS = 2
 """Looks in a row that must find another share before strategies are tried again; doubled each time, so that a network
 that goes up and down does not keep a run trying."""
 MOST_DOUBTS = 64
-LOCAL = "diloco"
-"""What a choice says of workers that train apart."""
 BYTES = {"allreduce": 1.0, "bf16": 0.5, "int8": SHARE}
 """What a strategy sends, as a share of fp32."""
 
@@ -111,23 +110,23 @@ def _tried(choice: Choice, candidates: Sequence[str]) -> tuple[Choice, str]:
     return replace(choice, strategy=chosen, settled=True, foretold=None), f"{reason}{_results(choice)}{besides}"
 
 
-def parting(choice: Choice, every: int, delay: int) -> tuple[Choice, str] | None:
-    """The choice that workers train apart, in rounds of so many steps in int8 that they take so many steps late, and
-    why; None while nothing is settled, or where that makes a step hardly faster. There is no way back: what workers
+def parting(choice: Choice, how: Exchange) -> tuple[Choice, str] | None:
+    """The choice that workers train apart, in rounds that travel in int8 and are taken late, and why; None while
+    nothing is settled, or where that makes a step hardly faster. There is no way back: what workers
     learned apart is not what they would have learned together."""
     seen = choice.seen.get(choice.strategy)
     if not choice.settled or seen is None or seen.share <= LIMIT:
         return None
     alone, travelling = computing(choice.seen), BYTES["int8"] / BYTES[choice.strategy] * (seen.exposed + seen.backward)
-    seconds = alone + max(0.0, travelling - delay * alone) / every
+    seconds = alone + max(0.0, travelling - how.delay * alone) / how.every
     if seconds > (1 - TIE) * seen.seconds:
         return None
     promise = alone / seconds
     why = (
         f"with {choice.strategy} {seen.share:.1%} of a step is exposed{_results(choice)}; workers that train apart, in "
     )
-    why += f"rounds of {every} steps, are foretold {promise:.2f}"
-    return replace(choice, strategy=LOCAL, foretold=promise), why
+    why += f"rounds of {how.every} steps, are foretold {promise:.2f}"
+    return replace(choice, strategy=how.strategy, foretold=promise), why
 
 
 def _results(choice: Choice) -> str:
