@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange import ALIGNMENT, GradientExchange
 from worlds import World
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))
@@ -57,11 +57,12 @@ def sums(
     unused: dict[int, Sequence[int]] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     steps: int = 2,
+    capacity: float = CAPACITY,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients and their norm after the last of some equal steps, as this rank has them."""
     weights = parameters(dtypes)
     exchange = GradientExchange(
-        weights, rank=rank, world=world, micro_batches=micro_batches, replicas=replicas, capacity=CAPACITY
+        weights, rank=rank, world=world, micro_batches=micro_batches, replicas=replicas, capacity=capacity
     )
     own = micro_batches // world
     for _ in range(steps):
@@ -100,6 +101,15 @@ def test_under_replicas_the_bits_are_those_of_a_single_process(world: World, ran
     """With 2 ranks and 8 micro-batches a rank's share is a subtree; with 6, or with 3 ranks, it is cut across."""
     alone = sums(0, 1, micro_batches=micro_batches, replicas=True)
     for one in world.run(ranks, sums, micro_batches=micro_batches, replicas=True):
+        assert_equal(one, alone)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (3, 6), (3, 12)])
+def test_under_replicas_a_parameter_that_travels_in_pieces_has_the_same_bits(
+    world: World, ranks: int, micro_batches: int
+) -> None:
+    alone = sums(0, 1, micro_batches=micro_batches, replicas=True)
+    for one in world.run(ranks, sums, micro_batches=micro_batches, replicas=True, capacity=300.0):
         assert_equal(one, alone)
 
 
@@ -230,9 +240,10 @@ def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
         assert orders == found[0]
         for order in orders:
             first, *second = order.values()
-            if replicas:  # what is received of every bucket's nodes, and the sums of all
-                assert second == [lengths]
-                assert len(first) == len(lengths)
+            if replicas:  # what is received of every piece's nodes, and the sums of all; pieces are as small as can be
+                unit = ranks * ALIGNMENT
+                assert second == [[unit] * (sum(lengths) // unit)]
+                assert len(first) == len(second[0])
             else:
                 assert first == lengths
                 assert not second

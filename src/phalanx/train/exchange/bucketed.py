@@ -22,7 +22,7 @@ from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.fixed_tree import FixedTree
 from phalanx.train.exchange.powersgd import bases_of
-from phalanx.train.exchange.strategy import Site
+from phalanx.train.exchange.strategy import Site, Strategy
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.norms import total_norm
 from phalanx.train.optimizers.local import local
@@ -83,7 +83,7 @@ class GradientExchange:
         self._group, self._way = group, way
         if way.holds_back and not replicas:
             self.hold_back()
-        self._nodes = range(world) if nodes is None else nodes
+        self._nodes, self._capacity = range(world) if nodes is None else nodes, capacity
         last = self.buckets[-1]
         self._room = last.slab.flat[last.used : last.used + slots] if takes else None
         self.slots = self._room
@@ -135,8 +135,10 @@ class GradientExchange:
             self._second = twin(self._group)
         second = self._second if answers else self._group
         site = Site(self.rank, self.world, self._group, second, device, self._nodes)
-        tree = self.replicas
-        strategy = FixedTree(site, self.micro_batches, self._cover) if tree else self._way(site, self.buckets)
+        if self.replicas:
+            strategy: Strategy = FixedTree(site, self.micro_batches, self._cover, self._capacity)
+        else:
+            strategy = self._way(site, self.buckets)
         self._courier = Courier(strategy, beside=device.type == "cpu")
 
     def begin_step(self, step: int) -> None:

@@ -25,6 +25,18 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
+class All:
+    """Several operations, begun one after the other."""
+
+    pending: Sequence[Pending | None]
+
+    def wait(self) -> None:
+        for each in self.pending:
+            if each is not None:
+                each.wait()
+
+
+@dataclass(frozen=True)
 class Site:
     """Where a strategy works: as `rank` of `world`, over `first` and `second`, two groups of the same workers. `nodes`
     tells of each rank on which machine it is, by number."""
