@@ -90,7 +90,7 @@ def first_resolution(
         chosen = choose_memory(given, needs, room)
     else:
         chosen, seconds = tried_memory(given, needs, room, payload, call, forecast_of(given, folder, here, world))
-    bucket = choose_bucket(given, needs.trainable, world, nodes)
+    bucket = choose_bucket(given, needs.trainable, world, nodes, machine.device)
     choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket]
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]

@@ -64,12 +64,24 @@ def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
     assert any(name.startswith(PREFIX) for name in manifest.tensors)
 
 
-@pytest.mark.slow
-def test_replicas_that_tensor_ranks_cut_choose_as_well(lab: Lab, folder: Path) -> None:
-    layout = {"layout": {"replicate": 2, "tensor": 2}, "model": {"args": {"layers": 2, "width": 64, "heads": 4}}}
-    ended = lab.train({**changes_of("no", steps=ENDED), **layout}, 4, folder=folder)
+@pytest.mark.parametrize("within", ["shard", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_replicas_of_two_workers_choose_as_well(lab: Lab, folder: Path, within: str) -> None:
+    layout = {"layout": {"replicate": 2, within: 2}, "model": {"args": {"layers": 2, "width": 64, "heads": 4}}}
+    ended = lab.train({**changes_of("no", steps=ENDED), **layout, "batch": {"micro": 3}}, 4, folder=folder)
     assert ended.digest
     assert decisions(ended) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
+
+
+@pytest.mark.slow
+def test_sharded_replicas_go_on_with_what_was_decided_and_held_back(lab: Lab, folder: Path) -> None:
+    layout = {"layout": {"replicate": 2, "shard": 2}, "batch": {"micro": 3}}
+    begun = lab.train({**changes_of("no", steps=ENDED), **layout}, 4, folder=folder)
+    assert decisions(begun)[-1] == (DECIDED, "int8", True)
+    reference = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder)
+    killed = fault(KILLED, ranks=[3], attempt=1)
+    ended = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder, faults=[killed])
+    assert [event["from_step"] >= ENDED for event in ended.kind("start")] == [False, True, True]
+    assert ended.digest == reference.digest
 
 
 def test_a_run_goes_on_alone_with_what_two_workers_held_back(lab: Lab, folder: Path, begun: Ended) -> None:

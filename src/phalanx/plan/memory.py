@@ -75,7 +75,7 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
-    taken = [recipe.exchange.model_copy(update={"strategy": each}) for each in candidates(recipe)]
+    taken = [recipe.exchange.model_copy(update={"strategy": each}) for each in candidates(recipe, device)]
     apart = apart_from(recipe, recipe.exchange.start)
     wires = [wire_of(each) for each in (*taken, *([] if apart is None else [apart]))]
     travelling = max(0.0 if single and not wire.keeps else wire.memory for wire in wires)

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes, travels_beside
+from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes, gradients_of_one, travels_beside
 from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
@@ -68,14 +68,14 @@ def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str =
     return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
 
 
-def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int) -> list[Choice]:
+def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int, device: str = "cpu") -> list[Choice]:
     """How many gradients travel together, where something is to be said about it: replicas of a model of so many
     trained parameters exchange theirs beside backward, between nodes. On one node an exchange takes from the processors
     what it would hide behind."""
     layout = Layout.model_validate(laid_out(recipe, world))
-    if recipe.exchange.bucket != "auto" or nodes == 1 or not travels_beside(recipe.exchange, layout):
+    if recipe.exchange.bucket != "auto" or nodes == 1 or not travels_beside(recipe.exchange, layout, device):
         return []
-    gradients = 4.0 * parameters / layout.tensor
+    gradients = gradients_of_one(parameters, layout)
     why = f"of {gradients / MIB:.3g} MiB of gradients, for {nodes} nodes: what is sent early is hidden behind backward"
     return [Choice("exchange.bucket", bucket_between_nodes(gradients), why)]
 

@@ -66,10 +66,16 @@ def bucket_bytes(exchange: Exchange) -> float:
     return MIB * (BUCKET if exchange.bucket == "auto" else exchange.bucket)
 
 
-def travels_beside(exchange: Exchange, layout: Layout) -> bool:
+def travels_beside(exchange: Exchange, layout: Layout, device: str) -> bool:
     """Whether replicas add up gradients beside backward, bucket by bucket, rather than after it or by FSDP."""
-    after = layout.pipeline > 1 or layout.shard * layout.context * layout.expert > 1 or exchange.strategy in LOCAL
-    return layout.replicate > 1 and not after
+    sharded = layout.shard * layout.context * layout.expert > 1
+    by_fsdp = sharded and (device != "cpu" or not sums_shards(exchange, layout, device))
+    return layout.replicate > 1 and not (layout.pipeline > 1 or by_fsdp or exchange.strategy in LOCAL)
+
+
+def gradients_of_one(parameters: int, layout: Layout) -> float:
+    """Bytes of gradients that each worker exchanges, of a model of so many trained parameters."""
+    return 4.0 * parameters / (layout.tensor * layout.shard)
 
 
 def bucket_between_nodes(gradients: float) -> float:
@@ -77,7 +83,15 @@ def bucket_between_nodes(gradients: float) -> float:
     return min(BUCKET, max(LEAST, round(gradients / MIB / PARTS, 1)))
 
 
-def candidates(recipe: Recipe) -> tuple[str, ...]:
+def sums_shards(exchange: Exchange, layout: Layout, device: str) -> bool:
+    """Whether it is an exchange that sums between replicas which FSDP shards, and not FSDP itself. A choice among
+    strategies needs one; on a GPU FSDP keeps it, whose sums travel beside backward there, as ours would not."""
+    named = exchange.exact == "replicas" or exchange.strategy not in ("auto", "allreduce")
+    only = 1 < layout.replicate < layout.world == layout.replicate * layout.shard and layout.expert == 1
+    return named or (exchange.strategy == "auto" and exchange.exact == "no" and only and device == "cpu")
+
+
+def candidates(recipe: Recipe, device: str) -> tuple[str, ...]:
     """Strategies that may take turns in a run, the most accurate first. One alone where nothing is to be chosen: it is
     given; `exact` wants an order of addition that never depends on a clock; FSDP sums between replicas itself; or there
     is nobody to send to. While the layout is `auto` it may turn out as any."""
@@ -87,7 +101,8 @@ def candidates(recipe: Recipe) -> tuple[str, ...]:
     fixed = exact != "no"
     if isinstance(layout, Layout):
         sharded = layout.shard * layout.context * layout.expert > 1
-        fixed |= layout.replicate == 1 or layout.pipeline > 1 or sharded
+        left_to_fsdp = sharded and not sums_shards(recipe.exchange, layout, device)
+        fixed |= layout.replicate == 1 or layout.pipeline > 1 or left_to_fsdp
     if fixed:
         return BY_ACCURACY[:1]
     # int8 keeps what it could not send, but the loss scale of fp16 changes

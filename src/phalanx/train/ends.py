@@ -25,6 +25,7 @@ from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh
+from phalanx.train.parallel.shard import as_reduced
 from phalanx.train.parts import Parts, reject
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
@@ -46,10 +47,12 @@ def make_stepper(
     micro, mesh = recipe.batch.micro, divided.mesh
     assert isinstance(micro, int)
     micro_batches = recipe.batch.global_ // micro
-    replicas, strategy = recipe.exchange.exact == "replicas", candidates(recipe)[0]
+    replicas, strategy = recipe.exchange.exact == "replicas", candidates(recipe, place.device.type)[0]
     holds_back = WAYS[strategy].holds_back and not replicas
     chosen = recipe.exchange.strategy == "auto" and recipe.exchange.exact == "no"  # may hold back at times
     parameters = list(divided.trainable().values())
+    if mesh.rounds:
+        parameters = as_reduced(divided.modules, parameters)
     gradients: Gradients = LocalGradients(parameters)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
     several = mesh.replicate is not None or (replicas and micro_batches > 1) or holds_back
@@ -116,10 +119,10 @@ def norms_of(divided: Divided) -> NormOf:
     return norm_of if divided.cuts else norms
 
 
-def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES) -> Progress:
-    """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one. DataError, with
-    the `cure`, when it was trained on data of another fingerprint."""
-    had = bool(list_checkpoints(parts.run.checkpoints))
+def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, empty: bool = False) -> Progress:
+    """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
+    model is `empty`. DataError, with the `cure`, when it was trained on data of another fingerprint."""
+    had = empty or bool(list_checkpoints(parts.run.checkpoints))
     loaded = _resume_hot(parts)
     kept = None if loaded is None else loaded.path
     if loaded is None:

@@ -50,7 +50,7 @@ class ExchangeWatch:
         self._recipe, self._place, self._progress, self._tell = recipe, place, progress, tell
         self._exchange = exchange_of(gradients)
         self._backwards = backwards
-        self._candidates = candidates(recipe)
+        self._candidates = candidates(recipe, place.device.type)
         self._steps: list[Seen] = []
         self._wait = UNUSUAL
         if len(self._candidates) > 1 and self._exchange is not None:

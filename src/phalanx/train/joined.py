@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.recipe.exchanges import bucket_between_nodes, travels_beside
+from phalanx.recipe.exchanges import bucket_between_nodes, gradients_of_one, travels_beside
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.run.directory import write_json
@@ -281,9 +281,10 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     layout, begun = recipe.layout, "loop" in (run.read_json(run.plan) or {})
     left_open = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
     assert isinstance(layout, Layout)
-    if begun or not left_open or not travels_beside(recipe.exchange, layout) or nodes_of(place).count == 1:
+    beside = travels_beside(recipe.exchange, layout, place.device.type)
+    if begun or not left_open or not beside or nodes_of(place).count == 1:
         return recipe
-    bucket = bucket_between_nodes(4.0 * trained / layout.tensor)
+    bucket = bucket_between_nodes(gradients_of_one(trained, layout))
     return with_exchange(run, recipe, place, recipe.exchange.model_copy(update={"bucket": bucket}))
 
 

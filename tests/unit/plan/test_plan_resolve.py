@@ -62,6 +62,14 @@ def test_a_replica_that_tensor_ranks_divide_has_less_of_them() -> None:
     assert divided.value == pytest.approx(whole.value / 2, abs=0.1)
 
 
+def test_sharded_replicas_send_the_shards_of_their_gradients_beside_backward_on_cpus_only() -> None:
+    (whole,) = choose_bucket(recipe(layout={"replicate": 4}), 25_000_000, 4, nodes=2)
+    sharded = recipe(layout={"replicate": 2, "shard": 2}, exchange={"exact": "replicas"})
+    (half,) = choose_bucket(sharded, 25_000_000, 4, nodes=2)
+    assert half.value == pytest.approx(whole.value / 2, abs=0.1)
+    assert choose_bucket(sharded, 25_000_000, 4, 2, "cuda") == []
+
+
 @pytest.mark.parametrize(
     ("values", "nodes"),
     [
@@ -69,10 +77,11 @@ def test_a_replica_that_tensor_ranks_divide_has_less_of_them() -> None:
         ({"exchange": {"bucket": 3}}, 2),
         ({"exchange": {"strategy": "diloco", "exact": "no"}}, 2),
         ({"layout": {"shard": 4}}, 2),
+        ({"layout": {"replicate": 2, "shard": 2}}, 2),
         ({"layout": {"replicate": 2, "pipeline": 2}}, 2),
         ({"layout": {"tensor": 4}}, 2),
     ],
-    ids=["one node", "given", "rounds", "shards", "pipeline", "one replica"],
+    ids=["one node", "given", "rounds", "shards", "replicas that FSDP sums", "pipeline", "one replica"],
 )
 def test_where_nothing_travels_beside_backward_between_nodes_nothing_is_said_of_buckets(
     values: dict[str, Any], nodes: int

@@ -13,11 +13,13 @@ from phalanx.recipe.schema import Exchange
 NO = {"strategy": "auto", "exact": "no"}
 
 
-def found(exchange: dict[str, Any], layout: Any = "auto", **values: Any) -> tuple[str, ...]:
-    return candidates(Recipe.model_validate({"exchange": exchange, "layout": layout, **values}))
+def found(exchange: dict[str, Any], layout: Any = "auto", device: str = "cpu", **values: Any) -> tuple[str, ...]:
+    return candidates(Recipe.model_validate({"exchange": exchange, "layout": layout, **values}), device)
 
 
-@pytest.mark.parametrize("layout", ["auto", {"replicate": 4}, {"replicate": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "layout", ["auto", {"replicate": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "shard": 2}]
+)
 def test_with_no_promise_replicas_may_send_fewer_bytes(layout: Any) -> None:
     assert found(NO, layout) == ("allreduce", "bf16", "int8")
 
@@ -36,7 +38,9 @@ def test_a_given_strategy_leaves_no_choice() -> None:
     [
         {"replicate": 1},
         {"tensor": 4},
-        {"replicate": 2, "shard": 2},
+        {"shard": 4},
+        {"replicate": 2, "shard": 2, "tensor": 2},
+        {"replicate": 2, "shard": 2, "expert": 2},
         {"replicate": 2, "pipeline": 2},
         {"replicate": 2, "context": 2},
     ],
@@ -45,11 +49,16 @@ def test_layouts_whose_replicas_are_summed_otherwise_leave_no_choice(layout: dic
     assert found(NO, layout) == ("allreduce",)
 
 
+def test_on_a_gpu_fsdp_goes_on_summing_between_sharded_replicas() -> None:
+    assert found(NO, {"replicate": 2, "shard": 2}, device="cuda") == ("allreduce",)
+    assert found(NO, {"replicate": 4}, device="cuda") == ("allreduce", "bf16", "int8")
+
+
 def test_a_loss_scale_that_changes_excludes_what_is_held_back() -> None:
     assert found(NO, {"replicate": 4}, precision="fp16") == ("allreduce", "bf16")
 
 
-@pytest.mark.parametrize("layout", [{"replicate": 4}, {"replicate": 2, "tensor": 2}])
+@pytest.mark.parametrize("layout", [{"replicate": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "shard": 2}])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], precision: str, tmp_path: Any) -> None:
     for strategy in found(NO, layout, precision=precision):

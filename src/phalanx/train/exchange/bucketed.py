@@ -1,9 +1,9 @@
 """Gradients as backward makes them, summed over micro-batches and workers in buckets that are fixed before step 0.
 
-Hooks count gradients; those of a bucket are copied into it together as soon as it has all of them (a copy each from
-Python would cost small models a percent), and it is sent, always in bucket order, and travels beside the rest of
-backward. (torch's DDP re-arranges its buckets after the first step, which changes the order of addition, and with it
-bits, when a run is resumed.)
+Hooks count gradients, also those that FSDP has reduced; those of a bucket are copied into it together as soon as it has
+all of them (a copy each from Python would cost small models a percent), and it is sent, always in bucket order, and
+travels beside the rest of backward. (torch's DDP re-arranges its buckets after the first step, which changes the order
+of addition, and with it bits, when a run is resumed.)
 
 `world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of workers.
 `replicas`: micro-batch gradients are added in the fixed tree of `tree.py`, begun here and ended by `fixed_tree.py`.
@@ -96,7 +96,8 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
-            if not isinstance(parameter, DTensor)  # FSDP may still be writing then; `end` comes after it
+            # On a GPU FSDP may still be writing then, on a stream of its own; `end` comes after it.
+            if not (isinstance(parameter, DTensor) and parameter.is_cuda)
         ]
 
     def close(self) -> None:

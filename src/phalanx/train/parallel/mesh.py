@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.data.feed import share
+from phalanx.recipe.exchanges import sums_shards
 from phalanx.recipe.schema import Exchange, Layout
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import Place
@@ -143,9 +144,7 @@ def build_mesh(
         with opening(name):
             groups[name] = _own_group(ranks.movedim(i, -1), place.rank)
     fsdp = expert_fsdp = expert = None
-    exchange = exchange or Exchange()
-    ours = exchange.exact == "replicas" or exchange.strategy not in ("auto", "allreduce")
-    rounds = ours and sharded > 1
+    rounds = sharded > 1 and sums_shards(exchange or Exchange(), layout, place.device.type)
     if rounds:  # which go with no other dimension than these two
         assert groups["shard"] is not None
         # DTensor remembers what it made on a mesh, and would take one of an earlier world for this if they were equal.

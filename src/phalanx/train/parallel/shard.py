@@ -46,6 +46,19 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def as_reduced(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters so that FSDP tells their gradients roughly from the last to the first: those of a sharded module
+    together, when backward is through with all that it contains. What belongs to none of these is the root's, whose
+    module may be around them."""
+    order: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for each in reversed([part for part in module.modules() if isinstance(part, FSDPModule)]):
+            order |= dict.fromkeys(reversed([p for p in each.parameters() if p not in order]))
+    given = list(parameters)
+    wanted = set(given)
+    return [*(p for p in given if p not in order), *(p for p in reversed(order) if p in wanted)]
+
+
 def let_go(modules: Iterable[nn.Module]) -> None:
     """Keep only this worker's shards again, after a forward that no backward follows."""
     for module in modules:

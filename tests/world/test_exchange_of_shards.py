@@ -1,0 +1,119 @@
+"""The exchange between replicas that FSDP shards, on 2 replicas of 2 ranks, against a single process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from phalanx.train.exchange import GradientExchange
+from phalanx.train.parallel.shard import as_reduced, shard_model
+from worlds import World
+
+WIDTH, BLOCKS, STEPS = 24, 3, 3
+CAPACITY = 4.0 * (WIDTH * WIDTH + WIDTH) / 2  # bytes: the half of a block that a rank holds
+
+
+class Network(nn.Module):
+    """Blocks between two layers of the root's; with `again` one block is used twice."""
+
+    def __init__(self, again: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+        self.last = nn.Linear(WIDTH, 1)
+        self.again = again
+        self.reached: list[int] = []
+
+    def forward(self, x: Tensor, sent: list[Any]) -> Tensor:
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.reached.append(len(sent)))
+        for block in [*self.blocks, *(self.blocks[:1] if self.again else [])]:
+            x = torch.tanh(block(x))
+        total: Tensor = self.last(x).square().sum()
+        return total
+
+
+def samples(leaf: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(leaf))
+
+
+def summed(
+    rank: int, world: int, *, strategy: str = "allreduce", replicas: bool = False, again: bool = False
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The whole gradients of four micro-batches after the last of some equal steps; and how many buckets were under way
+    in each step when backward was through with the blocks."""
+    model = Network(again)
+    sent: list[Any] = []
+    if world == 1:
+        torch.stack([model(samples(leaf), sent) for leaf in range(4)]).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard_model(model, list(model.blocks), mesh["shard"])
+    exchange = GradientExchange(
+        as_reduced([model], model.parameters()),
+        rank=mesh["replicate"].get_local_rank(),
+        world=2,
+        micro_batches=2,
+        replicas=replicas,
+        capacity=CAPACITY,
+        group=mesh["replicate"].get_group(),
+        strategy=strategy,
+    )
+    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+    for name, operation in operations.items():
+
+        def noting(*arguments: Any, operation: Any = operation, **options: Any) -> Any:
+            if options.get("group") is not None:
+                sent.append(options["group"])
+            return operation(*arguments, **options)
+
+        setattr(dist, name, noting)
+    try:
+        for _ in range(STEPS):
+            sent.clear()
+            for parameter in model.parameters():
+                parameter.grad = None
+            exchange.begin(rank // 2)
+            model(samples(rank), sent).backward()
+            exchange.end()
+            exchange.finish()
+    finally:
+        for name, operation in operations.items():
+            setattr(dist, name, operation)
+    gradients = {name: whole(p) for name, p in model.named_parameters()}
+    exchange.close()
+    return gradients, model.reached
+
+
+def whole(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "tolerance"),
+    [("allreduce", False, 1e-5), ("allreduce", True, 1e-5), ("bf16", False, 1e-2), ("int8", False, 3e-2)],
+    ids=["allreduce", "fixed tree", "bf16", "int8"],
+)
+def test_gradients_of_shards_are_sent_while_backward_goes_on(
+    world: World, strategy: str, replicas: bool, tolerance: float
+) -> None:
+    expected, _ = summed(0, 1)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())  # int8 shares scales among many
+    for gradients, reached in world.run(4, summed, strategy=strategy, replicas=replicas):
+        assert min(reached) >= BLOCKS - 1
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance * largest)
+
+
+def test_gradients_of_a_block_that_is_used_twice_are_sent_when_they_are_whole(world: World) -> None:
+    expected, _ = summed(0, 1, again=True)
+    for gradients, _ in world.run(4, summed, again=True):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5)
