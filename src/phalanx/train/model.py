@@ -1,5 +1,6 @@
 """The model of a recipe: built by import path, with what the data know filled in, from the seed's random numbers."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
+from phalanx.train.undrawn import NeededError, Undrawn
 
 
 def seed_for(*parts: object) -> int:
@@ -73,17 +75,19 @@ def build_model(
     adapter: Adapter | None = None,
     *,
     load: bool = True,
+    draw: bool = True,
 ) -> nn.Module:
     """The model with its initial weights, which depend on `seed` only, or with those of a Hugging Face directory; with
     adapters beside its layers if the recipe wants them. Without `load` the parameters of a Hugging Face directory stay
-    on the meta device (adapters and buffers on the CPU). RecipeError for what the user can mend."""
+    on the meta device (adapters and buffers on the CPU). Without `draw`, for one that takes over a whole state, random
+    parameters may hold anything. RecipeError for what the user can mend."""
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         if load:
             model = huggingface.build_loaded(directory, spec.args, facts, device)
         else:
             model = huggingface.build(directory, spec.args, facts)
     else:
-        model = _built(spec, facts, folder, seed)
+        model = _built(spec, facts, folder, seed, draw)
         if device.type != "cpu":  # `to` replaces imagined parameters (trial.py), which cannot be
             model = model.to(device)
     if adapter is not None:
@@ -91,15 +95,21 @@ def build_model(
     return model
 
 
-def _built(spec: Model, facts: Facts, folder: Path | None, seed: int) -> nn.Module:
+def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool) -> nn.Module:
     """The model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
     filled = arguments(builder, spec.args, known(facts))
     seed_everything(seed_for(seed, "init"), torch.device("cpu"))
+    undrawn = None if draw else Undrawn()
     try:
-        model = builder(**filled)
+        with undrawn or nullcontext():
+            model = builder(**filled)
+    except NeededError:
+        return _built(spec, facts, folder, seed, draw=True)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+    if undrawn is not None and not undrawn.alike:
+        return _built(spec, facts, folder, seed, draw=True)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
     return model

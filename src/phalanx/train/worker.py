@@ -118,6 +118,8 @@ def _train(
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
 
+    fresh = not comes_later and not list_checkpoints(run.checkpoints)
+
     def build(place: Place, callbacks: Callbacks | None = None, fresh: bool = False) -> Built:
         here = recipe
         if orders is not None:
@@ -127,7 +129,7 @@ def _train(
         return Built(*assemble(*made, lambda dimension: between if dimension == "replicate" else within))
 
     # Without the other workers of its replica none can divide a model.
-    built = None if comes_later and size > 1 else build(place, fresh=not comes_later)
+    built = None if comes_later and size > 1 else build(place, fresh=fresh)
     regrouping = None
     if orders is not None:
         way: Way
@@ -140,7 +142,7 @@ def _train(
     progress, samples = Progress(), data.train_samples
     if not comes_later:
         assert built is not None
-        progress = resume(built.parts, data.fingerprint, force)
+        progress = resume(built.parts, data.fingerprint, force, empty=not fresh)
         if place.leads:
             tell_start(built.parts, samples, progress)
     pulse.beat("restoring")
@@ -227,8 +229,8 @@ def assemble(
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False)
-    weights = _origin(recipe, folder, model) if fresh and not list_checkpoints(run.checkpoints) else None
+    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False, draw=fresh)
+    weights = _origin(recipe, folder, model) if fresh else None
     if mesh.only_replicates:
         allocate([model], place.device)
     model.train()

@@ -1,0 +1,118 @@
+"""Building a model whose random weights nobody needs, because a whole state is taken over: drawing them takes longer
+than reading a checkpoint.
+
+Only parameters may hold anything then. A builder that reads what it would have drawn, for a mask or a buffer that no
+checkpoint holds, has to be run again with everything drawn; so has one that draws anything else, since it would draw
+other numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+DRAWING: frozenset[Callable[..., Any]] = frozenset(
+    (
+        Tensor.normal_,
+        Tensor.uniform_,
+        init.normal_,
+        init.uniform_,
+        init.trunc_normal_,
+        init.xavier_normal_,
+        init.xavier_uniform_,
+        init.kaiming_normal_,
+        init.kaiming_uniform_,
+    )
+)
+"""What only fills a tensor with random numbers, and returns it."""
+RANDOM = DRAWING | {
+    torch.randn,
+    torch.rand,
+    torch.normal,
+    torch.randint,
+    torch.randperm,
+    torch.randn_like,
+    torch.rand_like,
+}
+"""The usual ones of all that draws; what else does shows in the generator in the end."""
+OUTSIDE = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "__hash__",
+    ],
+)
+"""Methods and attributes that tell nothing of a tensor's values."""
+
+
+class NeededError(BaseException):
+    """A builder reads what was not drawn, or draws what may be needed. Not an Exception: it must come through."""
+
+
+class Undrawn(TorchFunctionMode):
+    """While it is entered no random numbers are drawn into parameters, which stay as their memory is. NeededError as
+    soon as it is known that this will not do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = torch.default_generator.get_state()
+        self._undrawn: dict[int, nn.Parameter] = {}  # by address; held, so that nothing else can be there
+        self._needed = False
+
+    @property
+    def alike(self) -> bool:
+        """Whether all but parameters is as it would be if these had been drawn."""
+        return not self._needed and torch.default_generator.get_state().equal(self._before)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("tensor")
+        if function in DRAWING and isinstance(first, nn.Parameter):
+            self._undrawn[_address(first)] = first
+            return first
+        if function in RANDOM:
+            self._give_up()
+        touched = [tensor for tensor in _tensors((args, kwargs)) if _address(tensor) in self._undrawn]
+        result = function(*args, **kwargs)
+        in_place = result is first and all(tensor is first for tensor in touched)
+        if touched and not in_place and _name(function) not in OUTSIDE:
+            self._give_up()
+        return result
+
+    def _give_up(self) -> NoReturn:
+        self._needed = True
+        raise NeededError
+
+
+def _name(function: Any) -> str:
+    """Of a method; or of the attribute whose getter or setter it is."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__") else name
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its memory begins; of what has none on this host, where nothing does."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu else -1
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
