@@ -108,15 +108,23 @@ class Regrouping:
         self._reporter, self._pulse, self._way, self._fingerprint = reporter, pulse, way, fingerprint
         self._hooks: list[RemovableHandle] = []
 
-    def listen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look for orders whenever backward has made a gradient of these: who has a long step would else learn only in
-        the exchange that it is in vain."""
+    def listen(self, modules: Iterable[nn.Module], compiled: bool) -> None:
+        """Look for orders whenever a forward comes to parameters of these, unless they are compiled, and whenever
+        backward has made a gradient: who has a long step would else learn only in the exchange that it is in vain."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._heed) for parameter in parameters]
+        parts = {part: list(part.parameters(recurse=False)) for module in modules for part in module.modules()}
+        trained = {parameter for own in parts.values() for parameter in own if parameter.requires_grad}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._heed) for parameter in trained]
+        if not compiled:
+            self._hooks += [part.register_forward_pre_hook(self._heed_forward) for part, own in parts.items() if own]
 
     def _heed(self, parameter: Tensor) -> None:
         if self.orders.urgent:
+            raise Summoned
+
+    def _heed_forward(self, module: nn.Module, arguments: Any) -> None:
+        if module.training and self.orders.urgent:
             raise Summoned
 
     def leave(self, gang: Gang) -> Standing:

@@ -161,7 +161,7 @@ def _train(
         while True:
             if orders is not None and regrouping is not None:
                 built.parts.summoned = lambda: orders.waiting
-                regrouping.listen(built.parts.divided.trainable().values())
+                regrouping.listen(built.parts.divided.modules, bool(recipe.compile))
             gang = Gang(built.parts, begin, meta, may_part=True)
             try:
                 status = train(gang, built.objective)

@@ -1,4 +1,4 @@
-"""A worker that trains looks for orders while its backward goes."""
+"""A worker that trains looks for orders while its forward and its backward go."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,11 @@ from phalanx.train.regroup import NOTHING, Found, Regrouping, calls_for
 from phalanx.train.state import Progress, Standing
 
 
-def listening(orders: Any) -> nn.Sequential:
+def listening(orders: Any, compiled: bool = False) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     unused: Any = None
     regrouping = Regrouping(orders, Connections(), Connections(), 0, Place(), unused, Silent(), unused, "")
-    regrouping.listen(model.parameters())
+    regrouping.listen([model], compiled)
     return model
 
 
@@ -45,6 +45,40 @@ def test_backward_ends_where_it_is_when_somebody_is_gone() -> None:
     assert calls_for(raised.value)
     assert model[1].weight.grad is not None
     assert [parameter.grad is None for parameter in model[0].parameters()].count(True) == 1
+
+
+class Gone(nn.Module):
+    """Somebody is lost when forward is in the middle of the model."""
+
+    def __init__(self, orders: Any):
+        super().__init__()
+        self.orders = orders
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.orders.urgent = True
+        return x
+
+
+def test_forward_ends_where_it_is_when_somebody_is_gone() -> None:
+    orders = SimpleNamespace(urgent=False)
+    model = listening(orders)
+    reached: list[str] = []
+    model[1].register_forward_hook(lambda *_: reached.append("the end"))
+    with pytest.raises(Summoned):
+        nn.Sequential(model[0], Gone(orders), model[1])(torch.ones(2, 4))
+    assert not reached
+
+
+def test_an_evaluation_goes_on_when_somebody_is_gone() -> None:
+    model = listening(SimpleNamespace(urgent=True)).eval()
+    assert model(torch.ones(2, 4)).shape == (2, 1)
+
+
+def test_a_compiled_forward_is_left_alone() -> None:
+    model = listening(SimpleNamespace(urgent=True), compiled=True)
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(Summoned):
+        loss.backward()
 
 
 def test_an_order_that_can_wait_does_not_end_it() -> None:
