@@ -9,6 +9,15 @@ from phalanx.errors import ExitCode, PhalanxError
 from phalanx.run.channel import pair, receive, send
 from phalanx.run.pulse import Pulses
 
+HUGE_PAGES = "glibc.malloc.hugetlb"
+"""glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
+
+
+def with_huge_pages(tunables: str) -> str:
+    """GLIBC_TUNABLES with huge pages, unless it says something of them. A process that is killed is gone only when the
+    kernel has freed its memory page by page, and until then nobody knows."""
+    return tunables if HUGE_PAGES in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES}=1")))
+
 
 class TrialError(Exception):
     """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
@@ -41,6 +50,7 @@ class NurseryProcess:
         self.process = subprocess.Popen(
             command + arguments,
             pass_fds=inherited,
+            env={**os.environ, "GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )

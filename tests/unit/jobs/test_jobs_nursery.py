@@ -1,6 +1,7 @@
 """The nursery: trials and workers in forked processes, all of one nursery that this file starts once."""
 
 import os
+import platform
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from lab import wait_until
 from phalanx.errors import ExitCode
 from phalanx.jobs.nursery import STORAGE, describe
-from phalanx.jobs.nursery_process import NurseryProcess, Raised, TrialError
+from phalanx.jobs.nursery_process import NurseryProcess, Raised, TrialError, with_huge_pages
 from phalanx.run.channel import receive, send
 
 
@@ -33,6 +34,29 @@ def test_no_thread_runs_where_workers_are_forked(nursery: NurseryProcess) -> Non
 
 def test_a_call_returns_its_value(nursery: NurseryProcess) -> None:
     assert nursery.call("nursery_calls:double", 21) == 42
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text() or platform.libc_ver() < ("glibc", "2.35"),
+    reason="this kernel, or this C library, has no huge pages to ask for",
+)
+def test_large_tensors_are_in_huge_pages(nursery: NurseryProcess) -> None:
+    assert nursery.call("nursery_calls:huge_bytes", 64 << 20) >= 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=3", "glibc.malloc.check=3:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_what_the_user_says_of_memory_is_kept(given: str, expected: str) -> None:
+    assert with_huge_pages(given) == expected
 
 
 def test_each_call_is_a_process_of_its_own(nursery: NurseryProcess) -> None:
