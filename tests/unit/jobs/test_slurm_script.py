@@ -338,3 +338,27 @@ def test_apptainer_starts_the_command_and_sees_both_folders(tmp_path: Path) -> N
         f"exec -- apptainer exec --nv --bind=/state:/state --bind={start}:{start} --pwd={start} "
         "'/it'\"'\"'s.sif' python 'x y'"
     )
+
+
+COMMANDS = {
+    "scontrol": 'case "$2" in hostnames) kill -USR1 "$BATCH"; echo localhost ;; esac',  # the warning comes at once
+    "srun": 'trap "exit 0" TERM; echo $$ >pid; for _ in {1..600}; do sleep 0.05; done; exit 3',
+    "scancel": 'echo "$*" >>told; kill "$(cat pid)"',
+}
+
+
+def test_a_warning_that_comes_before_there_is_a_step_is_told_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.GRACE", 0)
+    folder, found = tmp_path / "job", tmp_path / "bin"
+    folder.mkdir()
+    found.mkdir()
+    for name, text in COMMANDS.items():
+        (found / name).write_text(f"#!/bin/bash\n{text}\n")
+        (found / name).chmod(0o755)
+    (folder / "batch.sh").write_text(scripts(Job("early", ("true",), tmp_path), VERSION, folder)["batch.sh"])
+    environment = {"PATH": f"{found}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+    started = ["bash", "-c", 'BATCH=$$ exec bash "$0"', str(folder / "batch.sh")]
+    subprocess.run(started, cwd=tmp_path, env=environment, timeout=30, check=False)
+    assert set((tmp_path / "told").read_text().splitlines()) == {"--signal=USR1 7.0"}

@@ -67,6 +67,7 @@ def batch(job: Job, options: Options, folder: Path, members: Sequence[Path] = ()
         id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if members else "$SLURM_JOB_ID",
         cores=f"export SRUN_CPUS_PER_TASK={job.cores}\n" if job.cores else "",
         step=" ".join(shlex.quote(word) for word in (*options.step, *_mounts(job, (folder, job.folder, *members)))),
+        grace=GRACE,
         requeues=options.max_requeues,
         unfinished=int(ExitCode.UNFINISHED),
         unfit=int(ExitCode.UNFIT_NODE),
@@ -114,11 +115,15 @@ def _mounts(job: Job, folders: Sequence[Path]) -> list[str]:
     return [f"--container-mounts={','.join([*([given] if given else []), *own])}", f"--container-workdir={job.folder}"]
 
 
+GRACE = 5
+"""Seconds after which what a step runs is taken to know what to do when it is told to stop."""
 BATCH_TEXT = r"""#!/bin/bash
 {header}
 # Job {name}, one attempt: Slurm starts this on the first of its nodes.
 set -o pipefail
-trap : USR1 TERM # what asks the job to stop must not end this script, which has to say how it ended
+trap : TERM # what asks the job to stop must not end this script, which has to say how it ended
+warned=
+trap 'warned=1' USR1 # there is nobody yet to be told
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder={folder} options=({step})
@@ -141,14 +146,21 @@ srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   bash "$folder/node.sh" "$attempt" &
 step=$!
 
-# the warning reaches this shell alone; the step may not have begun yet
+# The warning reaches this shell alone. The step may not have begun yet, and what it runs needs a moment until it can be
+# told: before that the signal would end it.
+begun=$EPOCHSECONDS
 # shellcheck disable=SC2317 # the trap calls it
+running() {{ kill -0 "$step" 2>/dev/null; }}
+# shellcheck disable=SC2317
 warn() {{
-  until scancel --signal=USR1 "{id}.0" 2>/dev/null || ! kill -0 "$step" 2>/dev/null; do sleep 1; done
+  while running && ! scontrol show step "{id}.0" >/dev/null 2>&1; do sleep 1 && begun=$EPOCHSECONDS; done
+  while running && ((EPOCHSECONDS - begun < {grace})); do sleep 1; done
+  while running && ! scancel --signal=USR1 "{id}.0" 2>/dev/null; do sleep 1; done
 }}
 trap warn USR1
+if [[ -n $warned ]]; then warn; fi
 
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ends `wait`, too
+while running; do wait "$step"; done # a signal ends `wait`, too
 wait "$step"
 code=$?
 

@@ -20,7 +20,9 @@
 #SBATCH --output=/home/me/state/slurm/gpt-python-0123abcd/log
 # Job gpt-python, one attempt: Slurm starts this on the first of its nodes.
 set -o pipefail
-trap : USR1 TERM # what asks the job to stop must not end this script, which has to say how it ended
+trap : TERM # what asks the job to stop must not end this script, which has to say how it ended
+warned=
+trap 'warned=1' USR1 # there is nobody yet to be told
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder=/home/me/state/slurm/gpt-python-0123abcd options=(--cpus-per-task=96 --container-image=/shared/image.sqsh '--container-mounts=/data:/data:ro,/home/me/state/slurm/gpt-python-0123abcd:/home/me/state/slurm/gpt-python-0123abcd,/shared/my work:/shared/my work' '--container-workdir=/shared/my work')
@@ -44,14 +46,21 @@ srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   bash "$folder/node.sh" "$attempt" &
 step=$!
 
-# the warning reaches this shell alone; the step may not have begun yet
+# The warning reaches this shell alone. The step may not have begun yet, and what it runs needs a moment until it can be
+# told: before that the signal would end it.
+begun=$EPOCHSECONDS
 # shellcheck disable=SC2317 # the trap calls it
+running() { kill -0 "$step" 2>/dev/null; }
+# shellcheck disable=SC2317
 warn() {
-  until scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null || ! kill -0 "$step" 2>/dev/null; do sleep 1; done
+  while running && ! scontrol show step "$SLURM_JOB_ID.0" >/dev/null 2>&1; do sleep 1 && begun=$EPOCHSECONDS; done
+  while running && ((EPOCHSECONDS - begun < 5)); do sleep 1; done
+  while running && ! scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null; do sleep 1; done
 }
 trap warn USR1
+if [[ -n $warned ]]; then warn; fi
 
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ends `wait`, too
+while running; do wait "$step"; done # a signal ends `wait`, too
 wait "$step"
 code=$?
 
