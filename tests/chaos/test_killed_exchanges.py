@@ -12,7 +12,7 @@ STRATEGIES: list[Any] = [
     ("int8", {"replicate": 2}, 2, None),
     pytest.param("int8", {"replicate": 2}, 2, 2, marks=pytest.mark.slow),
     pytest.param("int8", {"replicate": 2, "shard": 2}, 4, None, marks=pytest.mark.slow),
-    pytest.param("int8", {"replicate": 2, "tensor": 2}, 4, None, marks=pytest.mark.slow),
+    ("int8", {"replicate": 2, "tensor": 2}, 4, None),
     pytest.param("bf16", {"replicate": 2}, 2, None, marks=pytest.mark.slow),
     ("powersgd", {"replicate": 2}, 2, None),
     pytest.param("powersgd", {"replicate": 2}, 2, 2, marks=pytest.mark.slow),

@@ -2,8 +2,9 @@
 
 A strategy with error feedback keeps on each worker the difference between what it should have sent and what it did.
 Without it a run that goes on would not be the run that was stopped. In a checkpoint `exchange/residual/<parameter>` has
-a row for each replica; with another number of replicas row i goes to replica i modulo their number, so that the sum is
-what it was. `exchange/basis/<parameter>` is what powersgd projects a gradient on, alike on all.
+a row for each replica (and tensor rank, where each has a part of the gradient); with another number of these row i goes
+to number i modulo that, so that the sum is what it was. `exchange/basis/<parameter>` is what powersgd projects a
+gradient on, alike on all.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,10 +77,15 @@ class Residuals:
 
     def _held(self, name: str, tensor: Tensor) -> Held:
         whole = self.divided.held(name, self.divided.parameters()[name])
-        rank, world = self.divided.mesh.at["replicate"], self.divided.mesh.layout.replicate
+        own = self._own(name)
+        rank, world = self.divided.mesh.number(own)
         blocks = [Block((0, *block.start), (rank, *block.offset), (1, *block.extent)) for block in whole.holding.blocks]
-        copies = tuple(axis for axis in whole.copies if axis != "replicate")
+        copies = tuple(axis for axis in whole.copies if axis not in own)
         return Held(tensor.unsqueeze(0), Holding((world, *whole.holding.shape), tuple(blocks)), copies)
+
+    def _own(self, name: str) -> tuple[str, ...]:
+        """Axes along which workers hold back something else: also tensor ranks where the gradient of each is a part."""
+        return ("replicate", "tensor") if name in self.divided.partial else ("replicate",)
 
     def wanted(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...], Tensor]]:
         """What to read of a checkpoint, for `settle` to add up; nothing of what it has not, or of another shape."""
@@ -97,7 +103,8 @@ class Residuals:
             record = manifest.tensors.get(key) if fits else None
             rows = record.shape[0] if record is not None and record.shape[1:] == held.holding.shape[1:] else 0
             held.tensor.zero_()
-            for row in range(mesh.at["replicate"], rows, mesh.layout.replicate):
+            index, count = mesh.number(self._own(key.removeprefix(PREFIX)))
+            for row in range(index, rows, count):
                 into = torch.zeros_like(held.tensor)
                 self._read.append((held.tensor, into))
                 found += [(key, (row, *block.offset[1:]), block.of(into)) for block in held.holding.blocks]
