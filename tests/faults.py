@@ -3,8 +3,9 @@
 `RUN.faults.json` lists faults as {"step", "do", "ranks", "attempt", "when", "delay"}. `attempt` null means every one.
 when: `boundary` (default) strikes between the step and what follows it; `within` so many seconds (`delay`) later, in
 the middle of whatever is done then; `saving` as soon as a checkpoint that is being written has its temporary directory,
-plus `delay`; `saved` as soon as a checkpoint is whole, plus `delay`; `start` before the first step; `evaluation` after
-one at or beyond the step.
+plus `delay`; `saved` as soon as a checkpoint is whole, plus `delay`; `told` at the first boundary from the step on when
+one is and all know it, and until it is steps take `delay` longer; `start` before the first step; `evaluation` after one
+at or beyond the step.
 do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
 (every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
 `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove
@@ -26,6 +27,8 @@ from pathlib import Path
 NOW = "boundary"
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 """Audit events of what touches files, with the path as the first argument."""
+STEPS_TO_TELL = 3
+"""After these all workers have agreed that a checkpoint is whole, and told it."""
 failing = []  # the folder whose storage fails
 
 
@@ -48,6 +51,8 @@ class Faults:
             when = fault.get("when", NOW)
             if fault["do"] == "slow" and event["step"] >= fault["step"]:
                 time.sleep(fault["delay"])
+            elif when == "told" and event["step"] >= fault["step"]:
+                strike_when_told(run.path / "checkpoints", fault)
             elif event["step"] != fault["step"]:
                 continue
             elif when == NOW:
@@ -67,14 +72,27 @@ def later(work):
     threading.Thread(target=work, daemon=True).start()
 
 
+def is_whole(name):
+    return name.startswith("step-") and ".tmp-" not in name
+
+
 def strike_at_checkpoint(checkpoints: Path, fault):
     def there(name):
-        return ".tmp-" in name if fault["when"] == "saving" else name.startswith("step-") and ".tmp-" not in name
+        return ".tmp-" in name if fault["when"] == "saving" else is_whole(name)
 
     while not any(map(there, os.listdir(checkpoints))):
         pass
     time.sleep(fault.get("delay", 0.0))
     strike(fault)
+
+
+def strike_when_told(checkpoints: Path, fault):
+    if not any(map(is_whole, os.listdir(checkpoints))):
+        time.sleep(fault["delay"])  # however slow the disk is, it ends in time
+        return
+    fault["since"] = fault.get("since", 0) + 1
+    if fault["since"] > STEPS_TO_TELL:
+        strike(fault)
 
 
 def strike(fault):

@@ -135,18 +135,22 @@ def test_lost_in_the_last_save_of_the_run(lab: Lab, changes: Values, nproc: int,
 
 
 def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
-    """There is only the checkpoint of before; also where a slow disk had both of them lost at once."""
-    changes = {**WHOLE, "steps": 27}
+    """There is only the checkpoint of before."""
+    changes = {**WHOLE, "steps": 27, "evaluate": {"every": 28}}
     ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(22, ranks=[0]),))
     assert ended.digest == undisturbed(lab, changes).digest
+    assert "SIGKILL" in ended.kind("fault")[-1]["detail"]
     assert ended.kind("start")[-1]["from_step"] == 9
     assert_whole(ended)
 
 
 def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
-    ended = train(lab, WHOLE, 2, step=9, rank=1, moment="within", faults=(fault(17, ranks=[0]),))
-    assert ended.digest == undisturbed(lab, WHOLE).digest
-    assert ended.kind("start")[-1]["from_step"] in (saved(ended)[0], 16, 17)  # or another had taken its place
+    changes = {**WHOLE, "steps": 60, "checkpoint": {"every": 30}, "evaluate": {"every": 61}}
+    last = fault(31, ranks=[0], when="told", delay=0.25)
+    ended = train(lab, changes, 2, step=30, rank=1, moment="within", faults=(last,))
+    assert ended.digest == undisturbed(lab, changes).digest
+    assert len(ended.kind("fault")) == 2
+    assert ended.kind("start")[-1]["from_step"] >= saved(ended)[0] > 30  # later where another had taken its place
     assert_whole(ended)
 
 
