@@ -12,6 +12,7 @@ from rig import Rig
 
 from engine_contract import NASTY
 from phalanx.errors import UsageError
+from phalanx.jobs.array import array_of
 from phalanx.jobs.engines.slurm import Slurm
 from phalanx.jobs.spec import Job, State, Status
 
@@ -72,10 +73,12 @@ def jobs(slurm: Slurm, shared: Path) -> dict[str, str]:
         "gave-up": (python("import sys; print('tried', flush=True); sys.exit(93)"), {}),
         "bounded": (python("import sys; sys.exit(75)"), {"options": {"max-requeues": "0"}}),
     }
-    return {
+    ids = {
         name: slurm.submit(slurm.render(Job(name, command, shared, **more)))  # type: ignore[arg-type]
         for name, (command, more) in commands.items()
     }
+    members = array_of("warned-array", [Job("warned", warned, shared, limit=60.0, warning=30.0)])
+    return {**ids, "warned-member": slurm.submit_array(slurm.render_array(members))[0]}
 
 
 PLACE = """
@@ -247,9 +250,10 @@ def test_an_unfit_node_is_avoided_from_then_on(slurm: Slurm, rig: Rig, jobs: dic
     assert f"ExcNodeList={bad}" in rig.run(["scontrol", "show", "job", jobs["unfit"]])[1]
 
 
-def test_a_job_is_warned_before_its_time_is_over_and_goes_on(slurm: Slurm, jobs: dict[str, str]) -> None:
-    status = until(slurm, jobs["warned"], over, 120)
-    lines = list(slurm.logs(jobs["warned"]))
+@pytest.mark.parametrize("name", ["warned", "warned-member"])
+def test_a_job_is_warned_before_its_time_is_over_and_goes_on(slurm: Slurm, jobs: dict[str, str], name: str) -> None:
+    status = until(slurm, jobs[name], over, 120)
+    lines = list(slurm.logs(jobs[name]))
     assert (status.state, status.attempts) == (State.DONE, 2), lines
     assert lines.count("warned") == 1
 

@@ -341,24 +341,30 @@ def test_apptainer_starts_the_command_and_sees_both_folders(tmp_path: Path) -> N
 
 
 COMMANDS = {
-    "scontrol": 'case "$2" in hostnames) kill -USR1 "$BATCH"; echo localhost ;; esac',  # the warning comes at once
-    "srun": 'trap "exit 0" TERM; echo $$ >pid; for _ in {1..600}; do sleep 0.05; done; exit 3',
-    "scancel": 'echo "$*" >>told; kill "$(cat pid)"',
+    # the warning comes at once; of a step that is not there, Slurm shows others if it is named by a member of an array
+    "scontrol": 'case "$2" in hostnames) kill -USR1 "$BATCH"; echo here ;; step) [[ $3 == *_* || -e pid ]] ;; esac',
+    "srun": 'sleep 0.5; trap "exit 0" TERM; echo $$ >pid; for _ in {1..600}; do sleep 0.05; done; exit 3',
+    "scancel": 'if [[ -e pid ]]; then echo "$*"; else echo early; fi >>told; kill "$(cat pid)"',
 }
 
 
+@pytest.mark.parametrize("member", [False, True])
 def test_a_warning_that_comes_before_there_is_a_step_is_told_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bool
 ) -> None:
     monkeypatch.setattr("phalanx.jobs.engines.slurm_script.GRACE", 0)
-    folder, found = tmp_path / "job", tmp_path / "bin"
-    folder.mkdir()
+    job, folder, found = Job("early", ("true",), tmp_path), tmp_path / "job", tmp_path / "bin"
+    (folder / "1").mkdir(parents=True)
     found.mkdir()
     for name, text in COMMANDS.items():
         (found / name).write_text(f"#!/bin/bash\n{text}\n")
         (found / name).chmod(0o755)
-    (folder / "batch.sh").write_text(scripts(Job("early", ("true",), tmp_path), VERSION, folder)["batch.sh"])
+    both = array_scripts(array_of("early", [job, job]), VERSION, folder) if member else scripts(job, VERSION, folder)
+    (folder / "batch.sh").write_text(both["batch.sh"])
     environment = {"PATH": f"{found}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+    if member:
+        environment |= {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
     started = ["bash", "-c", 'BATCH=$$ exec bash "$0"', str(folder / "batch.sh")]
     subprocess.run(started, cwd=tmp_path, env=environment, timeout=30, check=False)
-    assert set((tmp_path / "told").read_text().splitlines()) == {"--signal=USR1 7.0"}
+    id = "6_1.0" if member else "7.0"
+    assert set((tmp_path / "told").read_text().splitlines()) == {f"--signal=USR1 {id}"}

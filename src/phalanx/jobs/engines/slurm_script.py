@@ -153,7 +153,7 @@ begun=$EPOCHSECONDS
 running() {{ kill -0 "$step" 2>/dev/null; }}
 # shellcheck disable=SC2317
 warn() {{
-  while running && ! scontrol show step "{id}.0" >/dev/null 2>&1; do sleep 1 && begun=$EPOCHSECONDS; done
+  while running && ! scontrol show step "$SLURM_JOB_ID.0" >/dev/null 2>&1; do sleep 1 && begun=$EPOCHSECONDS; done
   while running && ((EPOCHSECONDS - begun < {grace})); do sleep 1; done
   while running && ! scancel --signal=USR1 "{id}.0" 2>/dev/null; do sleep 1; done
 }}
