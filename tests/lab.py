@@ -110,12 +110,13 @@ def words(seed: int, count: int) -> str:
 
 
 class Lab:
-    """Where runs are trained. `folder` holds the recipes' files: texts, tasks and callbacks of the tests' own."""
+    """Where runs are trained. `folder` holds the recipes' files: texts, tasks and callbacks of the tests' own; `runs`
+    what is trained."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, runs: Path):
         self.folder = folder / "recipes"
         self.cache = folder / "cache"
-        self.runs = folder / "runs"
+        self.runs = runs
         self.mark = f"phalanx-lab-{os.getpid()}-{random.getrandbits(64):x}"
         self._references: dict[str, Ended] = {}
         self._count = 0

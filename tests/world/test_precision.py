@@ -3,7 +3,6 @@ nothing may travel."""
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,8 @@ def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A lab whose workers take fp8 on a CPU, too, and for every layer that fits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_FP8", "always")
-        with Lab(Path(tmp_path_factory.mktemp("fp8"))) as lab:
+        folder = tmp_path_factory.mktemp("fp8")
+        with Lab(folder, folder / "runs") as lab:
             yield lab
     assert "PHALANX_FP8" not in os.environ
 
