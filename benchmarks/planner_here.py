@@ -3,8 +3,9 @@ and bf16, with and without accumulation.
 
     phalanx probe && python benchmarks/planner_here.py [--runs 5]
 
-A reference product is timed before and after each run; a run between which it changed by more than 5 % is thrown away
-and done again, up to three times. Counts the median of five runs. Needs a machine with nothing else to do.
+A run begins when a reference product takes what it took in the probe, give or take 5 %, and waits until then. One after
+which the product differs by more than 5 % from before is thrown away and done again, up to three times. Counts the
+median of five runs. Needs a machine with nothing else to do, at least at times.
 """
 
 import argparse
@@ -14,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from phalanx.cluster import Cluster, this_machine
-from phalanx.cluster.probe import time_reference
+from phalanx.cluster.probe import verify_reference
 from phalanx.errors import UsageError
 from phalanx.foretelling import foretold_here, probed
 from phalanx.recipe import load_recipe
@@ -29,6 +30,8 @@ SKIPPED = 5
 DRIFT = 0.05
 WATCHED = 1.5
 """Seconds for which the reference product is repeated: its median must not be that of a short disturbance."""
+PATIENCE = 200
+"""How often one looks whether the machine is quiet before it is said that it is not."""
 TRIES = 3
 WIDE = ("model.args.layers=3", "model.args.width=512", "model.args.heads=8", "batch.global=8")
 DEEP = ("model.args.layers=8", "model.args.width=128", "data.sequence=128", "batch.global=32")
@@ -52,14 +55,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
     here = probed(this_machine())
-    if here is None:
+    if here is None or here.measured is None:
         raise UsageError("this machine has not been measured: run `phalanx probe` first")
+    with Elsewhere() as elsewhere:
+        compare(here, given.runs, elsewhere)
+
+
+def compare(here: Cluster, runs: int, elsewhere: "Elsewhere") -> None:
     print("| run | measured | foretold | off | runs | thrown away |\n|---|---|---|---|---|---|", flush=True)
     off = []
     for name, overrides, world in CASES:
-        found, thrown, foretold = [], 0, None
-        while len(found) < given.runs and thrown < TRIES * given.runs:
-            measured, foretold, drift = once(overrides, world, here)
+        found: list[float] = []
+        thrown, foretold = 0, None
+        while len(found) < runs and thrown < TRIES * runs:
+            measured, foretold, drift = once(overrides, world, here, elsewhere)
             if drift > DRIFT:
                 thrown += 1
             else:
@@ -76,9 +85,11 @@ def main() -> None:
         print(f"\nlargest {100 * max(off):.1f} %, median {100 * statistics.median(off):.1f} %")
 
 
-def once(overrides: tuple[str, ...], world: int, here: Cluster) -> tuple[float, float | None, float]:
+def once(
+    overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: "Elsewhere"
+) -> tuple[float, float | None, float]:
     """Median seconds of a step of a run, what was foretold, and by how much the reference changed meanwhile."""
-    before = reference()
+    before = quiet(here, elsewhere)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         phalanx = Path(sys.executable).with_name("phalanx")
@@ -87,21 +98,56 @@ def once(overrides: tuple[str, ...], world: int, here: Cluster) -> tuple[float, 
         events: list[dict[str, Any]] = [json.loads(line) for line in (run / "events.jsonl").open()]
         steps = [event["seconds"] for event in events if event["kind"] == "step"][SKIPPED:]
         parts = foretold_here(load_recipe(run / "resolved.yaml").recipe, EXAMPLE.parent, here, world)
-    drift = abs(reference() / before - 1)
+    drift = abs((1 + slower(here, elsewhere)) / (1 + before) - 1)
     return statistics.median(steps), None if parts is None else parts.total, drift
 
 
-def reference() -> float:
-    """Seconds of the reference product, in a process of its own."""
-    return float(time_reference(this_machine(), elsewhere, WATCHED)["timed"]["seconds"])
+def quiet(here: Cluster, elsewhere: "Elsewhere") -> float:
+    """Wait until the machine is as fast as it was in the probe; what share of its time the reference takes longer."""
+    for _ in range(PATIENCE):
+        if abs(share := slower(here, elsewhere)) <= DRIFT:
+            return share
+    raise UsageError(
+        f"in {PATIENCE} looks the machine was never as fast as in the probe: probe and run it when it rests"
+    )
 
 
-def elsewhere(function: str, payload: Any) -> Any:
-    """What `module:function(payload)` returns in a process of its own."""
-    module, _, name = function.partition(":")
-    code = f"import json; from {module} import {name}; print(json.dumps({name}(json.loads({json.dumps(payload)!r}))))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+def slower(here: Cluster, elsewhere: "Elsewhere") -> float:
+    """By what share the reference product takes longer now than in the probe."""
+    assert here.measured is not None
+    share = verify_reference(this_machine(), here.measured, elsewhere.call, WATCHED)
+    if share is None:
+        raise UsageError("the probe has no reference product: run `phalanx probe` again")
+    return share
+
+
+class Elsewhere:
+    """A process that calls functions for this one, one after the other."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CALLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def call(self, function: str, payload: Any) -> Any:
+        """What `module:function(payload)` returns there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([*function.split(":"), payload]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+CALLS = """
+import importlib, json, sys
+for line in sys.stdin:
+    module, name, payload = json.loads(line)
+    print(json.dumps(getattr(importlib.import_module(module), name)(payload)), flush=True)
+"""
 
 
 if __name__ == "__main__":
