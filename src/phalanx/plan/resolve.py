@@ -77,7 +77,7 @@ def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int, devic
         return []
     gradients = gradients_of_one(parameters, layout)
     why = f"of {gradients / MIB:.3g} MiB of gradients, for {nodes} nodes: what is sent early is hidden behind backward"
-    return [Choice("exchange.bucket", bucket_between_nodes(gradients), why)]
+    return [Choice("exchange.bucket", bucket_between_nodes(gradients, recipe.exchange), why)]
 
 
 def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:

@@ -284,7 +284,7 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     beside = travels_beside(recipe.exchange, layout, place.device.type)
     if begun or not left_open or not beside or nodes_of(place).count == 1:
         return recipe
-    bucket = bucket_between_nodes(gradients_of_one(trained, layout))
+    bucket = bucket_between_nodes(gradients_of_one(trained, layout), recipe.exchange)
     return with_exchange(run, recipe, place, recipe.exchange.model_copy(update={"bucket": bucket}))
 
 
