@@ -14,11 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from phalanx.cluster import Cluster, this_machine
+from phalanx.cluster.health.helper import Helper
 from phalanx.cluster.probe import verify_reference
+from phalanx.cluster.probe.reference import Call
 from phalanx.errors import UsageError
 from phalanx.foretelling import foretold_here, probed
 from phalanx.recipe import load_recipe
@@ -30,6 +33,8 @@ SKIPPED = 5
 DRIFT = 0.05
 WATCHED = 1.5
 """Seconds for which the reference product is repeated: its median must not be that of a short disturbance."""
+ANSWER = 60.0
+"""Seconds in which the process that times it must answer."""
 PATIENCE = 200
 """How often one looks whether the machine is quiet before it is said that it is not."""
 TRIES = 3
@@ -57,11 +62,11 @@ def main() -> None:
     here = probed(this_machine())
     if here is None or here.measured is None:
         raise UsageError("this machine has not been measured: run `phalanx probe` first")
-    with Elsewhere() as elsewhere:
-        compare(here, given.runs, elsewhere)
+    with Helper() as helper:
+        compare(here, given.runs, partial(helper.call, seconds=ANSWER))
 
 
-def compare(here: Cluster, runs: int, elsewhere: "Elsewhere") -> None:
+def compare(here: Cluster, runs: int, elsewhere: Call) -> None:
     print("| run | measured | foretold | off | runs | thrown away |\n|---|---|---|---|---|---|", flush=True)
     off = []
     for name, overrides, world in CASES:
@@ -85,9 +90,7 @@ def compare(here: Cluster, runs: int, elsewhere: "Elsewhere") -> None:
         print(f"\nlargest {100 * max(off):.1f} %, median {100 * statistics.median(off):.1f} %")
 
 
-def once(
-    overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: "Elsewhere"
-) -> tuple[float, float | None, float]:
+def once(overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: Call) -> tuple[float, float | None, float]:
     """Median seconds of a step of a run, what was foretold, and by how much the reference changed meanwhile."""
     before = quiet(here, elsewhere)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +105,7 @@ def once(
     return statistics.median(steps), None if parts is None else parts.total, drift
 
 
-def quiet(here: Cluster, elsewhere: "Elsewhere") -> float:
+def quiet(here: Cluster, elsewhere: Call) -> float:
     """Wait until the machine is as fast as it was in the probe; what share of its time the reference takes longer."""
     for _ in range(PATIENCE):
         if abs(share := slower(here, elsewhere)) <= DRIFT:
@@ -112,42 +115,13 @@ def quiet(here: Cluster, elsewhere: "Elsewhere") -> float:
     )
 
 
-def slower(here: Cluster, elsewhere: "Elsewhere") -> float:
+def slower(here: Cluster, elsewhere: Call) -> float:
     """By what share the reference product takes longer now than in the probe."""
     assert here.measured is not None
-    share = verify_reference(this_machine(), here.measured, elsewhere.call, WATCHED)
+    share = verify_reference(this_machine(), here.measured, elsewhere, WATCHED)
     if share is None:
         raise UsageError("the probe has no reference product: run `phalanx probe` again")
     return share
-
-
-class Elsewhere:
-    """A process that calls functions for this one, one after the other."""
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CALLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def call(self, function: str, payload: Any) -> Any:
-        """What `module:function(payload)` returns there."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([*function.split(":"), payload]) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-CALLS = """
-import importlib, json, sys
-for line in sys.stdin:
-    module, name, payload = json.loads(line)
-    print(json.dumps(getattr(importlib.import_module(module), name)(payload)), flush=True)
-"""
 
 
 if __name__ == "__main__":
