@@ -2,9 +2,11 @@
 recipes. It stands for a kill from outside that hits this very moment.
 
 `RUN.unwritten.json` is {"step", "rank", "moment"}, and `hold` for storage that is slow: what the other workers of the
-first attempt write of this step takes until they have done so many more steps. Moments: `within` its file, `record`
-within its record, `written` right after that, when those `mates` that would be ended with it have written theirs, too;
-for the worker that commits `publish` before the checkpoint gets its name, `published` right after.
+first attempt write of this step takes until they have done so many more steps, or, if it is `lost`, until they have met
+without the one that falls, or are fewer than `world`. Moments: `within` its file, `record` within its record, `written`
+right after that, when those `mates` that would be ended with it have written theirs, too; `evaluated` after an
+evaluation and `guarded` when a guard goes back, both when these parts are written; for the worker that commits
+`publish` before the checkpoint gets its name, `published` right after.
 """
 
 import json
@@ -16,6 +18,7 @@ import time
 from phalanx.train.checkpoint import publish, save
 
 HALF = 2
+LOST = "lost"
 
 
 class Unwritten:
@@ -27,12 +30,31 @@ class Unwritten:
             self.plan = json.loads(path.read_text())
             if run.rank == self.plan["rank"]:
                 fall(self.plan)
+            elif self.plan.get("hold") == LOST:
+                world = self.plan.get("world", run.world)
+                if run.rank not in mates(self.plan):
+                    hold(self.plan, lambda: poll(lambda: run.world < world))
             elif "hold" in self.plan:
-                hold(self.plan, self.held)
+                hold(self.plan, self.held.wait)
 
     def step(self, run, event):
-        if self.plan is not None and event["step"] >= self.plan["step"] + self.plan.get("hold", 0):
+        plan = self.plan
+        if plan is not None and plan.get("hold") != LOST and event["step"] >= plan["step"] + plan.get("hold", 0):
             self.held.set()
+
+    def evaluation(self, run, event):
+        self.fall_at("evaluated", run)
+
+    def fault(self, run, event):
+        if event.get("action") == "rollback":
+            self.fall_at("guarded", run)
+
+    def fall_at(self, moment, run):
+        plan = self.plan
+        if plan is not None and (run.rank, moment) == (plan["rank"], plan["moment"]):
+            parts = [f"step-{plan['step']:09d}.tmp-*/rank-{rank:05d}.json" for rank in (run.rank, *mates(plan))]
+            poll(lambda: all(any(map(is_whole, (run.path / "checkpoints").glob(part))) for part in parts))
+            die()
 
 
 def concerns(plan, path):
@@ -56,8 +78,7 @@ def fall(plan):
             die()
         record(path, content)
         if concerns(plan, path) and moment == "written":
-            while not all(is_whole(path.with_name(f"rank-{mate:05d}.json")) for mate in plan.get("mates", ())):
-                time.sleep(0.001)
+            poll(lambda: all(is_whole(path.with_name(f"rank-{mate:05d}.json")) for mate in mates(plan)))
             die()
 
     def put(temporary, final):
@@ -78,12 +99,21 @@ def is_whole(record):
     return True
 
 
-def hold(plan, held):
+def mates(plan):
+    return plan.get("mates", ())
+
+
+def poll(condition):
+    while not condition():
+        time.sleep(0.001)
+
+
+def hold(plan, wait):
     image = save.write_image
 
     def write_image(path, content):
         if concerns(plan, path):
-            held.wait()
+            wait()
         return image(path, content)
 
     save.write_image = write_image

@@ -134,6 +134,31 @@ def test_lost_in_the_last_save_of_the_run(lab: Lab, changes: Values, nproc: int,
     assert (saved(ended), given_up(ended)) == ([9, 18], [18])
 
 
+@worlds
+def test_lost_while_all_wait_to_save_what_is_the_best_so_far(lab: Lab, changes: Values, nproc: int, rank: int) -> None:
+    """What was evaluated is not evaluated again: it would not be better than itself."""
+    changes, mates = merged(changes, {"evaluate": {"every": 12}}), [2] if changes is PAIRS else []
+    ended = train(lab, changes, nproc, step=9, rank=rank, moment="evaluated", hold="lost", mates=mates)
+    assert_the_others_went_on(lab, ended, changes, nproc)
+    assert (saved(ended), given_up(ended)) == ([9, 12, 18], [])
+    first, second = ended.kind("eval")
+    assert (first["step"], first["best"], second["step"]) == (12, True, 18)
+
+
+@pytest.mark.parametrize(("nproc", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+def test_lost_while_all_wait_to_go_back(lab: Lab, folder: Path, nproc: int, rank: int) -> None:  # noqa: F811
+    """To the checkpoint that is being written; those who are left do, where they met without it."""
+    changes = merged(POISONED, {"steps": 18, "checkpoint": {"every": 9}, "evaluate": {"every": 20}})
+    poison(lab, folder, [(10, 0), (11, 5), (12, 11)])
+    ended = train(lab, changes, nproc, folder=folder, step=9, rank=rank, moment="guarded", hold="lost")
+    assert ended.digest == lab.train(changes, 1, folder=folder).digest
+    assert [event["step"] for event in ended.kind("step")] == [*range(1, 13), *range(10, 19)]
+    assert [event["action"] for event in ended.kind("guard")] == ["skip", "skip", "rollback"]
+    assert len([event for event in ended.kind("worker") if not event.get("later")]) == nproc
+    assert (saved(ended), given_up(ended)) == ([9, 18], [])
+    assert_whole(ended)
+
+
 def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
     """There is only the checkpoint of before."""
     changes = {**WHOLE, "steps": 27, "evaluate": {"every": 28}}

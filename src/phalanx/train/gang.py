@@ -40,7 +40,8 @@ STEP_ONCE = "a training loop must call gang.step() once after every gang.backwar
 
 
 class Summoned(Exception):
-    """All workers have seen at the end of a step that the agent wants them to meet anew (regroup.py)."""
+    """The agent wants the workers to meet anew (regroup.py), which all of them have seen at the end of a step; or one
+    is gone."""
 
 
 class Gang:
@@ -50,7 +51,7 @@ class Gang:
     def __init__(
         self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any], *, may_part: bool = False
     ):
-        standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step)
+        standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step, scored=begin.step)
         self.parts = parts
         self.progress = progress = standing.progress
         self._rollbacks: Counter[int] = Counter()
@@ -62,7 +63,8 @@ class Gang:
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
         self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell, may_part)
         self._begun = progress.samples  # when the current step began
-        self._settled = standing.settled
+        self._settled, self._scored = standing.settled, standing.scored
+        self._back_for = standing.back_for
         self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
         self._before: list[Tensor] = []  # those buffers, when the step began
         self._last: Last | None = None  # a step was done
@@ -101,7 +103,9 @@ class Gang:
             consumed=progress.samples,
         ) as feed:
             self.watch.start()
-            if self._settled < progress.step:
+            if self._back_for:
+                self._roll_back(self._back_for)
+            elif self._settled < progress.step:
                 self._settle()
             while progress.step < recipe.steps and not self._stopping and not self.parting:
                 micro_batches = next(feed)
@@ -155,7 +159,9 @@ class Gang:
 
     def _settle(self) -> None:
         """Do what is due after a step."""
-        self._improved = self._evaluate_if_due()
+        if self._scored < self.progress.step:  # else by those who were torn out of what follows
+            self._improved = self._evaluate_if_due()
+            self._scored = self.progress.step
         self.watch.skip()
         if self.progress.step < self.parts.recipe.steps and not self._stopping:
             self.keeping.save_if_due(self._improved)
@@ -171,7 +177,7 @@ class Gang:
     @property
     def whole(self) -> bool:
         """Whether others could go on from what is in this worker's memory."""
-        return not self._changing and not self.keeping.waiting
+        return not self._changing
 
     def abandon(self) -> Standing:
         """Leave everything as it was at the end of the last step that is done, without a word to the others."""
@@ -183,7 +189,8 @@ class Gang:
                 for buffer, value in zip(self._changed, self._before, strict=True):
                     buffer.copy_(value)
         summed = within and self.parts.stepper.has_sums
-        return Standing(self.progress, self._settled, self._last, summed, self._improved, unfinished)
+        due = (self._scored, self._improved, self._back_for)
+        return Standing(self.progress, self._settled, self._last, summed, *due, unfinished)
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `stopped`. Nothing is saved where it goes on: `parting`."""
@@ -281,8 +288,9 @@ class Gang:
     def _roll_back(self, why: str) -> None:
         """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
         parts, progress = self.parts, self.progress
-        self._changing = True
+        self._back_for = why  # also for who is torn out of waiting
         self.saving.finish()
+        self._changing = True
         if progress.missed:
             # Another in its place would be another run; so all start again from before it, and come by it once more.
             self.saving.undo(progress.missed)
@@ -297,8 +305,8 @@ class Gang:
             )
         progress.step = parts.callbacks.view.step = loaded.manifest.meta["step"]
         progress.units = loaded.manifest.meta["units"]
-        progress.saved = self._settled = progress.step
-        self._changing = False
+        progress.saved = self._settled = self._scored = progress.step
+        self._back_for, self._changing = "", False
         self.saving.roll_back(progress.step)
         self._rollbacks[progress.step] += 1
         if self._rollbacks[progress.step] > LIMIT:

@@ -26,7 +26,7 @@ class NotSaved(PhalanxError):
 
 
 class Keeping:
-    """One worker's part. `waiting`: it waits for a save that is in flight before it begins one that is due."""
+    """One worker's part."""
 
     def __init__(self, parts: Parts, standing: Standing, common_meta: dict[str, Any], times: Times, tell: Tell):
         self._parts, self._progress, self._tell = parts, standing.progress, tell
@@ -36,7 +36,7 @@ class Keeping:
         self.interval = DurableInterval(recipe.checkpoint.every, parts.run, place, progress.saved, times, self._told)
         durable = self.interval.now
         copies = HotCopies(parts.run, place, mesh, recipe.recovery.hot, progress.step, times, durable, *told)
-        self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies)
+        self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies, parts.heed)
         self.saving.tidies = not progress.missed
         if progress.saved:
             self.saving.resume(progress.saved)
@@ -46,7 +46,6 @@ class Keeping:
             self.saving.take_along(standing.unfinished)
         self._owes = progress.missed > progress.saved  # a save in place of one that was lost
         self._buffers = list(parts.divided.buffers())
-        self.waiting = False
 
     def save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
@@ -62,9 +61,7 @@ class Keeping:
             self._tell("warning", {"text": f"{busy}; a larger checkpoint.every would suit this disk"}, None)
             return
         if improved:
-            self.waiting = True  # who is torn out of waiting would not find the score better once more
             self.saving.finish()
-            self.waiting = False
         self._start_save(improved, regular=due)
 
     def due(self, due: Callable[[int], bool]) -> bool:

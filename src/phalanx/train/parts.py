@@ -50,6 +50,8 @@ class Parts:
     pulse: Pulse | Silent = field(default_factory=Silent, kw_only=True)
     summoned: Callable[[], bool] = field(default=never, kw_only=True)
     """Whether the agent wants this worker to meet the others anew."""
+    heed: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    """Raises where that cannot wait, since one of them is gone."""
 
 
 def reject(parts: Parts, path: Path, file: str, reason: str) -> None:

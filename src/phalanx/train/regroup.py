@@ -8,7 +8,7 @@ along (`saving.py`).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from phalanx.train.parallel.staging import Staged
 from phalanx.train.parts import Parts
 from phalanx.train.place import Place, join, lost_peer, part
 from phalanx.train.reporter import Reporter
-from phalanx.train.state import Last, Progress, Standing, Unfinished, load_state, state_tensors
+from phalanx.train.state import Progress, Standing, Unfinished, load_state, state_tensors
 
 Scorer = Callable[[Place, Mesh], Callable[[], Scores | None]]
 """Makes what evaluates in a world of another size."""
@@ -119,13 +119,17 @@ class Regrouping:
         if not compiled:
             self._hooks += [part.register_forward_pre_hook(self._heed_forward) for part, own in parts.items() if own]
 
-    def _heed(self, parameter: Tensor) -> None:
+    def heed(self) -> None:
+        """Summoned where somebody is gone, so that what is going on now cannot end."""
         if self.orders.urgent:
             raise Summoned
 
+    def _heed(self, parameter: Tensor) -> None:
+        self.heed()
+
     def _heed_forward(self, module: nn.Module, arguments: Any) -> None:
-        if module.training and self.orders.urgent:
-            raise Summoned
+        if module.training:
+            self.heed()
 
     def leave(self, gang: Gang) -> Standing:
         """Leave a group of which somebody may be gone, and undo what was begun."""
@@ -196,18 +200,13 @@ class Regrouping:
         box: list[Any] = [None]
         if place.rank == source:
             assert standing is not None
-            last = None if standing.last is None else (standing.last.change, standing.last.told)
-            due = (standing.settled, standing.improved)
-            box = [(asdict(standing.progress), due, last, self._fingerprint, scale)]
+            box = [(replace(standing, summed=False, unfinished=None), self._fingerprint, scale)]
         dist.broadcast_object_list(box, src=source)
-        values, (settled, improved), last, fingerprint, scale = box[0]
+        farthest, fingerprint, scale = box[0]
         if fingerprint != self._fingerprint:
             raise DataError(
                 f"the data of worker {self._number} are not those of the others: all nodes must read the same"
             )
-        farthest = Standing(
-            Progress.from_meta(values), settled, None if last is None else Last(*last), improved=improved
-        )
         of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
         return Found(reached, of_sums, of_saves, source, farthest, scale, standing)
 

@@ -41,6 +41,8 @@ from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
 from phalanx.train.state import Progress, Unfinished
 
+LOOK = 0.02
+"""Seconds after which one who waits for the disk looks whether the others are still there."""
 SAVE_FLAGS = ("written", "failed", "committed", *HOT_FLAGS)
 
 
@@ -48,7 +50,8 @@ class Saving:
     """Saves of one worker. `tell(kind, event)` reports what became of them: `checkpoint` and `checkpoint_failed` on
     every worker alike, `warning` on the leading one. `flush()` sends the events told so far: a run that dies goes on
     from what was committed, so the events of the steps until then must not die with it. `hot` are copies in the nodes'
-    memory besides: they go along with whatever is done here."""
+    memory besides: they go along with whatever is done here. `heed` is called while this waits for the disk, and raises
+    where somebody is gone with whom it would go on."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class Saving:
         tell: Callable[[str, dict[str, Any]], None],
         flush: Callable[[], None],
         hot: HotCopies | None = None,
+        heed: Callable[[], None] = lambda: None,
     ):
         self._run = run
         self._place = place
@@ -69,6 +73,7 @@ class Saving:
         self._tell = tell
         self._flush = flush
         self.hot = hot
+        self._heed = heed
         self._saver = Saver(run.checkpoints, place.rank, place.world, place.attempt)
         self._later: Saver | None = None  # this world's, while one of the world before has something in flight
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
@@ -180,7 +185,8 @@ class Saving:
     def finish(self) -> None:
         """Block until nothing is in flight."""
         while self.in_flight is not None:
-            self._saver.wait()
+            while self._saver.wait(LOOK).busy:
+                self._heed()
             self.settle(self._agree())
 
     def close(self) -> None:

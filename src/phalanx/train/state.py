@@ -76,14 +76,18 @@ class Unfinished:
 @dataclass(frozen=True)
 class Standing:
     """How far a worker is that holds the state in memory. `settled` is the last step after which everything that was
-    due was done, `improved` whether its score was the best so far. `last` is None where it has done none in its present
-    world. `summed`: it holds the gradients of the step after, summed over all workers. `unfinished` is its own."""
+    due was done, `scored` the last that was evaluated if that was due, `improved` whether it had the best score so far,
+    `back_for` why the guard goes back from here, "" if it does not. `last` is None where it has done none in its
+    present world. `summed`: it holds the gradients of the step after, summed over all workers. `unfinished` is its own.
+    """
 
     progress: Progress
     settled: int
     last: Last | None = None
     summed: bool = False
+    scored: int = 0
     improved: bool = False
+    back_for: str = ""
     unfinished: Unfinished | None = None
 
 

@@ -160,7 +160,7 @@ def _train(
         assert built is not None
         while True:
             if orders is not None and regrouping is not None:
-                built.parts.summoned = lambda: orders.waiting
+                built.parts.summoned, built.parts.heed = lambda: orders.waiting, regrouping.heed
                 regrouping.listen(built.parts.divided.modules, bool(recipe.compile))
             gang = Gang(built.parts, begin, meta, may_part=True)
             try:

@@ -342,7 +342,9 @@ def test_who_leaves_while_nothing_is_saved_takes_nothing_along(run: Run) -> None
     assert make_saving(run, []).leave() is None
 
 
-def test_who_leaves_does_not_wait_for_the_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written until this is set."""
     held = threading.Event()
     write = save_module.write_image
 
@@ -351,6 +353,25 @@ def test_who_leaves_does_not_wait_for_the_disk(run: Run, monkeypatch: pytest.Mon
         return write(path, image)
 
     monkeypatch.setattr(save_module, "write_image", slow)
+    return held
+
+
+def test_who_waits_for_the_disk_heeds_that_somebody_is_gone(run: Run, held: threading.Event) -> None:
+    class Gone(Exception):
+        pass
+
+    def heed() -> None:
+        raise Gone
+
+    saving = Saving(run, Place(), mesh_of(), 3, {}, lambda *_: None, lambda: None, heed=heed)
+    saving.start(Progress(step=3), whole(weights()), [], best=False)
+    with pytest.raises(Gone):
+        saving.finish()
+    assert saving.in_flight == 3
+    held.set()
+
+
+def test_who_leaves_does_not_wait_for_the_disk(run: Run, held: threading.Event) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
     saving.start(Progress(step=3), whole(tensors), [], best=False)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -148,11 +148,11 @@ class Saver:
             self._state, self._job = self._job.result(), None
         return self._state
 
-    def wait(self) -> SaveState:
-        """`poll` when there is nothing left to wait for: written, committed, failed or idle."""
+    def wait(self, seconds: float | None = None) -> SaveState:
+        """`poll` when there is nothing left to wait for: written, committed, failed or idle; or after so long."""
         if self._job is not None:
-            self._state, self._job = self._job.result(), None
-        return self._state
+            wait([self._job], seconds)
+        return self.poll()
 
     def commit_async(self) -> None:
         """One rank, when every rank that is left has written: make the checkpoint in the background; `poll` tells when
