@@ -1,14 +1,16 @@
 """Replicas that are lost under `exact: replicas`: the others go on from memory, another takes the empty place, and the
 run ends in the weights that one process alone would have had."""
 
+import json
 import os
 import random
 import signal
+from pathlib import Path
 
 import pytest
 from test_lost_nodes import Nodes, nodes  # noqa: F401 - a fixture
 
-from lab import Ended, Lab, Values, alive, fault, killing_the_youngest, wait_until
+from lab import FAULTS, Ended, Lab, Values, alive, fault, killing_the_youngest, wait_until
 from phalanx.errors import ExitCode
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import ledger_of
@@ -17,10 +19,23 @@ from phalanx.run import Event
 REPLICAS: Values = {"exchange": {"exact": "replicas"}}
 LONG: Values = {**REPLICAS, "steps": 70, "checkpoint": {"every": 40}, "evaluate": {"every": 20}}
 """So many steps that another worker takes its place before the last."""
+NOT_YET = {"step": 9, "rank": None, "moment": "", "hold": "lost", "world": 2}
+"""A checkpoint that is not written before only one worker is left (`unwritten.py`)."""
+READY = 0.8
+"""Seconds from a worker's start until it waits for its place."""
 
 
 def steps_of(ended: Ended) -> list[int]:
     return [event["step"] for event in ended.kind("step")]
+
+
+def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
+    reference = lab.reference(changes, 1)
+    assert ended.digest == reference.digest
+    assert ended.losses == reference.losses
+    assert steps_of(ended) == list(range(1, changes["steps"] + 1))  # none is missing, none was done again
+    assert [event["step"] for event in ended.kind("eval")] == [event["step"] for event in reference.kind("eval")]
+    assert alive(ended) == []
 
 
 def worlds(ended: Ended) -> list[int]:
@@ -35,14 +50,9 @@ def test_the_others_go_on_from_memory_and_another_takes_its_place(lab: Lab, npro
     """Four micro-batches on three workers: one of them does two."""
     changes = {**LONG, "batch": {"micro": micro}}
     ended = lab.train(changes, nproc, faults=[fault(7, ranks=[rank])])
-    reference = lab.reference(changes, 1)
-    assert ended.digest == reference.digest
-    assert ended.losses == reference.losses
+    assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [nproc, nproc - 1, nproc]
-    assert steps_of(ended) == list(range(1, LONG["steps"] + 1))  # none is missing, none was done again
-    assert [event["step"] for event in ended.kind("eval")] == [event["step"] for event in reference.kind("eval")]
     assert ended.result["restarts"] == len(ended.kind("fault")) == 1
-    assert alive(ended) == []
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
@@ -64,10 +74,47 @@ def test_killed_again_and_again(lab: Lab) -> None:
     assert len(ended.kind("fault")) >= 4
 
 
-def test_two_at_once_start_again_from_the_last_checkpoint(lab: Lab) -> None:
-    ended = lab.train(LONG, 3, faults=[fault(45, ranks=[0, 2])])
+@pytest.mark.parametrize("ranks", [[0, 2], pytest.param([1, 2], marks=pytest.mark.slow)])
+def test_two_at_once(lab: Lab, ranks: list[int]) -> None:
+    ended = lab.train(LONG, 3, faults=[fault(7, ranks=ranks)])
+    assert_nothing_was_lost(lab, ended, LONG)
+    assert worlds(ended)[:2] == [3, 1]
+    assert max(worlds(ended)[2:]) == 3
+
+
+def test_all_at_once_start_again_from_the_last_checkpoint(lab: Lab) -> None:
+    ended = lab.train(LONG, 3, faults=[fault(45, ranks=[0, 1, 2])])
     assert ended.digest == lab.reference(LONG, 1).digest
+    assert [event["from_step"] for event in ended.kind("start")] == [0, 40]
     assert alive(ended) == []
+
+
+@pytest.mark.slow
+def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: Lab, tmp_path: Path) -> None:
+    """The new one, which may come in only then, is ended and started again."""
+    folder = lab.furnish(tmp_path / "recipes")
+    (folder / "unwritten.py").write_text((Path(__file__).parents[1] / "unwritten.py").read_text())
+    run = lab.place()
+    run.path.with_name(run.path.name + ".unwritten.json").write_text(json.dumps(NOT_YET))
+    victims: list[int] = []
+    begun: list[float] = []
+
+    def show(event: Event) -> None:
+        if event["kind"] == "worker" and event.get("later"):
+            begun.append(event["t"])
+        elif event["kind"] == "worker" and event["rank"] == 1:
+            victims.append(event["pid"])
+        if event["kind"] == "step" and begun and event["t"] > begun[0] + READY and victims:
+            os.kill(victims.pop(), signal.SIGKILL)
+
+    changes = {**REPLICAS, "steps": 70, "checkpoint": {"every": 9}, "evaluate": {"every": 71}}
+    slow = fault(9, "slow", delay=0.06)
+    both = {**changes, "callbacks": [FAULTS, "unwritten:Unwritten"]}
+    ended = lab.train(both, 3, run, faults=[fault(10, ranks=[2]), slow], show=show, folder=folder)
+    assert_nothing_was_lost(lab, ended, changes)
+    assert worlds(ended)[:3] == [3, 2, 1]
+    assert [event["rank"] for event in ended.kind("worker") if event.get("later")].count(2) == 2
+    assert min(event["t"] for event in ended.kind("checkpoint")) > ended.kind("fault")[1]["t"]
 
 
 def test_killed_when_it_is_about_to_take_its_place(lab: Lab) -> None:

@@ -266,7 +266,7 @@ class Agent:
             self.replicas.gone(ranks)
             lost = sorted(ranks & attempt.members)
             if lost and self.spares(lost):
-                detail = f"node {node.name} was lost: {how}; {self.going_on(attempt, lost)}"
+                detail = f"node {node.name} was lost: {how}; {self.going_on(lost)}"
                 self.emit("fault", rank=lost[0], node=node.name, what="lost node", detail=detail)
                 self.replicas.spare(lost, LOST_PEER)
                 return
@@ -293,10 +293,10 @@ class Agent:
         """Whether the run can go on from memory without these workers."""
         return self.replicas is not None and not self.stopping and self.replicas.can_spare(ranks)
 
-    def going_on(self, attempt: Attempt, lost: Sequence[int]) -> str:
+    def going_on(self, lost: Sequence[int]) -> str:
         """What happens next, for people."""
         assert self.replicas is not None
-        left = len(attempt.members) - len(self.replicas.with_mates(lost))
+        left = len(self.replicas.left(lost))
         return f"going on from memory with {left} {'worker' if left == 1 else 'workers'}"
 
     def compare(self, attempt: Attempt) -> None:
@@ -370,7 +370,7 @@ class Agent:
         kind = message["kind"]
         if self.replicas is not None and kind != "exited":
             self.replicas.hear(message)
-        if kind in ("returned", "raised", "ready", "adrift"):
+        if kind in ("returned", "raised", "ready", "adrift", "gathered"):
             return  # of a call that nobody waits for any more; or for the replicas alone
         if kind == "asked":
             self.signals.received.append(signal.SIGUSR1)
@@ -395,10 +395,10 @@ class Agent:
             return
         if self.replicas is not None and status < 0 and self.spares([rank]):
             log = worker_log(self.run.logs, attempt.logs[rank], rank)
-            detail = f"worker {rank} {how_ended(status)}{last_words(log)}; {self.going_on(attempt, [rank])}"
+            detail = f"worker {rank} {how_ended(status)}{last_words(log)}; {self.going_on([rank])}"
             self.emit("fault", rank=rank, what=signal_name(-status), detail=detail)
             self.replicas.spare([rank], status)
-            self.replicas.replace(next(node for node, ranks in attempt.places.items() if rank in ranks), [rank])
+            self.replicas.again(rank)
             return
         attempt.codes[rank] = status
         bad = status not in (0, ExitCode.UNFINISHED)

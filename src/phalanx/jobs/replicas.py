@@ -1,10 +1,11 @@
 """Going on without a lost replica, and with another in its place, as the agent sees it: who trains together, and when
 they are to meet anew. What workers do about it is `train/regroup.py`.
 
-A worker is lost: the others are told at once, and meet from memory. A new one is forked in its place, gets ready while
-they train, and says so; then all are told, and meet at the end of a step. Whatever goes wrong with it, or takes too
-long, ends the attempt, and the run starts again as it would have without. Where several workers hold a replica
-together, they come and go together: the mates of a lost one are of no use to anybody, are ended, and started again.
+A worker is lost: the others are told at once, come together, and meet from memory. Who is lost before all have come is
+left out as well. A new one is forked in its place, gets ready while they train, and says so; then all are told, and
+meet at the end of a step. Whatever goes wrong when they meet, or takes too long, ends the
+attempt, and the run starts again as it would have without. Where several workers hold a replica together, they come and
+go together: the mates of a lost one are of no use to anybody, are ended, and started again.
 """
 
 import signal
@@ -22,7 +23,7 @@ MEETING = 10.0
 STEPS = 4
 """Further steps that they may take for it where nobody was lost: they meet at the end of one."""
 TRIES = 3
-"""Workers that may end before they are ready, one after another, in the same place."""
+"""Workers that may end before they are at work, one after another, in the same place."""
 
 
 class Replicas:
@@ -44,12 +45,23 @@ class Replicas:
         self._told = 0  # the last of them
         self._deadline: float | None = None
         self._meeting = False  # they were told to
+        self._gathered = False  # all have come, and cannot be called back any more
+        self._met = attempt.number  # the last attempt for which they did meet
 
     def can_spare(self, ranks: Collection[int]) -> bool:
-        """Whether the others can go on without these: they are at work, and nothing else is wrong."""
+        """Whether the others can go on without these: they are at work, or have yet to come together to meet anew, and
+        nothing else is wrong."""
+        there = not self._gathered if self._meeting else self._steps > 0
+        return self._well and there and bool(self.left(ranks))
+
+    def left(self, ranks: Collection[int]) -> set[int]:
+        """Who would go on without these. Who has not met the others yet has nothing to go on from."""
+        return self._attempt.members - self.with_mates(ranks) - self._let
+
+    @property
+    def _well(self) -> bool:
         attempt = self._attempt
-        well = not attempt.codes and attempt.ending is None and attempt.error is None
-        return well and self._steps > 0 and not self._meeting and bool(attempt.members - self.with_mates(ranks))
+        return not attempt.codes and attempt.ending is None and attempt.error is None
 
     def with_mates(self, ranks: Collection[int]) -> set[int]:
         """All workers of the replicas of these."""
@@ -57,9 +69,12 @@ class Replicas:
         return {first + position for first in firsts for position in range(self._size)}
 
     def spare(self, ranks: Collection[int], status: int) -> None:
-        """Have the others go on without these, which ended with a status, and end the mates of these."""
+        """Have the others go on without these, which ended with a status, and end the mates of these; and those who
+        were to take their places, since they wait to meet somebody who will not come."""
         attempt = self._attempt
-        mates = self.with_mates(ranks) - set(ranks)
+        mates = (self.with_mates(ranks) | self._let) & attempt.members - set(ranks)
+        self._tries.update(self._let & set(ranks))
+        self._let = set()
         attempt.away |= dict.fromkeys(ranks, status) | dict.fromkeys(mates, -signal.SIGKILL)
         attempt.leaving |= mates
         self._meet(lost=True)
@@ -79,7 +94,7 @@ class Replicas:
             attempt.logs |= dict.fromkeys(ranks, attempt.number)
 
     def fell(self, rank: int) -> None:
-        """A worker ended before it took its place, or because its mate was lost: try another, unless too many did."""
+        """A worker ended before it was to take its place, or because its mate was lost."""
         attempt = self._attempt
         self._tries[rank] += rank in attempt.joining
         attempt.joining.discard(rank)
@@ -87,13 +102,17 @@ class Replicas:
         self._ready.discard(rank)
         if attempt.codes or attempt.ending is not None:
             return
+        self.again(rank)
+        self._let_in()
+
+    def again(self, rank: int) -> None:
+        """Start another in the place of a worker that ended, unless too many did there before they were at work."""
         if self._tries[rank] < TRIES:
-            node = next(node for node, ranks in attempt.places.items() if rank in ranks)
+            node = next(node for node, ranks in self._attempt.places.items() if rank in ranks)
             self.replace(node, [rank])
         else:
-            text = f"worker {rank} ended {TRIES} times before it was ready: the run goes on without it"
+            text = f"worker {rank} ended {TRIES} times before it was at work: the run goes on without it"
             self._emit("warning", text=text)
-        self._let_in()
 
     def gone(self, ranks: Collection[int]) -> None:
         """Those of these who were getting ready went away with their node."""
@@ -113,8 +132,18 @@ class Replicas:
         elif kind == "ready":
             self._ready.add(message["rank"])
             self._let_in()
-        elif kind == "start" and message["attempt"] == self._attempt.number:
-            self._deadline, self._meeting, self._let = None, False, set()
+        elif kind == "start" and message["attempt"] < self._attempt.number:
+            self._met = message["attempt"]
+        elif kind == "start":
+            self._met = message["attempt"]
+            for rank in self._let:
+                del self._tries[rank]
+            self._deadline, self._meeting, self._gathered, self._let = None, False, False, set()
+            self._steps = 0  # the others were of the world before
+        elif kind == "gathered" and message["attempt"] == self._attempt.number:
+            self._gathered = True
+        elif kind == "gathered" and message["attempt"] > self._met:
+            self._deadline = self._clock()  # to meet one who was lost since; it would wait for ever
         elif kind == "adrift" and self._deadline is None and message["rank"] in self._attempt.members:
             self._deadline = self._clock() + MEETING  # somebody it worked with is gone, which is told soon
 
@@ -139,10 +168,9 @@ class Replicas:
         attempt = self._attempt
         all_ready = self._ready == attempt.joining and not attempt.leaving
         whole = {rank for rank in self._ready if self.with_mates([rank]) <= self._ready}
-        if whole and all_ready and self.can_spare(()):
+        if whole and all_ready and self._well and self._steps > 0 and not self._meeting:
             for rank in whole:
                 del attempt.away[rank]
-                self._tries[rank] = 0
             self._let = whole
             self._ready -= whole
             attempt.joining -= whole
@@ -156,7 +184,7 @@ class Replicas:
         attempt = self._attempt
         attempt.number += 1
         attempt.paces = {}
-        self._steps, self._meeting = 0, True
+        self._steps, self._meeting, self._gathered = 0, True, False
         self._deadline = self._until(lost)
         words: dict[str, Any] = {"attempt": attempt.number, "workers": sorted(attempt.members)}
         words |= {"told": self._told, "lost": lost}

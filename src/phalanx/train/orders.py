@@ -49,6 +49,11 @@ class Orders:
         latest = self._latest
         return latest is not None and latest.lost
 
+    def wait(self, seconds: float) -> None:
+        """Wait for an order, but no longer than that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest is not None, seconds)
+
     def take(self) -> Order:
         """The newest order, waiting for it."""
         with self._changed:

@@ -74,13 +74,13 @@ def join(
         return
     os.environ.update(local_network(environment))
     check_interfaces(place, environment)
-    store = open_store(place, environment)
+    store = store_of(place, environment)
     backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
     _watching[:] = [connections]
     with connections:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}", store),
+            store=store,
             rank=place.rank,
             world_size=place.world,
             timeout=PATIENCE,
@@ -128,6 +128,12 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
     hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
     return _connect(address, int(port), place.leads and not hosted)
+
+
+def store_of(place: Place, environment: Mapping[str, str] = os.environ) -> PrefixStore:
+    """The part of it that this attempt has for itself."""
+    name = f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}"
+    return PrefixStore(name, open_store(place, environment))
 
 
 def agree(

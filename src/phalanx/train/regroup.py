@@ -26,16 +26,19 @@ from phalanx.train.gang import Gang, Summoned
 from phalanx.train.model import Seeds
 from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Objective
-from phalanx.train.orders import Connections, Orders
+from phalanx.train.orders import Connections, Order, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.staging import Staged
 from phalanx.train.parts import Parts
-from phalanx.train.place import Place, join, lost_peer, part
+from phalanx.train.place import Place, join, lost_peer, part, store_of
 from phalanx.train.reporter import Reporter
 from phalanx.train.state import Progress, Standing, Unfinished, load_state, state_tensors
 
 Scorer = Callable[[Place, Mesh], Callable[[], Scores | None]]
 """Makes what evaluates in a world of another size."""
+SOON, LONGER, SELDOM = 0.001, 1.2, 0.05
+"""Seconds between two looks whether all have come: at first, by how much longer each time, and at most, since many may
+wait long for a few."""
 NOTHING = -1
 """Instead of a step: a worker that has no state yet."""
 
@@ -143,10 +146,9 @@ class Regrouping:
     def meet(self, before: Built | None, standing: Standing | None, samples: int) -> tuple[Built, Standing]:
         """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
         all stand now. DataError when this worker has other data than the others."""
-        order = self.orders.take()
-        rank, world = order.workers.index(self._number), len(order.workers)
         led = self._place.leads and standing is not None
-        self._place = place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
+        order = self._gather()
+        place, rank, world = self._place, self._place.rank, self._place.world
         join(place, connections=self._between)
         found = self._find(before, standing)
         built = self._way.renew(before, place)
@@ -169,6 +171,29 @@ class Regrouping:
             self._reporter.recall(reached if led else order.told)
         self._way.warm_up(built, found.standing.progress)
         return built, replace(found.standing, unfinished=unfinished)
+
+    def _gather(self) -> Order:
+        """Wait for the agent's word, and until all have come whom it names: a process group that begins to meet waits
+        for ever for one who does not. If one is lost before, the agent says who meets instead."""
+        while True:
+            order = self.orders.take()
+            rank, world = order.workers.index(self._number), len(order.workers)
+            self._place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
+            if world == 1 or self._all_come(order):
+                self._reporter.say("gathered", self._number, attempt=order.attempt)
+                return order
+
+    def _all_come(self, order: Order) -> bool:
+        """False when another order comes first."""
+        store, patience = store_of(self._place), SOON
+        if store.add("come", 1) == len(order.workers):
+            store.set("all", "1")
+        while not store.check(["all"]):
+            self.orders.wait(patience)
+            if self.orders.waiting:
+                return False
+            patience = min(LONGER * patience, SELDOM)
+        return True
 
     def _give_up(self, unfinished: Unfinished | None, found: Found) -> None:
         """Drop the save that only some have in flight. If it was to come, it is missing; one that had ended at those

@@ -38,7 +38,7 @@ class Reporter(Protocol):
     def flush(self) -> None:
         """Send what is kept back."""
 
-    def say(self, kind: str, rank: int) -> None:
+    def say(self, kind: str, rank: int, **more: Any) -> None:
         """Tell the agent something of a worker that is no event of the run."""
 
     def keep(self, kind: str, event: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ class ToAgent:
         if held:
             send(self._socket, *held)
 
-    def say(self, kind: str, rank: int) -> None:
+    def say(self, kind: str, rank: int, **more: Any) -> None:
         self.flush()
-        send(self._socket, {"kind": kind, "rank": rank})
+        send(self._socket, {"kind": kind, "rank": rank, **more})
 
     def keep(self, kind: str, event: dict[str, Any]) -> None:
         self._kept.append({"kind": kind, "t": self._clock(), **event})
@@ -120,7 +120,7 @@ class ToRun:
     def flush(self) -> None:
         """Nothing is ever kept back."""
 
-    def say(self, kind: str, rank: int) -> None:
+    def say(self, kind: str, rank: int, **more: Any) -> None:
         """There is no agent."""
 
     def keep(self, kind: str, event: dict[str, Any]) -> None:

@@ -50,7 +50,15 @@ class Case:
 
     def lose(self, rank: int) -> None:
         self.replicas.spare([rank], -9)
-        self.replicas.replace(self.nodes[rank // 2], [rank])  # type: ignore[arg-type]
+        self.replicas.again(rank)
+
+    def met(self, step: int) -> None:
+        """They have met, and done a step."""
+        self.started()
+        self.step(step)
+
+    def gathered(self, rank: int, attempt: int) -> None:
+        self.replicas.hear({"kind": "gathered", "rank": rank, "attempt": attempt})
 
 
 @pytest.fixture
@@ -95,8 +103,9 @@ def at_the_beginning(case: Case) -> None:
     case.__init__()  # type: ignore[misc]
 
 
-def while_they_meet(case: Case) -> None:
+def when_they_have_come_together(case: Case) -> None:
     case.lose(1)
+    case.gathered(2, 4)
 
 
 def when_another_ended(case: Case) -> None:
@@ -112,7 +121,14 @@ def when_somebody_told_an_error(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "happens", [at_the_beginning, while_they_meet, when_another_ended, when_it_is_to_end, when_somebody_told_an_error]
+    "happens",
+    [
+        at_the_beginning,
+        when_they_have_come_together,
+        when_another_ended,
+        when_it_is_to_end,
+        when_somebody_told_an_error,
+    ],
 )
 def test_nobody_can_be_spared(case: Case, happens: Callable[[Case], None]) -> None:
     assert case.replicas.can_spare([0])
@@ -157,7 +173,71 @@ def test_another_is_started_for_one_that_ended_before_it_was_ready_but_not_for_e
         case.replicas.fell(2)
     assert case.nodes[1].starts() == [[2]] * TRIES
     assert case.attempt.joining == set()
-    assert case.said == ["worker 2 ended 3 times before it was ready: the run goes on without it"]
+    assert case.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
+
+
+def test_another_is_lost_before_they_have_come_together(case: Case) -> None:
+    case.lose(2)
+    assert case.replicas.can_spare([1])
+    case.lose(1)
+    assert case.nodes[0].orders()[-1] == {"attempt": 5, "workers": [0, 3], "told": 7, "lost": True}
+    case.met(8)
+    assert [node.starts() for node in case.nodes] == [[[1]], [[2]]]
+
+
+def test_who_was_about_to_meet_one_who_was_lost_is_late(case: Case) -> None:
+    """All had come, which was not known yet when another was lost."""
+    case.lose(2)
+    case.lose(1)
+    case.gathered(3, 4)
+    case.now += 0.1
+    assert case.replicas.late()
+
+
+def test_what_is_heard_late_of_a_meeting_that_was_is_nothing(case: Case) -> None:
+    case.lose(2)
+    case.met(8)
+    case.lose(1)
+    case.gathered(3, 4)
+    case.now += 0.1
+    assert not case.replicas.late()
+
+
+@pytest.fixture
+def growing(case: Case) -> Case:
+    """Another is ready in the place of worker 2, and waits until the others have ended a checkpoint."""
+    case.lose(2)
+    case.met(8)
+    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.step(9)
+    assert case.attempt.members == {0, 1, 2, 3}
+    return case
+
+
+def test_another_is_lost_before_the_new_one_has_its_place(growing: Case) -> None:
+    """The new one is ended: it waits for the one that was lost."""
+    growing.lose(1)
+    assert growing.nodes[0].orders()[-1] == {"attempt": 6, "workers": [0, 3], "told": 9, "lost": True}
+    assert growing.nodes[1].messages[-1] == {"kind": "signal", "number": 9, "ranks": [2]}
+    growing.replicas.fell(2)
+    growing.met(10)
+    assert [node.starts() for node in growing.nodes] == [[[1]], [[2], [2]]]
+
+
+def test_the_new_one_cannot_go_on_alone(growing: Case) -> None:
+    assert growing.replicas.can_spare([0, 1])
+    assert not growing.replicas.can_spare([0, 1, 3])
+
+
+def test_the_new_one_is_lost_before_it_has_its_place_but_not_for_ever(growing: Case) -> None:
+    for step in range(10, 10 + TRIES):
+        growing.lose(2)
+        growing.met(step)
+        growing.replicas.hear({"kind": "ready", "rank": 2})
+        growing.step(step)
+    assert growing.attempt.members == {0, 1, 3}
+    assert growing.nodes[1].starts() == [[2]] * TRIES
+    assert growing.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
 
 
 def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
@@ -189,7 +269,6 @@ def test_the_mates_of_a_lost_worker_are_ended_and_the_other_replicas_go_on(pairs
     assert pairs.nodes[0].orders() == [{"attempt": 4, "workers": [0, 1], "told": 7, "lost": True}]
     ended = [message for node in pairs.nodes for message in node.messages if message["kind"] == "signal"]
     assert ended == [{"kind": "signal", "number": 9, "ranks": [2]}]
-    assert pairs.nodes[1].starts() == [[3]]
 
 
 def test_a_mate_is_started_again_when_it_has_ended(pairs: Case) -> None:
@@ -220,7 +299,7 @@ def test_a_replica_of_which_one_worker_does_not_come_stays_out(pairs: Case) -> N
     for _ in range(TRIES):
         pairs.replicas.fell(2)
     assert pairs.attempt.members == {0, 1}
-    assert pairs.said == ["worker 2 ended 3 times before it was ready: the run goes on without it"]
+    assert pairs.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
 
 
 def test_no_replica_can_be_spared_when_each_has_lost_a_worker(pairs: Case) -> None:
