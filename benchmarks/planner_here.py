@@ -1,11 +1,12 @@
 """Predictions from `phalanx probe` against real runs on this very machine: several models, one and two processes, fp32
 and bf16, with and without accumulation.
 
-    phalanx probe && python benchmarks/planner_here.py [--runs 5]
+    phalanx probe && python benchmarks/planner_here.py [--runs 5] [--rows 1 2 3]
 
 A run begins when a reference product takes what it took in the probe, give or take 5 %, and waits until then. One after
 which the product differs by more than 5 % from before is thrown away and done again, up to three times. Counts the
-median of five runs. Needs a machine with nothing else to do, at least at times.
+median of five runs. Needs a machine with nothing else to do, at least at times; where others work on its host a row may
+take ten minutes, and `--rows` does some of them.
 """
 
 import argparse
@@ -41,7 +42,8 @@ TRIES = 3
 WIDE = ("model.args.layers=3", "model.args.width=512", "model.args.heads=8", "batch.global=8")
 DEEP = ("model.args.layers=8", "model.args.width=128", "data.sequence=128", "batch.global=32")
 LONG = ("model.args.layers=2", "data.sequence=1024", "batch.global=4")
-CASES: list[tuple[str, tuple[str, ...], int]] = [
+Case = tuple[str, tuple[str, ...], int]
+CASES: list[Case] = [
     ("the example, fp32", ("precision=fp32",), 1),
     ("the example, bf16", ("precision=bf16",), 1),
     ("the example, fp32, 2 processes", ("precision=fp32",), 2),
@@ -58,18 +60,20 @@ CASES: list[tuple[str, tuple[str, ...], int]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", choices=range(1, len(CASES) + 1), help="of the table, from 1")
     given = parser.parse_args()
+    cases = [CASES[row - 1] for row in given.rows] if given.rows else CASES
     here = probed(this_machine())
     if here is None or here.measured is None:
         raise UsageError("this machine has not been measured: run `phalanx probe` first")
     with Helper() as helper:
-        compare(here, given.runs, partial(helper.call, seconds=ANSWER))
+        compare(cases, here, given.runs, partial(helper.call, seconds=ANSWER))
 
 
-def compare(here: Cluster, runs: int, elsewhere: Call) -> None:
+def compare(cases: list[Case], here: Cluster, runs: int, elsewhere: Call) -> None:
     print("| run | measured | foretold | off | runs | thrown away |\n|---|---|---|---|---|---|", flush=True)
     off = []
-    for name, overrides, world in CASES:
+    for name, overrides, world in cases:
         found: list[float] = []
         thrown, foretold = 0, None
         while len(found) < runs and thrown < TRIES * runs:
