@@ -3,9 +3,9 @@ they are to meet anew. What workers do about it is `train/regroup.py`.
 
 A worker is lost: the others are told at once, come together, and meet from memory. Who is lost before all have come is
 left out as well. A new one is forked in its place, gets ready while they train, and says so; then all are told, and
-meet at the end of a step. Whatever goes wrong when they meet, or takes too long, ends the
-attempt, and the run starts again as it would have without. Where several workers hold a replica together, they come and
-go together: the mates of a lost one are of no use to anybody, are ended, and started again.
+meet at the end of a step. Whatever goes wrong when they meet, or takes too long, ends the attempt, and the run starts
+again as it would have without. Where several workers hold a replica together, they come and go together: the mates of a
+lost one are of no use to anybody, are ended, and started again.
 """
 
 import signal

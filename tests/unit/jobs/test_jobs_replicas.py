@@ -269,6 +269,7 @@ def test_the_mates_of_a_lost_worker_are_ended_and_the_other_replicas_go_on(pairs
     assert pairs.nodes[0].orders() == [{"attempt": 4, "workers": [0, 1], "told": 7, "lost": True}]
     ended = [message for node in pairs.nodes for message in node.messages if message["kind"] == "signal"]
     assert ended == [{"kind": "signal", "number": 9, "ranks": [2]}]
+    assert pairs.nodes[1].starts() == [[3]]
 
 
 def test_a_mate_is_started_again_when_it_has_ended(pairs: Case) -> None:
