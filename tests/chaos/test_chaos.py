@@ -17,7 +17,7 @@ LONG: Values = {
     "evaluate": {"every": 200},
     "batch": {"global": 2, "micro": 1},
     "checkpoint": {"every": 10},
-    "recovery": {"attempts": 3},
+    "recovery": {"attempts": 3, "hot": "1%"},
     "callbacks": ["mischief:Mischief"],
 }
 MISCHIEF = """

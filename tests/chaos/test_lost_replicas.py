@@ -67,9 +67,10 @@ def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed:
     assert alive(ended) == []
 
 
-def test_killed_again_and_again(lab: Lab) -> None:
-    """Whoever is youngest, as soon as it has worked."""
-    ended = lab.train(LONG, 2, show=killing_the_youngest(2, 6))
+@pytest.mark.parametrize("hot", [None, 3])
+def test_killed_again_and_again(lab: Lab, hot: int | None) -> None:
+    """Whoever is youngest, as soon as it has worked; with hot copies, one of which may be under way."""
+    ended = lab.train({**LONG, "recovery": {"hot": hot}}, 2, show=killing_the_youngest(2, 6))
     assert ended.digest == lab.reference(LONG, 1).digest
     assert len(ended.kind("fault")) >= 4
 
