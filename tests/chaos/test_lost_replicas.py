@@ -67,6 +67,18 @@ def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed:
     assert alive(ended) == []
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_killed_at_the_end_of_the_run(lab: Lab, seed: int) -> None:
+    """After the last step, while all evaluate, save or leave."""
+    rng = random.Random(seed)
+    nproc = rng.choice([2, 3, 4])
+    last = fault(12, ranks=[rng.randrange(nproc)], when="within", delay=rng.uniform(0, 0.08))
+    ended = lab.train(REPLICAS, nproc, faults=[last])
+    assert ended.digest == lab.reference(REPLICAS, 1).digest
+    assert ended.losses == lab.reference(REPLICAS, 1).losses
+    assert alive(ended) == []
+
+
 @pytest.mark.parametrize("hot", [None, 3])
 def test_killed_again_and_again(lab: Lab, hot: int | None) -> None:
     """Whoever is youngest, as soon as it has worked; with hot copies, one of which may be under way."""

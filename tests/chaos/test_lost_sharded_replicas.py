@@ -100,6 +100,17 @@ def test_whatever_the_optimizer_keeps_goes_along(lab: Lab, name: str) -> None:
     assert worlds(ended) == [4, 2, 4]
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))])
+def test_killed_at_the_end_of_the_run(lab: Lab, seed: int) -> None:
+    """After the last step, while all evaluate, save or leave."""
+    rng = random.Random(seed)
+    last = fault(12, ranks=[rng.randrange(4)], when="within", delay=rng.uniform(0, 0.08))
+    ended = lab.train(PAIRS, 4, faults=[last])
+    assert ended.digest == undisturbed(lab, PAIRS).digest
+    assert ended.losses == undisturbed(lab, PAIRS).losses
+    assert alive(ended) == []
+
+
 @pytest.mark.slow
 def test_killed_again_and_again(lab: Lab) -> None:
     """Whoever is youngest, as soon as its replica has worked."""

@@ -204,6 +204,8 @@ class Agent:
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
+        if attempt.away and attempt.result is None and not any(attempt.codes.values()):
+            attempt.codes |= attempt.away  # who led was lost at the very end, and nobody told how the run ended
         return attempt
 
     def follow(self, attempt: Attempt) -> None:

@@ -45,7 +45,9 @@ class Replicas:
         self._told = 0  # the last of them
         self._deadline: float | None = None
         self._meeting = False  # they were told to
+        self._lost = False  # because somebody is gone
         self._gathered = False  # all have come, and cannot be called back any more
+        self._adrift = self._ended = False  # some left those with whom they worked; some came to the end of the run
         self._met = attempt.number  # the last attempt for which they did meet
 
     def can_spare(self, ranks: Collection[int]) -> bool:
@@ -139,20 +141,29 @@ class Replicas:
             for rank in self._let:
                 del self._tries[rank]
             self._deadline, self._meeting, self._gathered, self._let = None, False, False, set()
-            self._steps = 0  # the others were of the world before
+            self._steps, self._adrift = 0, False  # the others were of the world before
         elif kind == "gathered" and message["attempt"] == self._attempt.number:
             self._gathered = True
         elif kind == "gathered" and message["attempt"] > self._met:
             self._deadline = self._clock()  # to meet one who was lost since; it would wait for ever
-        elif kind == "adrift" and self._deadline is None and message["rank"] in self._attempt.members:
-            self._deadline = self._clock() + MEETING  # somebody it worked with is gone, which is told soon
+        elif kind == "adrift" and message["rank"] in self._attempt.members:
+            self._adrift = True
+            if self._ended and self._lost:
+                self._deadline = self._clock()
+            elif self._deadline is None:
+                self._deadline = self._clock() + MEETING  # somebody it worked with is gone, which is told soon
 
     def ends(self) -> None:
-        """The others came to the end of the run: who was told to meet them has come too late."""
+        """One came to the end of the run, and meets nobody any more. Who was to take a place has come too late; who was
+        torn out of the end by a loss waits in vain."""
         attempt = self._attempt
         attempt.away |= dict.fromkeys(self._let, 0)
         attempt.joining |= self._let
-        self._deadline, self._let = None, set()
+        self._let, self._ended = set(), True
+        if not self._meeting or not self._lost:
+            self._deadline = None
+        elif self._adrift:
+            self._deadline = self._clock()
 
     @property
     def apart(self) -> bool:
@@ -184,7 +195,7 @@ class Replicas:
         attempt = self._attempt
         attempt.number += 1
         attempt.paces = {}
-        self._steps, self._meeting, self._gathered = 0, True, False
+        self._steps, self._meeting, self._lost, self._gathered = 0, True, lost, False
         self._deadline = self._until(lost)
         words: dict[str, Any] = {"attempt": attempt.number, "workers": sorted(attempt.members)}
         words |= {"told": self._told, "lost": lost}

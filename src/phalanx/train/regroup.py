@@ -169,6 +169,7 @@ class Regrouping:
             clean(built.parts.run.checkpoints, spare=None if unfinished is None else unfinished.step)
             tell_start(built.parts, samples, found.standing.progress, grown=not order.lost)
             self._reporter.recall(reached if led else order.told)
+        exchanged(place, None)  # before that nobody may begin a save, which may be the first that is due
         self._way.warm_up(built, found.standing.progress)
         return built, replace(found.standing, unfinished=unfinished)
 

@@ -284,6 +284,25 @@ def test_events_of_workers_are_written_and_shown_and_count_as_progress(
     assert list(read_events(agent.run.events)) == shown
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_ended(
+    agent: Agent, stage: Stage, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.replica = 1
+    lost, again = exited(0, -9), exited(0, -9)
+
+    def show(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            send(stage.says, lost, exited(1, 0), exited(2, 0), again)
+
+    monkeypatch.setattr(agent, "show", show)
+    result = [{"kind": "result", "t": 2.0, "value": {"steps": 7}}] if told else []
+    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, *result)
+    ended = agent.attempt(0, 3, {}, {})
+    assert verdict(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
+    assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
+
+
 def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
     send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
     send(stage.says, exited(0, 65))

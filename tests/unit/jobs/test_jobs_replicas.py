@@ -255,6 +255,21 @@ def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
     assert case.attempt.over
 
 
+@pytest.mark.parametrize("torn", ["before", "after", "never"])
+def test_who_was_torn_out_of_the_end_does_not_wait_for_one_that_came_to_it(case: Case, torn: str) -> None:
+    if torn == "before":
+        case.replicas.hear({"kind": "adrift", "rank": 1})
+    case.lose(2)
+    case.attempt.codes[0] = 0
+    case.replicas.ends()
+    if torn == "after":
+        case.replicas.hear({"kind": "adrift", "rank": 1})
+    case.now += 0.1
+    assert case.replicas.late() == (torn != "never")
+    case.now += MEETING
+    assert case.replicas.late()
+
+
 @pytest.fixture
 def pairs() -> Case:
     """Two replicas of two workers each, {0, 1} on one node and {2, 3} on the other."""
