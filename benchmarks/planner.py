@@ -44,11 +44,13 @@ def main() -> None:
     given = parser.parse_args()
     if not (given.validation / "published_runs.csv").is_file():
         raise UsageError(f"--validation {given.validation}: there is no published_runs.csv")
+    pictures = given.out.parent / "images"
+    for folder in (given.out, pictures):
+        folder.mkdir(parents=True, exist_ok=True)
     runs = language_runs(given.validation / "published_runs.csv")
     zero, two = zero_shot(runs), two_rows(runs)
     sweep = vtrain(given.validation / "vtrain_single.csv")
     convnets = convnet_errors(given.validation / "published_cnn_runs.csv")
-    pictures = given.out.parent / "images"
     (pictures / "planner-zero-shot.svg").write_text(scatter(zero, "zero-shot, step time in seconds"))
     (pictures / "planner-vtrain.svg").write_text(scatter(sweep["points"], "one 8-GPU node, cross-validated, seconds"))
     text = page(zero, two, sweep, convnets)
