@@ -75,6 +75,7 @@ def test_more_epochs_cost_speed_up_to_the_same_accuracy() -> None:
         ({"gpu": ""}, "no device given"),
         ({"gpu": "abacus"}, "unknown device 'abacus'"),
         ({"n_gpus": "B/64"}, "n_gpus='B/64' is no number of devices"),
+        ({"n_gpus": "inf"}, "n_gpus='inf' is no number of devices"),
     ],
     ids=str,
 )
@@ -87,6 +88,16 @@ def test_a_row_that_cannot_be_predicted_says_why(changes: dict[str, str], why: s
 def test_a_row_may_lack_columns_and_cells() -> None:
     assert predict_rows([{"model": "VGG16", "gpu": "V100", "n_gpus": "1"}])[0]["assumed"] == "global_batch=64"
     assert predict_rows([{"model": None, "gpu": None, None: "x"}])[0]["why_not"]  # type: ignore[dict-item]
+
+
+def test_a_batch_without_end_is_none() -> None:
+    assert one(P100, global_batch="inf")["assumed"] == "global_batch=512"
+
+
+def test_a_measurement_a_million_times_off_moves_others_ten_times_at_most() -> None:
+    slip = P100 | {"step_time_s": "1e6", "calibrate": "1"}
+    _, found = predict_rows([slip, P100])
+    assert found["predicted_step_time_s"] <= 10.01 * one(P100)["predicted_step_time_s"]
 
 
 def test_errors_compare_step_times_before_rates_before_speed_ups() -> None:

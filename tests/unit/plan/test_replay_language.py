@@ -238,6 +238,17 @@ def test_a_row_that_does_not_tell_is_predicted_without_error() -> None:
     assert answer["predicted_step_time_s"] > 0
 
 
+@pytest.mark.parametrize("cell", ["0", "-1", "1e999", "?"])
+def test_a_measurement_that_cannot_be_is_none(cell: str) -> None:
+    answer = one(**TINY, step_time_s=cell, tokens_per_sec_per_gpu="")
+    assert answer["error_pct"] is None
+    assert answer["predicted_step_time_s"] > 0
+
+
+def test_a_huge_batch_of_a_prime_share_is_read_at_once() -> None:
+    assert run(global_batch_seqs="99999989", n_gpus="1", dp="1", micro_batch="4").micro == 1
+
+
 # --- why not ----------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +262,14 @@ def test_a_row_that_does_not_tell_is_predicted_without_error() -> None:
         ({"gpu": "Abacus-3000"}, "Abacus-3000"),
         ({"layers": ""}, "layers is empty"),
         ({"ffn_hidden": ""}, "ffn_hidden is empty"),
+        ({"layers": "nan"}, "layers is empty"),
+        ({"layers": "100000"}, "layers = 100000: expected a whole number from 1 to 10,000"),
+        ({"n_gpus": "-8"}, "n_gpus = -8: expected a whole number"),
+        ({"tp": "abc"}, "tp = abc: expected a whole number"),
+        ({"seq_len": "8.5"}, "seq_len = 8.5: expected a whole number"),
+        ({"heads": "5000"}, "heads = 5000 is more than hidden = 4096"),
+        ({"note": "moe=experts:8/topk:many"}, "moe=experts:8/topk:many in note: expected whole numbers"),
+        ({"note": "moe=experts:4/topk:9/moe_ffn:64"}, "top_k"),
         ({"tp": "5", "fsdp": ""}, "does not divide n_gpus = 64"),
         ({"gpu": "A100-80GB", "precision": "fp8"}, "A100-80GB has no arithmetic in fp8"),
     ],

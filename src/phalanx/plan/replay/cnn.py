@@ -47,6 +47,8 @@ SURE, UNSURE, CALIBRATED, STATED = 0.18, 0.45, 0.11, 0.08
 others, after calibration, and on Titan."""
 NETWORK_FACTOR = 2.0
 """By how much exchanges may be faster or slower than predicted, one time in ten."""
+FURTHEST = math.log(10)
+"""How far calibration may move either factor: what is measured ten times off is a slip of the pen."""
 NINETY = 1.64
 
 
@@ -236,6 +238,7 @@ def _fit(known: Sequence[tuple[Run, float]]) -> Fit:
     best, width = (0.0, 0.0), 0.25
     while width > 1e-3:
         around = [(best[0] + i * width, best[1] + j * width) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        around = [factors for factors in around if max(map(abs, factors)) <= FURTHEST]
         nearest = min(around, key=lambda factors: misfit(*factors))
         if nearest == best:
             width /= 2

@@ -4,6 +4,7 @@ Columns are those of shared/validation/published_cnn_runs.csv; any may be absent
 assumed, and `Run.assumed` says so; nothing here knows a row by its figures.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def number(text: str | None) -> float | None:
         value = float(text or "")
     except ValueError:
         return None
-    return value if value > 0 else None
+    return value if 0 < value < math.inf else None
 
 
 def network_of(name: str, text: str) -> Convnet | None:

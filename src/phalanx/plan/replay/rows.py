@@ -2,6 +2,7 @@
 was measured. Columns are those of shared/validation/published_runs.csv; empty cells are told apart from zeros.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,10 @@ from phalanx.plan.replay.cells import CannotPredict, Row
 
 USUAL_HEAD = 128
 """Features of a head where the number of heads is not given."""
+BLANK = ("", "-", "nan", "none", "null", "n/a", "?")
+"""What tables write where they know nothing."""
+MOST, DEEPEST = 100_000_000, 10_000
+"""The largest number that a cell may hold, and the most layers: beyond any run, and what a slip of the pen gives."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +122,24 @@ def _micro(given: int | None, share: int, pipeline: int) -> int | None:
         return None
     if pipeline > 1 and share // given < pipeline <= share:
         return 1
-    return max((size for size in range(1, min(given, share) + 1) if share % size == 0), default=given)
+    return largest_divisor(share, given)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of `number`, not above `most` (1 or more)."""
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for each in low for size in (each, number // each) if size <= most)
 
 
 def shape_of(row: Row, said: Mapping[str, str]) -> Shape:
     """The model's shape."""
-    layers, width = _integer(row, "layers"), _integer(row, "hidden")
+    layers, width = _integer(row, "layers", most=DEEPEST), _integer(row, "hidden")
     sequence, vocab = _integer(row, "seq_len"), _integer(row, "vocab")
     heads = _maybe(row, "heads") or max(1, width // USUAL_HEAD)
+    if heads > width:
+        raise CannotPredict(f"heads = {heads} is more than hidden = {width}")
     kv_heads = int(_number(said.get("kv_heads", "")) or heads)
-    moe = dict(part.split(":") for part in said.get("moe", "").split("/") if ":" in part)
+    moe = _mixture(said.get("moe", ""))
     head_dim = width // heads
     if head_dim % 8:  # models that do not divide evenly have heads of 64 at least, and kernels work in eights
         head_dim = max(64, -(-head_dim // 8) * 8)
@@ -135,7 +148,7 @@ def shape_of(row: Row, said: Mapping[str, str]) -> Shape:
         if not moe:
             raise CannotPredict("ffn_hidden is empty")
         ffn = 4 * width
-    expert_ffn = int(moe.get("moe_ffn", 0))
+    expert_ffn = moe.get("moe_ffn", 0)
     shape = Shape(
         layers=layers,
         width=width,
@@ -147,13 +160,24 @@ def shape_of(row: Row, said: Mapping[str, str]) -> Shape:
         vocab=vocab,
         sequence=sequence,
         tie=False,
-        experts=int(moe.get("experts", 0)),
-        top_k=int(moe.get("topk", 0)),
+        experts=moe.get("experts", 0),
+        top_k=moe.get("topk", 0),
         expert_ffn=expert_ffn,
-        shared_ffn=int(moe.get("shared", 0)) * expert_ffn,
-        dense_layers=int(moe.get("dense_layers", 0)),
+        shared_ffn=moe.get("shared", 0) * expert_ffn,
+        dense_layers=moe.get("dense_layers", 0),
     )
     return _most_like(shape, _number(row.get("params_B", "")))
+
+
+def _mixture(text: str) -> dict[str, int]:
+    """Of a note like `moe=experts:128/topk:8/moe_ffn:1536`."""
+    found = {}
+    for part in filter(None, text.split("/")):
+        name, _, number = part.partition(":")
+        if not number.strip().isdigit():
+            raise CannotPredict(f"moe={text} in note: expected whole numbers as in experts:128/topk:8/moe_ffn:1536")
+        found[name.strip()] = int(number)
+    return found
 
 
 def parameters(shape: Shape) -> float:
@@ -181,12 +205,12 @@ def _most_like(shape: Shape, billions: float | None) -> Shape:
 def measured(row: Row, shape: Shape, devices: int, batch: int) -> float | None:
     """Seconds of a step: as given, else from tokens a second, else from the rate and the convention that counts its
     operations (`tflops_kind`)."""
-    if (seconds := _number(row.get("step_time_s", ""))) is not None:
+    if (seconds := _positive(row.get("step_time_s", ""))) is not None:
         return seconds
     tokens = batch * shape.sequence / devices
-    if (rate := _number(row.get("tokens_per_sec_per_gpu", ""))) is not None:
+    if (rate := _positive(row.get("tokens_per_sec_per_gpu", ""))) is not None:
         return tokens / rate
-    if (tflops := _number(row.get("tflops_per_gpu", ""))) is None:
+    if (tflops := _positive(row.get("tflops_per_gpu", ""))) is None:
         return None
     return tokens * counted_flops(shape, notes(row).get("tflops_kind", "")) / (tflops * 1e12)
 
@@ -259,18 +283,30 @@ def _network(text: str) -> float | None:
 
 
 def _number(text: str) -> float | None:
-    found = re.match(r"\s*([0-9.]+(?:e[+-]?\d+)?)", text or "")
-    return float(found[1]) if found else None
+    found = re.match(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", text or "", re.IGNORECASE)
+    value = float(found[1]) if found else math.inf
+    return value if math.isfinite(value) else None
 
 
-def _maybe(row: Row, name: str) -> int | None:
-    value = _number(row.get(name, ""))
-    return None if value is None else int(value)
+def _positive(text: str) -> float | None:
+    """What was measured; nothing takes no time."""
+    return _number(text) or None
 
 
-def _integer(row: Row, name: str, otherwise: int | None = None) -> int:
-    value = _maybe(row, name)
-    if value is None or value < 1:
+def _maybe(row: Row, name: str, most: int = MOST) -> int | None:
+    """A whole number from 1 to `most`, or None where the table has none."""
+    text = (row.get(name) or "").strip()
+    if text.casefold() in BLANK:
+        return None
+    value = _number(text)
+    if value is None or not 1 <= value <= most or value != int(value):
+        raise CannotPredict(f"{name} = {text}: expected a whole number from 1 to {most:,}")
+    return int(value)
+
+
+def _integer(row: Row, name: str, otherwise: int | None = None, most: int = MOST) -> int:
+    value = _maybe(row, name, most)
+    if value is None:
         if otherwise is None:
             raise CannotPredict(f"{name} is empty")
         return otherwise

@@ -16,7 +16,7 @@ from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.plan.profile import Profile
 from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.rows import Run, Shape
+from phalanx.plan.replay.rows import Run, Shape, largest_divisor
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack_of
 from phalanx.plan.tracing import build, language_loss, profile
@@ -102,7 +102,11 @@ def profile_of(shape: Shape) -> Profile:
             dense_layers=shape.dense_layers,
         )
 
-    return profile(build(make), language_loss(shape.vocab, shape.sequence), shape.sequence)
+    try:
+        model = build(make)
+    except ValueError as error:  # sizes that fit no such model
+        raise CannotPredict(str(error)) from None
+    return profile(model, language_loss(shape.vocab, shape.sequence), shape.sequence)
 
 
 def _usual(run: Run) -> int:
@@ -111,4 +115,4 @@ def _usual(run: Run) -> int:
     most = max(1, TOKENS // (run.shape.sequence // run.context))
     if run.pipeline > 1:
         most = max(1, min(most, share // (2 * run.pipeline)))
-    return max(size for size in range(1, most + 1) if share % size == 0)
+    return largest_divisor(share, most)
