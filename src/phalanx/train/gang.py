@@ -28,6 +28,7 @@ from phalanx.train.guards import LIMIT, judge
 from phalanx.train.interval import Times
 from phalanx.train.keeping import Keeping
 from phalanx.train.parts import Parts, never, reject
+from phalanx.train.place import let_go
 from phalanx.train.restoring import restore
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import Last, Progress, Standing
@@ -54,6 +55,7 @@ class Gang:
         standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step, scored=begin.step)
         self.parts = parts
         self.progress = progress = standing.progress
+        self._goes_on = isinstance(begin, Standing)
         self._rollbacks: Counter[int] = Counter()
         recipe, place, mesh = parts.recipe, parts.place, parts.divided.mesh
         self.times = Times()
@@ -90,9 +92,13 @@ class Gang:
         recipe, parts, progress = self.parts.recipe, self.parts, self.progress
         parts.callbacks.view.step = progress.step
         parts.callbacks.start()
-        gc.collect()
-        if parts.summoned is never or parts.divided.mesh.only_replicates:
-            gc.freeze()  # what exists now stays; later collections need not look at it again
+        stays = parts.summoned is never or parts.divided.mesh.only_replicates
+        if self._goes_on:
+            let_go(stays)  # of the group that lost a member
+        else:
+            gc.collect()
+            if stays:
+                gc.freeze()  # what exists now stays; later collections need not look at it again
         with Feed(
             parts.data,
             global_batch=recipe.batch.global_,
