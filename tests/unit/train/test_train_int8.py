@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.buckets import BLOCK
-from phalanx.train.exchange.int8 import Int8
+from phalanx.train.exchange.int8 import Int8, encode
 from phalanx.train.exchange.strategy import Site
 
 
@@ -102,3 +102,31 @@ def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
         exchange.finish()
         assert weights[0].grad is not None
         assert weights[0].grad.tolist() == [expected] * 4
+
+
+@pytest.mark.usefixtures("alone")
+@SIZES
+def test_of_gradients_that_stay_away_nothing_is_held_back_for_good(size: int) -> None:
+    """Each step leaves less; what is left of it at last must not be numbers that processors are slow with."""
+    _, bucket, strategy = exchange_of((size,))
+    summed(strategy, bucket, torch.randn(size, generator=torch.Generator().manual_seed(3)))
+    for _ in range(20):
+        left = bucket.residual.abs()
+        assert bool(((left == 0) | (left > torch.finfo(torch.float32).tiny)).all())
+        summed(strategy, bucket, torch.zeros(size))
+    assert not bucket.residual.any()
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 40])
+def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts, fresh = (torch.randn(3, 10 * BLOCK, generator=generator) for _ in range(2))
+
+    def encoded(most: int) -> list[Tensor]:
+        monkeypatch.setattr("phalanx.train.exchange.int8.PIECE", most)
+        left, numbers = parts.clone(), torch.zeros(3, 10, BLOCK, dtype=torch.int8)
+        scales = torch.zeros(3, 10, 1)
+        encode(left, numbers, scales, torch.zeros(parts.numel()), fresh)
+        return [left, numbers, scales]
+
+    assert all(a.equal(b) for a, b in zip(encoded(piece), encoded(1000), strict=True))
