@@ -146,6 +146,23 @@ def test_buckets_take_the_last_parameters_first_and_keep_to_their_capacity() -> 
     assert sizes == [[5], [1000], [30, 20], [10]]
 
 
+def test_what_backward_makes_last_travels_in_a_small_bucket_of_its_own() -> None:
+    weights = parameters((2,), (4,), (90,), (100,), (100,))
+    buckets = make_buckets(weights, capacity=4 * 100, world=1, beside=True)
+    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [100], [90], [4, 2]]
+
+
+def test_a_last_bucket_that_is_mostly_one_parameter_stays_whole() -> None:
+    weights = parameters((60,), (20,), (100,))
+    buckets = make_buckets(weights, capacity=4 * 100, world=1, beside=True)
+    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [20, 60]]
+
+
+def test_a_single_bucket_is_not_cut() -> None:
+    (bucket,) = make_buckets(parameters((2,), (90,)), capacity=4 * 100, world=1, beside=True)
+    assert len(bucket.parameters) == 2
+
+
 def test_a_bucket_has_one_dtype() -> None:
     weights = [*parameters((3,), (3,)), *parameters((3,), dtype=torch.bfloat16), *parameters((3,))]
     buckets = make_buckets(weights, capacity=1e6, world=1)

@@ -71,7 +71,7 @@ class GradientExchange:
         way = WAYS[strategy]
         plain = way.plain and not replicas
         takes = slots > 0 and plain and world > 1 and parameters[0].dtype == torch.float32
-        self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0)
+        self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0, beside=True)
         if way.projects and not replicas:
             first = 0
             for bucket in self.buckets:

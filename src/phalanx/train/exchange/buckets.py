@@ -16,6 +16,8 @@ BLOCK = 256
 """Elements that share a scale where numbers are rounded to 8 bits. Each worker's part of a bucket is a multiple of it,
 so that nobody has to pad it, unless that would add more than a small part to the bucket: one in ROOMY."""
 ROOMY = 16
+TAIL = 16
+"""What comes last in backward has nothing to travel beside, so it is kept to one part in so many of a bucket."""
 
 
 @dataclass
@@ -106,22 +108,38 @@ def make_buckets(
     world: int,
     slots: int = 0,
     dtype: torch.dtype | None = None,
+    beside: bool = False,
 ) -> list[Bucket]:
     """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
     `capacity` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has room
-    for so many `slots` after its gradients. `dtype`: of what travels, where it is not the parameters'."""
+    for so many `slots` after its gradients. `dtype`: of what travels, where it is not the parameters'. `beside`: they
+    travel beside backward, so the last of several is cut once more, to leave little that comes after it."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
-        nbytes = local(parameter).numel() * parameter.element_size()
         last = groups[-1][-1] if groups else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size + nbytes > capacity:
+        if not alike or size + _nbytes(parameter) > capacity:
             groups.append([])
             size = 0.0
         groups[-1].append(parameter)
-        size += nbytes
+        size += _nbytes(parameter)
+    if beside and len(groups) > 1:
+        groups[-1:] = _cut(groups[-1], capacity / TAIL)
     return [_bucket(group, world, slots if group is groups[-1] else 0, dtype) for group in groups]
+
+
+def _cut(group: list[nn.Parameter], tail: float) -> list[list[nn.Parameter]]:
+    """The parameters, the last of them apart: at most `tail` bytes or one parameter. Whole if that is most of it."""
+    sizes = [_nbytes(parameter) for parameter in group]
+    first = len(group) - 1
+    while first > 0 and sum(sizes[first - 1 :]) <= tail:
+        first -= 1
+    return [group[:first], group[first:]] if first and 2 * sum(sizes[first:]) <= sum(sizes) else [group]
+
+
+def _nbytes(parameter: nn.Parameter) -> int:
+    return local(parameter).numel() * parameter.element_size()
 
 
 def _bucket(parameters: list[nn.Parameter], world: int, slots: int, dtype: torch.dtype | None) -> Bucket:
