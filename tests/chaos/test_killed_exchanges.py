@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lab import Lab, fault
+from phalanx.train.exchange.ways import WAYS
 
 SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
 STRATEGIES: list[Any] = [
@@ -16,6 +17,7 @@ STRATEGIES: list[Any] = [
     pytest.param("bf16", {"replicate": 2}, 2, None, marks=pytest.mark.slow),
     ("powersgd", {"replicate": 2}, 2, None),
     pytest.param("powersgd", {"replicate": 2}, 2, 2, marks=pytest.mark.slow),
+    *(pytest.param(name, {"replicate": 3}, 3, None, marks=pytest.mark.slow) for name, way in WAYS.items() if way.plain),
 ]
 
 

@@ -108,7 +108,7 @@ def mean(ranks: list[Weights]) -> Weights:
     return [torch.stack(each).mean(0) for each in zip(*ranks, strict=True)]
 
 
-RANKS = pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+RANKS = pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 KINDS = pytest.mark.parametrize("strategy", ["local", "diloco"])
 
 
