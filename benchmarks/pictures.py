@@ -7,6 +7,8 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 34, 46
+LEGEND = 240
+"""Width of a legend on the right."""
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")
 
 
@@ -20,9 +22,11 @@ class Curve:
     dashed: bool = False
 
 
-def chart(curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: bool = False) -> str:
-    """Curves over a logarithmic axis to the base 2, with a legend. `log_y`: so is the other axis, else it begins at 0.
-    ValueError where there is no point, or one that such an axis cannot show."""
+def chart(
+    curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: bool = False, legend: str = "top left"
+) -> str:
+    """Curves over a logarithmic axis to the base 2, with a legend, at "top left" or "bottom right". `log_y`: so is the
+    other axis, else it begins at 0. ValueError where there is no point, or one that such an axis cannot show."""
     points = [point for curve in curves for point in curve.points]
     if not points:
         raise ValueError("there is nothing to draw: no curve has a point")
@@ -61,9 +65,11 @@ def chart(curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: b
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
         if curve.dots:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>' for a, b in places]
-        beside = TOP + 14 + 17 * number
-        parts.append(f'<rect x="{LEFT + 10}" y="{beside - 8}" width="14" height="4" fill="{colour}"/>')
-        parts.append(f'<text x="{LEFT + 30}" y="{beside}">{escape(curve.label)}</text>')
+        low = legend == "bottom right"
+        beside = HEIGHT - BOTTOM - 8 - 17 * (len(curves) - 1 - number) if low else TOP + 14 + 17 * number
+        left = WIDTH - RIGHT - LEGEND if low else LEFT + 10
+        parts.append(f'<rect x="{left}" y="{beside - 8}" width="14" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 20}" y="{beside}">{escape(curve.label)}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(across)}</text>')
     middle = (HEIGHT + TOP - BOTTOM) / 2
     parts.append(

@@ -5,19 +5,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "exchange"
-MODULES = ("paced", "figures", "contenders", "workloads", "links", "namespaces", "node", "run", "team", "loss")
+MODULES = (
+    "paced",
+    "figures",
+    "contenders",
+    "workloads",
+    "links",
+    "namespaces",
+    "node",
+    "run",
+    "team",
+    "loss",
+    "picture",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+        patch.setattr(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path])
         yield
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -235,3 +248,28 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     with pytest.raises(SystemExit):
         run.options_of(given)
     assert said in capsys.readouterr().err
+
+
+def case_of(link: str, **efficiencies: float) -> dict[str, Any]:
+    """As run.py writes it."""
+    rows = [{"name": f"{name}-1mib", "efficiency": value} for name, value in efficiencies.items()]
+    return {"workload": "gpt-1024", "told": "GPT", "nodes": 4, "link": link, "rows": rows}
+
+
+def test_a_picture_has_a_point_for_each_link_and_contender() -> None:
+    from exchange_picture import by_workload, picture
+
+    results = [{"cases": [case_of("1gbit", allreduce=0.9, ddp=0.8), case_of("100mbit", allreduce=0.2, ring=0.1)]}]
+    ((workload, cases),) = by_workload([*results, {"cases": [case_of("none", allreduce=1.0)]}]).items()
+    drawn = picture(cases)
+    assert workload == "gpt-1024"
+    assert drawn.count("<circle") == 3  # allreduce twice, DDP once; the ring is not among those shown
+    assert "torch&#x27;s DDP" in drawn
+
+
+@pytest.mark.parametrize("link", ["1gbps", "fast", "mbit"])
+def test_a_picture_of_a_link_without_a_speed_is_refused(link: str) -> None:
+    from exchange_picture import picture
+
+    with pytest.raises(ValueError, match=r"expected a number and mbit or gbit|could not convert"):
+        picture([case_of(link, allreduce=0.5)])
