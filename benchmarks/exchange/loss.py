@@ -1,12 +1,13 @@
 """What an exchange costs in accuracy: held-out loss after as many samples as synchronous fp32, paired by seed.
 
     python benchmarks/exchange/loss.py --strategies bf16 local:every=10,wire=int8 [--also KEY=VALUE ...]
-        [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--steps 300] [--out loss.json]
+        [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--set KEY=VALUE ...] [--steps 300]
+        [--out loss.json]
 
 Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
 not matter here. The reference of each seed is `exchange.strategy=allreduce exchange.exact=world`; all others have
-`exchange.exact=no`, and what `--also` says. All have fp32, one thread a process, and the same micro-batch. The loss is
-that of the last evaluation, at the last step.
+`exchange.exact=no`, and what `--also` says. All have fp32, one thread a process, the same micro-batch, and what `--set`
+says. The loss is that of the last evaluation, at the last step.
 """
 
 import argparse
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "gpt-python.yaml")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all runs", dest="given")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, help="write all losses to this file, as JSON")
     options = parser.parse_args()
@@ -102,7 +104,7 @@ def main() -> None:
             try:
                 for seed in options.seeds:
                     folder = Path(scratch) / f"{number}-{seed}"
-                    given = overrides(strategy, options.also)
+                    given = [*options.given, *overrides(strategy, options.also)]
                     found[seed] = loss_of(options.recipe, given, seed, options.steps, options.nproc, folder)
                     print(f"{name}, seed {seed}: {found[seed]:.4f}", file=sys.stderr, flush=True)
                 losses[name] = found
