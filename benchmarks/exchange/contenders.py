@@ -299,6 +299,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "int8-1.5mib": partial(ours, strategy="int8", capacity=1.5 * MIB),
     "local": rounds,
     "diloco-late": partial(rounds, outer=DILOCO, wire="int8", delay=2),
+    "diloco-late3": partial(rounds, outer=DILOCO, wire="int8", delay=3),
     "diloco-streaming": partial(rounds, outer=DILOCO, wire="int8", streams=True),
     **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
     # as FireCaffe had it: all gradients in one, after backward

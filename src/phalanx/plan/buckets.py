@@ -3,7 +3,7 @@ exchanges have to begin.
 
 Buckets of equal size are full one after the other while backward goes on, and travel one after the other, as
 `train.exchange` has it (Li et al. 2020, "PyTorch Distributed", sec. 3.2.3). What is left when backward is over is
-exposed.
+exposed: a whole bucket at most, since there the last is cut smaller where parameters allow it.
 """
 
 from phalanx.plan.rates import Rates
