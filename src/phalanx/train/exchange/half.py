@@ -23,6 +23,7 @@ class Half(Exact):
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
         self._site = site
         self._wires = [_Wire(bucket.length, site) for bucket in buckets]
+        self._sum = torch.zeros(max(wire.own.numel() for wire in self._wires), device=site.device)
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         wire = self._wires[number]
@@ -33,10 +34,10 @@ class Half(Exact):
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         wire = self._wires[number]
         first, *others = wire.received.view(self._site.world, -1)
-        wire.sum.copy_(first)
+        total = self._sum[: len(first)].copy_(first)
         for part in others:  # in turn, which is twice as fast as a reduction over the first dimension
-            wire.sum.add_(part)
-        wire.own.copy_(wire.sum)
+            total.add_(part)
+        wire.own.copy_(total)
         return all_gather_into(wire.received, wire.own, self._site.second, wait=False)
 
     def take(self, number: int, bucket: Bucket) -> None:
@@ -44,10 +45,9 @@ class Half(Exact):
 
 
 class _Wire:
-    """A bucket's way: what is `sent`, what is `received` of all workers' parts and then of their sums, both [length];
-    the `sum` of the part that is this worker's, and that as it travels, `own`: [length / world]."""
+    """A bucket's way in bf16: what is `sent`, what is `received` of all workers' parts and then of their sums, both
+    [length]; and the sum of the part that is this worker's, `own` [length / world]."""
 
     def __init__(self, length: int, site: Site):
         self.sent, self.received = (torch.zeros(length, dtype=torch.bfloat16, device=site.device) for _ in range(2))
-        self.sum = torch.zeros(length // site.world, device=site.device)
-        self.own = torch.zeros_like(self.sum, dtype=torch.bfloat16)
+        self.own = torch.zeros(length // site.world, dtype=torch.bfloat16, device=site.device)
