@@ -133,6 +133,8 @@ class Agent:
                     return Outcome(ExitCode.UNFINISHED, None, f"{message}; {lasting}")
             else:
                 outage = None
+                if attempt.begun is not None and attempt.begun > saved:
+                    barren, saved = 0, attempt.begun  # one before it saved that, and was killed before it could tell
                 barren = 0 if attempt.saved > saved else barren + 1
             saved = max(saved, attempt.saved)
             if barren >= self.attempts:
@@ -385,6 +387,8 @@ class Agent:
         else:
             if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
+            if kind == "start" and attempt.begun is None:  # later ones may go on from memory
+                attempt.begun = message["from_step"]
             if kind == "step":
                 attempt.steps += 1
                 attempt.step_seconds = message.get("seconds")

@@ -35,6 +35,7 @@ class Attempt:
     """Those of them that were started again, and are not ready."""
     leaving: set[int] = field(default_factory=set)
     """Those of them that are being ended, because others of their replica were lost."""
+    begun: int | None = None  # the step from which it went on first, once it is known
     saved: int = 0  # highest step of a checkpoint in it
     steps: int = 0  # steps done in it
     orphaned: bool = False  # the nursery died

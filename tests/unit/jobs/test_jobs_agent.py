@@ -186,6 +186,26 @@ def test_progress_forgives_the_attempts_before_it(agent: Agent, monkeypatch: pyt
     assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
 
 
+def test_a_checkpoint_that_nobody_could_tell_of_is_progress(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be killed between saving and telling; the next attempt goes on from there all the same."""
+    begun = [0, 4, 4, 8, 8, 8]
+    ends = [attempt(CRASHED, steps=3, begun=step) for step in begun]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 6)
+
+
+def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3, begun=40)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+
+
+def test_where_an_attempt_began_is_told_by_its_first_start(agent: Agent, stage: Stage) -> None:
+    """Workers that go on from memory start again at steps that nobody has saved."""
+    send(stage.workers, *({"kind": "start", "t": 1.0, "world": 2, "from_step": step} for step in (6, 9)))
+    send(stage.says, exited(0, 0))
+    assert agent.attempt(0, 1, {}, {}).begun == 6
+
+
 def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
