@@ -2,8 +2,8 @@
 
     python benchmarks/exchange_picture.py results.json [...] [--out docs/images]
 
-Of every file that `run.py --out` wrote, cases of limited links with the same workload and number of nodes are drawn
-together as exchange-WORKLOAD.svg. Contenders that are not in SHOWN are left out: a picture of all would show none.
+Of all files that `run.py --out` wrote, cases of limited links with the same workload are drawn together as
+exchange-WORKLOAD.svg. Contenders that are not in SHOWN are left out: a picture of all would show none.
 """
 
 import argparse
@@ -32,11 +32,13 @@ def speed(link: str) -> float:
     for unit, factor in UNITS.items():
         if link.endswith(unit):
             return float(link.removesuffix(unit)) * factor
-    raise ValueError(f"link {link!r}: expected a number and {' or '.join(UNITS)}")
+    raise ValueError(f"link {link!r}: expected a number and {' or '.join(UNITS)}, such as 1gbit")
 
 
 def picture(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Cases of one workload, an SVG. ValueError where nothing in them can be drawn."""
+    """Cases of one workload and number of nodes, an SVG. ValueError where they are not, or there is nothing to draw."""
+    if len({case["nodes"] for case in cases}) > 1:
+        raise ValueError(f"{cases[0]['told']} on several numbers of nodes, where a picture has one")
     found: dict[str, list[tuple[float, float]]] = {}
     for case in sorted(cases, key=lambda case: speed(case["link"])):
         for row in case["rows"]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from exchange_picture import speed
 from pictures import Curve, chart
 
 from phalanx.errors import UsageError
@@ -105,15 +106,7 @@ def _measured(link: str, cases: Sequence[Any]) -> Measured:
             if name in seconds
         ]
     first = cases[0]
-    return Measured(first["workload"], first["told"], float(first["bytes"]), bits(link) / 8, tuple(points))
-
-
-def bits(link: str) -> float:
-    """Bits a second of a link as tc writes it."""
-    for unit, factor in (("gbit", 1e9), ("mbit", 1e6)):
-        if link.endswith(unit):
-            return float(link.removesuffix(unit)) * factor
-    raise ValueError(f"link {link!r}, expected one such as 1gbit or 100mbit")
+    return Measured(first["workload"], first["told"], float(first["bytes"]), speed(link) * 1e6 / 8, tuple(points))
 
 
 def formula(found: Measured, way: str, nodes: Sequence[int] = NODES) -> list[tuple[float, float]]:

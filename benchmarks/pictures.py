@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 WIDTH, HEIGHT = 640, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 34, 46
 LEGEND = 240
 """Width of a legend on the right."""
+Legend = Literal["top left", "bottom right"]
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")
 
 
@@ -23,7 +25,7 @@ class Curve:
 
 
 def chart(
-    curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: bool = False, legend: str = "top left"
+    curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: bool = False, legend: Legend = "top left"
 ) -> str:
     """Curves over a logarithmic axis to the base 2, with a legend, at "top left" or "bottom right". `log_y`: so is the
     other axis, else it begins at 0. ValueError where there is no point, or one that such an axis cannot show."""
@@ -34,6 +36,7 @@ def chart(
         raise ValueError("a logarithmic axis shows numbers above 0 only")
     x_low, x_high = _powers([x for x, _ in points])
     ticks = _y_ticks([y for _, y in points], log_y)
+    low = legend == "bottom right"
 
     def x(value: float) -> float:
         return LEFT + (math.log2(value) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -65,7 +68,6 @@ def chart(
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
         if curve.dots:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>' for a, b in places]
-        low = legend == "bottom right"
         beside = HEIGHT - BOTTOM - 8 - 17 * (len(curves) - 1 - number) if low else TOP + 14 + 17 * number
         left = WIDTH - RIGHT - LEGEND if low else LEFT + 10
         parts.append(f'<rect x="{left}" y="{beside - 8}" width="14" height="4" fill="{colour}"/>')

@@ -23,7 +23,8 @@ MODULES = (
     "run",
     "team",
     "loss",
-    "picture",
+    "exchange_picture",
+    "pictures",
 )
 
 
@@ -273,3 +274,10 @@ def test_a_picture_of_a_link_without_a_speed_is_refused(link: str) -> None:
 
     with pytest.raises(ValueError, match=r"expected a number and mbit or gbit|could not convert"):
         picture([case_of(link, allreduce=0.5)])
+
+
+def test_results_of_several_numbers_of_nodes_are_not_drawn_as_one() -> None:
+    from exchange_picture import picture
+
+    with pytest.raises(ValueError, match="several numbers of nodes"):
+        picture([case_of("1gbit", allreduce=0.9), case_of("1gbit", allreduce=0.8) | {"nodes": 8}])
