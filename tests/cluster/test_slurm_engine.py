@@ -47,7 +47,12 @@ def jobs(slurm: Slurm, shared: Path) -> dict[str, str]:
     warned = python(
         "import os, signal, sys, time\n"
         "if os.environ.get('SLURM_RESTART_COUNT', '0') != '0': sys.exit(0)\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: (print('warned', flush=True), sys.exit(75)))\n"
+        # Slurm passes it on by two ways at once, and the second may come while Python ends
+        "def leave(number, frame):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "    print('warned', flush=True)\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGUSR1, leave)\n"
         "print('waiting', flush=True)\n"
         "while True: time.sleep(0.1)"
     )

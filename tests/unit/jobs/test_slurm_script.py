@@ -279,9 +279,19 @@ def header(**more: object) -> tuple[str, ...]:
 
 def test_the_warning_comes_before_half_of_a_short_limit_is_over() -> None:
     assert {"--time=1440", "--signal=B:USR1@120"} <= set(header(limit=86400.0))
-    assert {"--time=1", "--signal=B:USR1@30"} <= set(header(limit=60.0))
     assert {"--time=2", "--signal=B:USR1@31"} <= set(header(limit=61.0))
     assert "--signal=B:USR1@65535" in header(warning=1e6)
+
+
+@pytest.mark.parametrize("limit", [1.0, 60.0, 61.0, 120.0, 180.0, 86400.0])
+@pytest.mark.parametrize("warning", [5.0, 30.0, 120.0, 1e6])
+def test_no_warning_comes_before_the_script_runs(limit: float, warning: float) -> None:
+    """Slurm, which looks every 30 s, sends it once: on a real one those of a job's first second were lost."""
+    words = header(limit=limit, warning=warning)
+    granted = 60 * next(int(word.removeprefix("--time=")) for word in words if word.startswith("--time="))
+    ahead = next(int(word.rpartition("@")[2]) for word in words if word.startswith("--signal="))
+    assert granted - ahead - 30 >= 15 or ahead == 0
+    assert ahead >= min(warning, limit / 2, 15)
 
 
 def test_memory_is_what_is_asked_for_or_all_of_an_exclusive_node() -> None:

@@ -30,6 +30,8 @@ OWN = ("exclusive", "container-image", "container-mounts", "apptainer-image", "m
 """Options that become something else than one option of sbatch."""
 LONGEST_WARNING = 65535
 """Seconds, of --signal."""
+LOOKS, STARTS = 30, 15
+"""Seconds between Slurm's looks at limits, by which it may warn early; and until a job's script runs on a slow node."""
 PASSED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
 """What a job gets of the environment of who submits, besides what it names."""
 
@@ -116,8 +118,15 @@ def _memory(job: Job, exclusive: str | None) -> list[str]:
 
 
 def _limits(job: Job) -> list[str]:
-    """Slurm counts limits in whole minutes, and may send the signal up to a minute early: in a short job, one that came
-    at the start would let it do nothing at all."""
-    warning = job.warning if job.limit is None else min(job.warning, job.limit / 2)
-    signal = f"--signal=B:USR1@{min(math.ceil(warning), LONGEST_WARNING)}"
-    return [signal] if job.limit is None else [f"--time={math.ceil(job.limit / 60)}", signal]
+    """Slurm counts limits in whole minutes, and sends the signal at the last look at which it is not late yet. In a short
+    job one that came at the start would let it do nothing at all; one that comes before the script runs is lost, since
+    Slurm sends it once."""
+    if job.limit is None:
+        return [f"--signal=B:USR1@{_whole(job.warning)}"]
+    minutes = math.ceil(job.limit / 60)
+    warning = min(job.warning, job.limit / 2, 60 * minutes - LOOKS - STARTS)
+    return [f"--time={minutes}", f"--signal=B:USR1@{_whole(warning)}"]
+
+
+def _whole(warning: float) -> int:
+    return min(math.ceil(warning), LONGEST_WARNING)
