@@ -159,16 +159,14 @@ class Member:
 
     def _forward(self, wire: Wire, here: Here, sock: Any) -> None:
         """What workers and nursery say, to the leader."""
-        messages = receive(sock)
+        messages = here.receive(sock)
         if messages is None:
             raise _Gone
         for message in messages:
             if message["kind"] == "exited":
                 self._alive.discard(message["rank"])
-        if sock is here.control:
-            # what a worker said before it ended must not come after its end
-            messages = [*drain(here.events), *messages]
-        wire.send(*messages)
+        if messages:
+            wire.send(*messages)
 
     def _pass_signals(self, wire: Wire) -> None:
         """Whoever asks this node to stop asks the run to."""

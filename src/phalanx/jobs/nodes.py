@@ -20,7 +20,7 @@ from phalanx.cluster.interfaces import VARIABLES
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import held_still
 from phalanx.jobs.sources import fingerprint
-from phalanx.run.channel import Message, receive, send
+from phalanx.run.channel import Message, drain, receive, send
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire
 
@@ -68,7 +68,10 @@ class Here:
         send(self.control, *messages)
 
     def receive(self, sock: Any) -> list[Message] | None:
-        return receive(sock)
+        """Also all that workers have said so far: that may lie in many packets, and must not come after the nursery's
+        word that one of them has ended."""
+        messages = receive(self.control) if sock is self.control else []
+        return None if messages is None else [*drain(self.events), *messages]
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         return {rank: self.pulses.read(local) for local, rank in enumerate(ranks)}

@@ -12,7 +12,7 @@ import pytest
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of
 from phalanx.jobs.sources import fingerprint
-from phalanx.run.channel import pair
+from phalanx.run.channel import pair, send
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire, dial
@@ -28,11 +28,18 @@ def until(true: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-def here() -> Iterator[Here]:
-    ends, pulses = [*pair(), *pair()], Pulses()
-    yield Here(ends[0], ends[2], pulses)
+def ends() -> Iterator[list[socket.socket]]:
+    """Of this node's nursery and of its workers, each with the far one behind it."""
+    ends = [*pair(), *pair()]
+    yield ends
     for each in ends:
         each.close()
+
+
+@pytest.fixture
+def here(ends: list[socket.socket]) -> Iterator[Here]:
+    pulses = Pulses()
+    yield Here(ends[0], ends[2], pulses)
     pulses.close()
 
 
@@ -50,6 +57,22 @@ def come(crew: Crew, node: int, other: dict[str, Any] | None = None) -> Wire:
     wire.send({**introduction(node, 3), **(other or {})})
     until(lambda: arrived.qsize() > before)
     return wire
+
+
+def test_all_that_a_worker_said_comes_before_its_end(here: Here, ends: list[socket.socket]) -> None:
+    """However many packets that was: steps were told twice, or a run started again, where they came after it."""
+    for step in range(3):
+        send(ends[3], {"kind": "step", "step": step})
+    send(ends[1], {"kind": "exited", "rank": 0})
+    told = here.receive(here.control)
+    assert told is not None
+    assert [message.get("step", message["kind"]) for message in told] == [0, 1, 2, "exited"]
+    assert here.receive(here.events) == []  # what was ready is read by now, and nobody waits for more
+
+
+def test_a_nursery_that_is_gone_is_noticed(here: Here, ends: list[socket.socket]) -> None:
+    ends[1].close()
+    assert here.receive(here.control) is None
 
 
 def test_without_variables_a_machine_is_alone() -> None:

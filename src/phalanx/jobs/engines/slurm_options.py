@@ -118,9 +118,9 @@ def _memory(job: Job, exclusive: str | None) -> list[str]:
 
 
 def _limits(job: Job) -> list[str]:
-    """Slurm counts limits in whole minutes, and sends the signal at the last look at which it is not late yet. In a short
-    job one that came at the start would let it do nothing at all; one that comes before the script runs is lost, since
-    Slurm sends it once."""
+    """Slurm counts limits in whole minutes, and sends the signal at the last look at which it is not late yet. In a
+    short job one that came at the start would let it do nothing at all; one that comes before the script runs is lost,
+    since Slurm sends it once."""
     if job.limit is None:
         return [f"--signal=B:USR1@{_whole(job.warning)}"]
     minutes = math.ceil(job.limit / 60)
