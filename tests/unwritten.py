@@ -28,7 +28,8 @@ class Unwritten:
         path = run.path.with_name(run.path.name + ".unwritten.json")
         if os.environ["PHALANX_ATTEMPT"] == "0" and path.exists():  # not one that comes later
             self.plan = json.loads(path.read_text())
-            if run.rank == self.plan["rank"]:
+            self.falls = run.rank == self.plan["rank"]  # in another world another may have this rank
+            if self.falls:
                 fall(self.plan)
             elif self.plan.get("hold") == LOST:
                 world = self.plan.get("world", run.world)
@@ -51,7 +52,7 @@ class Unwritten:
 
     def fall_at(self, moment, run):
         plan = self.plan
-        if plan is not None and (run.rank, moment) == (plan["rank"], plan["moment"]):
+        if plan is not None and self.falls and moment == plan["moment"]:
             parts = [f"step-{plan['step']:09d}.tmp-*/rank-{rank:05d}.json" for rank in (run.rank, *mates(plan))]
             poll(lambda: all(any(map(is_whole, (run.path / "checkpoints").glob(part))) for part in parts))
             die()
