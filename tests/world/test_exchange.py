@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.exchange import ALIGNMENT, GradientExchange
+from phalanx.train.exchange.direct import Direct
+from phalanx.train.exchange.strategy import Site
+from phalanx.train.place import twin
 from worlds import World
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))
@@ -182,19 +185,19 @@ def test_what_lies_in_the_slots_is_summed_and_belongs_to_no_gradient(world: Worl
 
 
 def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[dict[str, list[int]]]:
-    """The lengths of what is sent by each kind of operation, which has a group of its own, in order, in two steps; each
-    rank uses other parameters in another order."""
+    """The lengths of what is summed, or sent to the next rank over either group, in order, in two steps; each rank uses
+    other parameters in another order."""
     weights = parameters()
     exchange = GradientExchange(
         weights, rank=rank, world=world, micro_batches=2 * world, replicas=replicas, capacity=1.0
     )
     sent: dict[str, list[int]] = {}
-    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # by version
-    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", gather)}
+    operations = {name: getattr(dist, name) for name in ("all_reduce", "isend")}
 
     def noting(name: str) -> Callable[..., Any]:
         def operation(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            sent.setdefault(name, []).append(tensor.numel())
+            if options.get("group_dst") in (None, (rank + 1) % world):
+                sent.setdefault(f"{name} {options['group'] is None}", []).append(tensor.numel())
             return operations[name](tensor, *args, **options)
 
         return operation
@@ -239,11 +242,36 @@ def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
     for orders in found:
         assert orders == found[0]
         for order in orders:
-            first, *second = order.values()
-            if replicas:  # what is received of every piece's nodes, and the sums of all; pieces are as small as can be
-                unit = ranks * ALIGNMENT
-                assert second == [[unit] * (sum(lengths) // unit)]
-                assert len(first) == len(second[0])
+            if replicas:  # a node of every piece, and its sum; pieces are as small as can be
+                messages = [ALIGNMENT] * (sum(lengths) // (ranks * ALIGNMENT))
+                assert order == {"isend True": messages, "isend False": messages}
             else:
-                assert first == lengths
-                assert not second
+                assert order == {"all_reduce True": lengths}
+
+
+def moved(rank: int, world: int, *, device: str) -> tuple[list[int], list[int], list[int]]:
+    """What has come when rank r gives each as many numbers as r, and when all give three to all; and what was there
+    before from a message of others over the same group."""
+    direct = Direct(Site(rank, world, None, twin(None), torch.device(device), range(world)))
+    other = torch.zeros(1, dtype=torch.int64)
+    message = dist.irecv(other, src=rank - 1) if rank else dist.isend(torch.tensor([7]), dst=1)
+    received, own = torch.zeros(sum(range(world)), dtype=torch.int64), torch.full((3,), rank)
+    sent = torch.arange(rank * world) + 100 * rank
+    spread = direct.spread(sent, received, [rank] * world, range(world))
+    whole = torch.zeros(3 * world, dtype=torch.int64)
+    for pending in (spread, direct.gather(own, whole)):
+        assert pending is not None
+        pending.wait()
+    if rank and rank < world - 1:
+        dist.send(torch.tensor([7]), dst=rank + 1)
+    assert message is not None
+    message.wait()
+    return received.tolist(), whole.tolist(), other.tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # how it is done there: this is gloo
+def test_parts_of_any_size_go_directly_to_whom_they_are_for(world: World, device: str) -> None:
+    for rank, (received, whole, other) in enumerate(world.run(3, moved, device=device)):
+        assert received == [100 + rank, 200 + 2 * rank, 200 + 2 * rank + 1]
+        assert whole == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert other == ([7] if rank else [0])

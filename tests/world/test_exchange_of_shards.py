@@ -65,7 +65,7 @@ def summed(
         group=mesh["replicate"].get_group(),
         strategy=strategy,
     )
-    operations = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+    operations = {name: getattr(dist, name) for name in ("all_reduce", "isend")}
     for name, operation in operations.items():
 
         def noting(*arguments: Any, operation: Any = operation, **options: Any) -> Any:

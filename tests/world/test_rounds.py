@@ -29,7 +29,7 @@ STEPS = 6
 SGD = {"name": "sgd", "lr": 0.02, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
 ADAMW = {"name": "adamw", "lr": 0.02, "clip": 0.5}
 NEVER = 1000
-COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+COLLECTIVES = ("all_reduce", "isend", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
 Weights = list[Tensor]
 
 

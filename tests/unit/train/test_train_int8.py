@@ -4,36 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.buckets import BLOCK
 from phalanx.train.exchange.int8 import Int8, encode
 from phalanx.train.exchange.strategy import Site
-
-
-class Arrived:
-    """An operation that is done."""
-
-    def wait(self) -> None:
-        pass
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of one: what is sent comes back."""
-
-    def all_to_all(received: Tensor, sent: Tensor, **_: Any) -> Arrived:
-        received.copy_(sent)
-        return Arrived()
-
-    def gather(out: Tensor, part: Tensor, *_: Any, **__: Any) -> Arrived:
-        out.copy_(part)
-        return Arrived()
-
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-    monkeypatch.setattr("phalanx.train.exchange.int8.all_gather_into", gather)
 
 
 def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8]:
@@ -45,8 +21,10 @@ def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8
 
 def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
     bucket.slab.flat.zero_()[: gradient.numel()].copy_(gradient)
-    strategy.send(0, bucket)
-    strategy.answer(0, bucket)
+    for under_way in (strategy.send, strategy.answer):
+        pending = under_way(0, bucket)
+        assert pending is not None
+        pending.wait()
     strategy.take(0, bucket)
     result: Tensor = bucket.slab.flat[: gradient.numel()].clone()
     return result
@@ -55,7 +33,6 @@ def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
 SIZES = pytest.mark.parametrize("size", [3 * BLOCK + 5, 40 * BLOCK + 5], ids=["parts of blocks", "whole blocks"])
 
 
-@pytest.mark.usefixtures("alone")
 @SIZES
 def test_what_was_not_sent_is_sent_later(size: int) -> None:
     _, bucket, strategy = exchange_of((size,))
@@ -71,7 +48,6 @@ def test_what_was_not_sent_is_sent_later(size: int) -> None:
     assert (total - sent).abs().max() < 0.1
 
 
-@pytest.mark.usefixtures("alone")
 @SIZES
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float, size: int) -> None:
@@ -84,7 +60,6 @@ def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float, size: in
     torch.testing.assert_close(summed(strategy, bucket, torch.ones(size)), torch.ones(size))
 
 
-@pytest.mark.usefixtures("alone")
 def test_zeros_stay_zeros() -> None:
     _, bucket, strategy = exchange_of((BLOCK + 1,))
     assert not summed(strategy, bucket, torch.zeros(BLOCK + 1)).any()
@@ -104,7 +79,6 @@ def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
         assert weights[0].grad.tolist() == [expected] * 4
 
 
-@pytest.mark.usefixtures("alone")
 @SIZES
 def test_of_gradients_that_stay_away_nothing_is_held_back_for_good(size: int) -> None:
     """Each step leaves less; what is left of it at last must not be numbers that processors are slow with."""

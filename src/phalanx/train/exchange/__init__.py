@@ -5,6 +5,7 @@ buckets     gradients that travel together
 strategy    what a strategy is
 courier     carries buckets through a strategy's stages beside backward
 rounds      steps of workers' own, and the outer steps between, at which they exchange weights
+direct      parts from all workers to all others at once
 messages    from one worker to another, for strategies that the library has not
 ways        the strategies by the names that recipes give them
 """

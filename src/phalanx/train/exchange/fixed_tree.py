@@ -1,6 +1,6 @@
 """Micro-batches added in the fixed tree of `tree.py`: the same bits for any number of workers (`exact: replicas`).
 
-An all-to-all brings each worker the nodes of its part of the bucket; it adds them, and an all-gather returns the sums.
+Each worker gets the nodes of its part of the bucket; it adds them, and all get the sums (`direct.py`).
 Where every worker has one node, as with powers of two, these are the bytes of a ring: 2 (n - 1)/n of the gradients.
 
 A bucket that is larger than others, because one parameter is, travels in pieces: while the sums of one are gathered,
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
-from phalanx.compat import all_gather_into
 from phalanx.train.exchange.buckets import ALIGNMENT, Bucket
+from phalanx.train.exchange.direct import Direct
 from phalanx.train.exchange.strategy import All, Exact, Pending, Site
-from phalanx.train.parallel.collectives import Group
 from phalanx.train.tree import Node, total
 
 
@@ -29,6 +27,7 @@ class FixedTree(Exact):
 
     def __init__(self, site: Site, leaves: int, cover: Sequence[Sequence[Node]], capacity: float):
         self._site, self._leaves, self._cover, self._capacity = site, leaves, cover, capacity
+        self._direct = Direct(site)
         self._pieces: dict[int, list[_Piece]] = {}
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
@@ -38,11 +37,11 @@ class FixedTree(Exact):
             spans = cut(bucket.length, world * ALIGNMENT, self._capacity / nbytes)
             self._pieces[number] = [_Piece(span, world, self._cover, bucket) for span in spans]
         for piece in self._pieces[number]:
-            piece.send(bucket, self._site.first)
+            piece.send(bucket, self._direct)
         return None  # each piece is waited for when it is added
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        return All([piece.answer(bucket, self._leaves, self._site.second) for piece in self._pieces[number]])
+        return All([piece.answer(bucket, self._leaves, self._direct) for piece in self._pieces[number]])
 
 
 class _Piece:
@@ -57,28 +56,21 @@ class _Piece:
         self._sent = bucket.slab.flat.new_empty(world, own, part) if own > 1 else None
         self._pending: Pending | None = None
 
-    def send(self, bucket: Bucket, group: Group) -> None:
+    def send(self, bucket: Bucket, direct: Direct) -> None:
         """Give each worker its part of every node that is here."""
         parts = [node.flat[self._span] for node in bucket.finished]
         sent = parts[0]
         if self._sent is not None:
             sent = torch.stack([part.view(self._shape) for part in parts], dim=1, out=self._sent)
-        self._pending = dist.all_to_all_single(
-            self._received,
-            sent.view(-1),
-            output_split_sizes=self._coming,
-            input_split_sizes=self._going,
-            group=group,
-            async_op=True,
-        )
+        self._pending = direct.spread(sent.view(-1), self._received, self._going, self._coming)
 
-    def answer(self, bucket: Bucket, leaves: int, group: Group) -> Pending | None:
+    def answer(self, bucket: Bucket, leaves: int, direct: Direct) -> Pending | None:
         """Add the nodes of the own part, and gather the sums."""
         if self._pending is not None:
             self._pending.wait()
         values = list(self._received.view(len(self._nodes), -1))
         own = total(leaves, self._nodes, values, lambda left, right: left.add_(right))
-        return all_gather_into(bucket.slab.flat[self._span], own, group, wait=False)
+        return direct.gather(own, bucket.slab.flat[self._span])
 
 
 def cut(length: int, unit: int, most: float) -> list[slice]:

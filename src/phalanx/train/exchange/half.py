@@ -7,10 +7,9 @@ number is rounded twice, however many workers there are. (An all-reduce in bf16 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from phalanx.compat import all_gather_into
 from phalanx.train.exchange.buckets import Bucket
+from phalanx.train.exchange.direct import Direct
 from phalanx.train.exchange.strategy import Exact, Pending, Site
 
 
@@ -21,15 +20,15 @@ class Half(Exact):
     plain = False
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._site = site
+        self._site, self._direct = site, Direct(site)
         self._wires = [_Wire(bucket.length, site) for bucket in buckets]
         self._sum = torch.zeros(max(wire.own.numel() for wire in self._wires), device=site.device)
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         wire = self._wires[number]
         wire.sent.copy_(bucket.slab.flat)
-        work: Pending | None = dist.all_to_all_single(wire.received, wire.sent, group=self._site.first, async_op=True)
-        return work
+        parts = [wire.own.numel()] * self._site.world
+        return self._direct.spread(wire.sent, wire.received, parts, parts)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         wire = self._wires[number]
@@ -38,7 +37,7 @@ class Half(Exact):
         for part in others:  # in turn, which is twice as fast as a reduction over the first dimension
             total.add_(part)
         wire.own.copy_(total)
-        return all_gather_into(wire.received, wire.own, self._site.second, wait=False)
+        return self._direct.gather(wire.own, wire.received)
 
     def take(self, number: int, bucket: Bucket) -> None:
         bucket.slab.flat.copy_(self._wires[number].received)

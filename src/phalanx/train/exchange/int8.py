@@ -1,9 +1,9 @@
 """8 bits on the wire with error feedback (Seide et al. 2014; Karimireddy et al. 2019): a quarter of the bytes.
 
 Blocks of 256 numbers share an fp32 scale, so a gradient takes 1.016 bytes. Each worker adds what it has not sent yet to
-its gradients, quantises, and keeps the difference for the next step. An all-to-all brings each worker its part of
-everybody's; it sums them in fp32, quantises the sum, keeps that difference as well, and an all-gather returns the sums:
-two steps, so that the bytes do not grow with the number of workers as those of an all-gather of everything would.
+its gradients, quantises, and keeps the difference for the next step. It gets its part of everybody's, sums these in
+fp32, quantises the sum, keeps that difference as well, and sends it to all: two steps (`direct.py`), so that the bytes
+do not grow with the number of workers as those of an all-gather of everything would.
 
 A step whose gradients are not finite is skipped by all; nothing of it is kept.
 """
@@ -11,11 +11,10 @@ A step whose gradients are not finite is skipped by all; nothing of it is kept.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.compat import all_gather_into
 from phalanx.train.exchange.buckets import BLOCK, Bucket
+from phalanx.train.exchange.direct import Direct
 from phalanx.train.exchange.strategy import Pending, Site
 
 LEVELS = 127
@@ -37,7 +36,7 @@ class Int8:
     projects = False
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._site = site
+        self._site, self._direct = site, Direct(site)
         self._wires = [_Wire(bucket.length // site.world, site) for bucket in buckets]
         largest = max(wire.sent.numel() for wire in self._wires)
         # Buckets are sent while others are answered, by another thread.
@@ -48,10 +47,8 @@ class Int8:
         wire = self._wires[number]
         whole = bucket.residual.view(self._site.world, -1)
         encode(whole, *wire.of(wire.sent), self._sending, bucket.slab.flat)
-        work: Pending | None = dist.all_to_all_single(
-            wire.received.view(-1), wire.sent.view(-1), group=self._site.first, async_op=True
-        )
-        return work
+        parts = [wire.answer.numel()] * self._site.world
+        return self._direct.spread(wire.sent.view(-1), wire.received.view(-1), parts, parts)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         assert bucket.residual is not None
@@ -62,7 +59,7 @@ class Int8:
         encode(own, *wire.of(wire.answer), self._answering)
         residual = bucket.residual.view(self._site.world, -1)[rank]
         residual.add_(own[0, : len(residual)])  # what is left of the sum after encoding
-        return all_gather_into(wire.received.view(-1), wire.answer.view(-1), self._site.second, wait=False)
+        return self._direct.gather(wire.answer.view(-1), wire.received.view(-1))
 
     def take(self, number: int, bucket: Bucket) -> None:
         wire = self._wires[number]
