@@ -1,5 +1,7 @@
 """The exchange of gradients between processes, on 2 and 3 ranks, against a single process."""
 
+import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -275,3 +277,28 @@ def test_parts_of_any_size_go_directly_to_whom_they_are_for(world: World, device
         assert received == [100 + rank, 200 + 2 * rank, 200 + 2 * rank + 1]
         assert whole == [0, 0, 0, 1, 1, 1, 2, 2, 2]
         assert other == ([7] if rank else [0])
+
+
+def left_under_way(rank: int, world: int) -> float:
+    """Processor time of half a second in which nothing is to be done, after an exchange was closed in the middle of a
+    step; the other rank has sent what nobody waits for."""
+    weights = [nn.Parameter(torch.ones(1 << 18)) for _ in range(4)]
+    exchange = GradientExchange(
+        weights, rank=rank, world=world, micro_batches=world, replicas=False, strategy="int8", capacity=float(1 << 20)
+    )
+    exchange.begin(rank)
+    torch.stack([weight.sum() for weight in weights]).sum().backward()
+    exchange.end()
+    exchange.close()
+    del exchange
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.2)  # what is under way arrives
+    before = time.process_time()
+    time.sleep(0.5)
+    return time.process_time() - before
+
+
+def test_an_exchange_that_is_closed_in_a_step_leaves_nobody_busy(world: World) -> None:
+    """gloo's thread looked for ever for messages whose place was gone."""
+    assert max(world.run(2, left_under_way)) < 0.1

@@ -4,6 +4,7 @@ On a CPU the second stage is begun by a thread: when the first has arrived does 
 next gradient. On a GPU waiting costs the host nothing, and the second stage follows after backward.
 """
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -29,7 +30,7 @@ class Courier:
     def __init__(self, strategy: Strategy, beside: bool):
         self._strategy = strategy
         self._under_way: list[Parcel] = []
-        self._queue: SimpleQueue[Parcel | None] | None = None
+        self._queue: SimpleQueue[Parcel | list[Parcel]] | None = None
         if beside and strategy.answers:
             self._queue = SimpleQueue()
             # A daemon: a worker whose peers are gone must be able to end while this still waits for them.
@@ -58,10 +59,11 @@ class Courier:
             self._strategy.take(parcel.number, parcel.bucket)
 
     def close(self) -> None:
-        """Let the thread end; it is not waited for, since what it waits for may never come."""
-        self._under_way = []
+        """Let the thread end; it is not waited for, since what it waits for may never come. It takes in what is still
+        under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
+        under_way, self._under_way = self._under_way, []
         if self._queue is not None:
-            self._queue.put(None)
+            self._queue.put(under_way)
 
 
 def _answer(strategy: Strategy, parcel: Parcel) -> None:
@@ -70,10 +72,11 @@ def _answer(strategy: Strategy, parcel: Parcel) -> None:
     parcel.pending = strategy.answer(parcel.number, parcel.bucket) if strategy.answers else None
 
 
-def _carry(strategy: Strategy, queue: "SimpleQueue[Parcel | None]") -> None:
-    """The thread. After an error nothing is sent any more: others would wait for another bucket."""
+def _carry(strategy: Strategy, queue: "SimpleQueue[Parcel | list[Parcel]]") -> None:
+    """The thread, until the last parcels come. After an error nothing is sent any more: others would wait for another
+    bucket."""
     failed: BaseException | None = None
-    while (parcel := queue.get()) is not None:
+    while isinstance(parcel := queue.get(), Parcel):
         try:
             if failed is None:
                 _answer(strategy, parcel)
@@ -82,3 +85,7 @@ def _carry(strategy: Strategy, queue: "SimpleQueue[Parcel | None]") -> None:
         parcel.error = failed
         parcel.answered.set()
         del parcel  # or the last one, with the model's gradients, would live as long as the thread
+    for last in parcel:
+        with contextlib.suppress(RuntimeError):  # of a peer that is gone, which nobody waits for any more
+            if last.pending is not None and last.error is None:
+                last.pending.wait()
