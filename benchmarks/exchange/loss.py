@@ -2,12 +2,14 @@
 
     python benchmarks/exchange/loss.py --strategies bf16 local:every=10,wire=int8 [--also KEY=VALUE ...]
         [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--set KEY=VALUE ...] [--steps 300]
-        [--out loss.json]
+        [--since 0] [--out loss.json]
 
 Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
 not matter here. The reference of each seed is `exchange.strategy=allreduce exchange.exact=world`; all others have
 `exchange.exact=no`, and what `--also` says. All have fp32, one thread a process, the same micro-batch, and what `--set`
-says. The loss is that of the last evaluation, at the last step.
+says. The loss is that of the last evaluation, at the last step. With `--since` all runs of a seed share the reference's
+steps until then, and its weights: where training only begins, one rounded number may decide whether a network learns at
+all for a while, and what that does to a loss hides what rounding costs.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from pathlib import Path
 import torch
 
 from phalanx.run import Run, read_events
+from phalanx.train.checkpoint import checkpoint_name
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "allreduce, exact: world"
@@ -48,11 +52,14 @@ def overrides(strategy: str | None, also: Sequence[str]) -> list[str]:
     return [f"exchange.strategy={name}", "exchange.exact=no", *own, *also]
 
 
-def loss_of(recipe: Path, given: Sequence[str], seed: int, steps: int, nproc: int, folder: Path) -> float:
-    """The last held-out loss of a run with these overrides. RunFailed when it has none at its last step."""
+def loss_of(
+    recipe: Path, given: Sequence[str], seed: int, steps: int, nproc: int, folder: Path, since: int = 0
+) -> float:
+    """The last held-out loss of a run with these overrides, which begins, or goes on after step `since`. RunFailed when
+    it has none at its last step."""
     values = [*SAME, f"seed={seed}", f"steps={steps}", *given]
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), *values]
-    command += ["--run", str(folder), "--nproc", str(nproc)]
+    command += ["--run", str(folder), "--nproc", str(nproc), *(["--force"] if since else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HOURS * 3600)
@@ -61,10 +68,27 @@ def loss_of(recipe: Path, given: Sequence[str], seed: int, steps: int, nproc: in
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RunFailed(f"exit {done.returncode}: {said[-1] if said else 'no word'}")
-    scores = [event for event in read_events(Run(folder).events) if event["kind"] == "eval"]
+    events = list(read_events(Run(folder).events))
+    began = [event["from_step"] for event in events if event["kind"] == "start"]
+    if began[:1] != [since]:
+        raise RunFailed(f"{folder}: began after step {began}, not {since}")
+    scores = [event for event in events if event["kind"] == "eval"]
     if not scores or scores[-1]["step"] != steps or scores[-1]["loss"] is None:
         raise RunFailed(f"{folder}: no finite score at step {steps}")
     return float(scores[-1]["loss"])
+
+
+def saving(since: int) -> list[str]:
+    """Overrides by which a run can be taken up again after this step."""
+    return [f"checkpoint.every={since}", "checkpoint.keep=1000"] if since else []
+
+
+def back_to(since: int, reference: Path, folder: Path) -> None:
+    """Make a run that goes on from where the reference was after this step."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("recipe.yaml", "resolved.yaml", f"checkpoints/{checkpoint_name(since)}"):
+        copy = shutil.copytree if (reference / name).is_dir() else shutil.copy
+        copy(reference / name, folder / name)
 
 
 def table(losses: Mapping[str, Mapping[int, float]], failed: Mapping[str, str]) -> list[str]:
@@ -93,6 +117,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "gpt-python.yaml")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all runs", dest="given")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--since", type=int, default=0, metavar="STEP", help="until when runs of a seed are one")
     parser.add_argument("--out", type=Path, help="write all losses to this file, as JSON")
     options = parser.parse_args()
     losses: dict[str, dict[int, float]] = {}
@@ -104,8 +129,11 @@ def main() -> None:
             try:
                 for seed in options.seeds:
                     folder = Path(scratch) / f"{number}-{seed}"
-                    given = [*options.given, *overrides(strategy, options.also)]
-                    found[seed] = loss_of(options.recipe, given, seed, options.steps, options.nproc, folder)
+                    since = 0 if strategy is None else options.since
+                    if since:
+                        back_to(since, Path(scratch) / f"0-{seed}", folder)
+                    given = [*options.given, *overrides(strategy, options.also), *saving(options.since)]
+                    found[seed] = loss_of(options.recipe, given, seed, options.steps, options.nproc, folder, since)
                     print(f"{name}, seed {seed}: {found[seed]:.4f}", file=sys.stderr, flush=True)
                 losses[name] = found
             except RunFailed as error:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.train.checkpoint import checkpoint_name
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "exchange"
 MODULES = (
     "paced",
@@ -221,6 +223,22 @@ def test_losses_are_compared_seed_by_seed() -> None:
     assert lines[3] == "| int8 | 2.0020 | 3.9920 | +0.10%, -0.20% | -0.05% |"
     assert lines[4].startswith("| ring | failed: exit 78: a / b |")
     assert {line.count("|") for line in lines} == {6}
+
+
+def test_a_run_goes_on_from_where_the_reference_was(tmp_path: Path) -> None:
+    import loss
+
+    reference, folder = tmp_path / "reference", tmp_path / "other"
+    for name in ("recipe.yaml", "resolved.yaml", "events.jsonl", "result.json"):
+        (reference / name).parent.mkdir(exist_ok=True)
+        (reference / name).write_text(name)
+    for step in (4, 8):
+        (reference / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+    loss.back_to(4, reference, folder)
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    assert there == {"recipe.yaml", "resolved.yaml", "checkpoints", f"checkpoints/{checkpoint_name(4)}"}
+    assert loss.saving(4) == ["checkpoint.every=4", "checkpoint.keep=1000"]
+    assert loss.saving(0) == []
 
 
 def test_only_the_reference_is_exact() -> None:
