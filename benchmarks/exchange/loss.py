@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--since", type=int, default=0, metavar="STEP", help="until when runs of a seed are one")
     parser.add_argument("--out", type=Path, help="write all losses to this file, as JSON")
     options = parser.parse_args()
+    if not 0 <= options.since < options.steps:
+        parser.error(f"--since {options.since}: expected a step before the last, {options.steps}, or 0")
     losses: dict[str, dict[int, float]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-loss-") as scratch:

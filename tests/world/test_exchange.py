@@ -1,6 +1,7 @@
 """The exchange of gradients between processes, on 2 and 3 ranks, against a single process."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -282,6 +283,7 @@ def test_parts_of_any_size_go_directly_to_whom_they_are_for(world: World, device
 def left_under_way(rank: int, world: int) -> float:
     """Processor time of half a second in which nothing is to be done, after an exchange was closed in the middle of a
     step; the other rank has sent what nobody waits for."""
+    others = threading.enumerate()
     weights = [nn.Parameter(torch.ones(1 << 18)) for _ in range(4)]
     exchange = GradientExchange(
         weights, rank=rank, world=world, micro_batches=world, replicas=False, strategy="int8", capacity=float(1 << 20)
@@ -292,8 +294,10 @@ def left_under_way(rank: int, world: int) -> float:
     exchange.close()
     del exchange
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "exchange" and thread not in others:  # it ends when nothing is under way any more
+            thread.join()
     dist.barrier()
-    time.sleep(0.2)  # what is under way arrives
     before = time.process_time()
     time.sleep(0.5)
     return time.process_time() - before
