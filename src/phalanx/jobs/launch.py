@@ -137,8 +137,11 @@ class Part:
         self.workers: set[str] = set()
         self.code: int | None = None
         """Of the whole job, when it is known."""
+        self.finished = False
+        """Whether all workers have ended as they should: what helpers end with has no say any more."""
         self.until: float | None = None
         self._received: list[int] = []
+        self._said = False
         self._waiting = {f"node {index + 1 if node == 0 else 0}" for index, _ in enumerate(wires)}
 
     def run(self, stack: contextlib.ExitStack) -> int:
@@ -157,8 +160,7 @@ class Part:
             selector.register(wire, selectors.EVENT_READ, f"node {index + 1 if self.node == 0 else 0}")
         for name, command, environment in self.plan(stack):
             self.start(name, command, environment, selector)
-        if not self.workers:  # somebody else starts what runs here
-            self.tell({"kind": "finished"})
+        self.finish()  # where somebody else starts what runs here
         while not self.over():
             patience = None if self.until is None else max(0.0, self.until - time.monotonic())
             for key, _ in selector.select(patience):
@@ -248,21 +250,32 @@ class Part:
             return None
 
     def reap(self) -> None:
-        """Take note of processes that ended. Helpers end with the workers."""
+        """Take note of processes that ended."""
         for name, process in list(self.processes.items()):
             status = process.poll()
             if status is None:
                 continue
             del self.processes[name]
-            was_worker = name in self.workers
             self.workers.discard(name)
             code = 128 - status if status < 0 else status
-            if code and self.code is None:
+            if code and self.code is None and not self.finished:
                 self.fail(code)
-            elif was_worker and not self.workers:
+        self.finish()
+
+    def finish(self) -> None:
+        """Helpers end with the workers: the first node says so when those of all nodes have ended, since a server here
+        still serves workers elsewhere."""
+        if self.workers or self.finished or self.code is not None:
+            return
+        if self.node != 0 and not self._said:
+            self._said = True
+            self.tell({"kind": "finished"})
+        if not self._waiting:
+            self.finished = True
+            if self.node == 0:
                 self.tell({"kind": "finished"})
-                for helper in self.processes.values():
-                    helper.terminate()
+            if self.processes:
+                self.tell_all(signal.SIGTERM)
 
     def fail(self, code: int) -> None:
         """The job ends with this code: everywhere."""
