@@ -1,15 +1,14 @@
 """The exchange between replicas that FSDP shards, on 2 replicas of 2 ranks, against a single process."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.buckets import Bucket
+from phalanx.train.exchange.courier import Courier
 from phalanx.train.parallel.shard import as_reduced, shard_model
 from worlds import World
 
@@ -29,7 +28,7 @@ class Network(nn.Module):
         self.again = again
         self.reached: list[int] = []
 
-    def forward(self, x: Tensor, sent: list[Any]) -> Tensor:
+    def forward(self, x: Tensor, sent: list[int]) -> Tensor:
         x = self.first(x)
         if x.requires_grad:
             x.register_hook(lambda gradient: self.reached.append(len(sent)))
@@ -49,7 +48,7 @@ def summed(
     """The whole gradients of four micro-batches after the last of some equal steps; and how many buckets were under way
     in each step when backward was through with the blocks."""
     model = Network(again)
-    sent: list[Any] = []
+    sent: list[int] = []
     if world == 1:
         torch.stack([model(samples(leaf), sent) for leaf in range(4)]).sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, []
@@ -65,15 +64,13 @@ def summed(
         group=mesh["replicate"].get_group(),
         strategy=strategy,
     )
-    operations = {name: getattr(dist, name) for name in ("all_reduce", "isend")}
-    for name, operation in operations.items():
+    send = Courier.send
 
-        def noting(*arguments: Any, operation: Any = operation, **options: Any) -> Any:
-            if options.get("group") is not None:
-                sent.append(options["group"])
-            return operation(*arguments, **options)
+    def noting(courier: Courier, number: int, bucket: Bucket) -> None:
+        sent.append(number)
+        send(courier, number, bucket)
 
-        setattr(dist, name, noting)
+    Courier.send = noting  # type: ignore[method-assign]
     try:
         for _ in range(STEPS):
             sent.clear()
@@ -84,8 +81,7 @@ def summed(
             exchange.end()
             exchange.finish()
     finally:
-        for name, operation in operations.items():
-            setattr(dist, name, operation)
+        Courier.send = send  # type: ignore[method-assign]
     gradients = {name: whole(p) for name, p in model.named_parameters()}
     exchange.close()
     return gradients, model.reached

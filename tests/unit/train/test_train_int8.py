@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.buckets import BLOCK
-from phalanx.train.exchange.int8 import Int8, encode
+from phalanx.train.exchange.int8 import Int8, add_up, encode
 from phalanx.train.exchange.strategy import Site
 
 
@@ -20,7 +20,9 @@ def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8
 
 
 def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
-    bucket.slab.flat.zero_()[: gradient.numel()].copy_(gradient)
+    (parameter,) = bucket.parameters
+    parameter.grad = gradient.clone().view_as(parameter)
+    bucket.fill()
     for under_way in (strategy.send, strategy.answer):
         pending = under_way(0, bucket)
         assert pending is not None
@@ -94,13 +96,22 @@ def test_of_gradients_that_stay_away_nothing_is_held_back_for_good(size: int) ->
 @pytest.mark.parametrize("piece", [1, 3, 7, 40])
 def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    parts, fresh = (torch.randn(3, 10 * BLOCK, generator=generator) for _ in range(2))
+    parts = torch.randn(3, 10 * BLOCK, generator=generator)
 
     def encoded(most: int) -> list[Tensor]:
         monkeypatch.setattr("phalanx.train.exchange.int8.PIECE", most)
         left, numbers = parts.clone(), torch.zeros(3, 10, BLOCK, dtype=torch.int8)
         scales = torch.zeros(3, 10, 1)
-        encode(left, numbers, scales, torch.zeros(parts.numel()), fresh)
+        encode(left, numbers, scales, torch.zeros(parts.numel()))
         return [left, numbers, scales]
 
     assert all(a.equal(b) for a, b in zip(encoded(piece), encoded(1000), strict=True))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_parts_of_all_workers_are_added_up_by_their_scales(small: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randint(-127, 128, (5, 7, BLOCK), dtype=torch.int8, generator=generator)
+    scales, total = torch.rand(5, 7, 1, generator=generator), torch.zeros(1, 7, BLOCK)
+    add_up(numbers, scales, total, torch.zeros(numbers.numel()), small)
+    torch.testing.assert_close(total[0].double(), (numbers.double() * scales.double()).sum(0), rtol=1e-5, atol=1e-4)

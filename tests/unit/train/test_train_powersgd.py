@@ -47,8 +47,9 @@ def weight(*shape: int) -> nn.Parameter:
 
 def summed(strategy: PowerSGD, bucket: Bucket, *gradients: Tensor) -> list[Tensor]:
     """What becomes of gradients, given in the order of the bucket."""
-    for view, gradient in zip(bucket.slab.views, gradients, strict=True):
-        view.copy_(gradient)
+    for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    bucket.fill()
     strategy.send(0, bucket)
     strategy.answer(0, bucket)
     strategy.take(0, bucket)

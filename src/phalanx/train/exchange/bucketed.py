@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.feed import share
 from phalanx.errors import RecipeError
-from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
+from phalanx.train.exchange.buckets import Bucket, make_buckets
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.fixed_tree import FixedTree
 from phalanx.train.exchange.powersgd import bases_of
@@ -135,7 +135,9 @@ class GradientExchange:
         if answers and self._second is None:
             self._second = twin(self._group)
         second = self._second if answers else self._group
-        site = Site(self.rank, self.world, self._group, second, device, self._nodes)
+        # These are sums of the library's, begun by a thread: in a group where nobody else has any.
+        first = twin(self._group) if self._way.projects and not self.replicas else self._group
+        site = Site(self.rank, self.world, first, second, device, self._nodes)
         if self.replicas:
             strategy: Strategy = FixedTree(site, self.micro_batches, self._cover, self._capacity)
         else:
@@ -182,8 +184,8 @@ class GradientExchange:
                 (root,) = bucket.finished
                 bucket.spare.append(bucket.slab)
                 bucket.finished, bucket.slab = [], root
-            if bucket.residual is not None and self.world == 1:  # of a world that was larger
-                bucket.slab.flat.add_(bucket.residual)
+            if bucket.residual is not None and self.world == 1:
+                bucket.sum().copy_(bucket.residual[: bucket.used])
                 bucket.residual.zero_()
             for parameter, gradient in zip(bucket.parameters, bucket.slab.gradients, strict=True):
                 parameter.grad = gradient
@@ -201,9 +203,7 @@ class GradientExchange:
         """What this worker has not sent yet of each parameter's gradients, live; empty where nothing is held back."""
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
-            if bucket.residual is not None:
-                views = views_of(bucket.residual, bucket.parameters, bucket.starts)
-                found |= dict(zip(bucket.parameters, views, strict=True))
+            found |= dict(zip(bucket.parameters, bucket.held, strict=False))
         return found
 
     def bases(self) -> dict[nn.Parameter, Tensor]:

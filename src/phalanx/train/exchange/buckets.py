@@ -42,10 +42,11 @@ class Bucket:
     starts: list[int]
     used: int
     length: int
-    slab: Slab  # where gradients are copied now; after `finish`, the sum
+    slab: Slab  # where gradients are copied now, unless there is a residual; after `finish`, the sum
     spare: list[Slab] = field(default_factory=list)
     finished: list[Slab] = field(default_factory=list)  # nodes of the tree that wait for their sibling
-    residual: Tensor | None = None  # [length], what this worker has not sent yet of its gradients
+    residual: Tensor | None = None  # [length], fp32, what this worker has not sent yet of its gradients
+    held: list[Tensor] = field(default_factory=list)  # a view of the residual for each parameter
     bases: list[Tensor | None] = field(default_factory=list)  # of each parameter, on what its gradient is projected
     whole: bool = False  # nothing is projected in this step
     missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
@@ -58,26 +59,28 @@ class Bucket:
         """Have a residual."""
         if self.residual is None:
             self.residual = torch.zeros_like(self.slab.flat, dtype=torch.float32)
+            self.held = views_of(self.residual, self.parameters, self.starts)
 
     def pay_back(self) -> None:
-        """Add to the gradients what earlier steps held back, and keep nothing."""
+        """Have in the slab what the residual has, and keep nothing."""
         if self.residual is not None:
-            self.slab.flat.add_(self.residual)
-            self.residual = None
+            self.sum().copy_(self.residual[: self.used])
+            self.residual, self.held = None, []
 
     def fill(self) -> None:
-        """Move the parameters' gradients into the slab; one that has none counts as zero."""
+        """Move the parameters' gradients into the slab; one that has none counts as zero. Where something is held back
+        they are added to it instead, and the slab is left as it is: one pass through memory does both."""
         views, gradients = [], []
-        for parameter, view in zip(self.parameters, self.slab.views, strict=True):
+        for parameter, view in zip(self.parameters, self.held or self.slab.views, strict=True):
             gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            else:
+            if gradient is not None:
                 views.append(view)
                 gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
                 parameter.grad = None
+            elif not self.held:
+                view.zero_()
         if views:
-            foreach("copy_", views, gradients)
+            foreach("add_" if self.held else "copy_", views, gradients)
 
     def sum(self) -> Tensor:
         """The gradients without the padding."""

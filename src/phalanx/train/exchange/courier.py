@@ -1,13 +1,17 @@
 """Who carries buckets through the stages of a strategy while backward goes on.
 
-On a CPU the second stage is begun by a thread: when the first has arrived does not depend on when backward makes the
-next gradient. On a GPU waiting costs the host nothing, and the second stage follows after backward.
+On a CPU each stage is begun by a thread of its own: backward does not wait while numbers are rounded and given to
+sockets, and when they have arrived does not depend on when it makes the next gradient. On a GPU waiting costs the host
+nothing, and the second stage follows after backward.
 """
 
 import contextlib
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+
+import torch
 
 from phalanx.train.exchange.buckets import Bucket
 from phalanx.train.exchange.strategy import Pending, Strategy
@@ -24,6 +28,18 @@ class Parcel:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What another thread sends."""
+
+    begun: Future[Pending | None]
+
+    def wait(self) -> None:
+        pending = self.begun.result()
+        if pending is not None:
+            pending.wait()
+
+
 class Courier:
     """`send` for every bucket of a step in turn, then `finish`. What goes wrong anywhere is raised by `finish`."""
 
@@ -31,27 +47,34 @@ class Courier:
         self._strategy = strategy
         self._under_way: list[Parcel] = []
         self._queue: SimpleQueue[Parcel | list[Parcel]] | None = None
+        self._sender: ThreadPoolExecutor | None = None
         if beside and strategy.answers:
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="send", initializer=_keep_to_own_cores)
             self._queue = SimpleQueue()
             # A daemon: a worker whose peers are gone must be able to end while this still waits for them.
             threading.Thread(target=_carry, args=(strategy, self._queue), name="exchange", daemon=True).start()
 
     def send(self, number: int, bucket: Bucket) -> None:
-        """A bucket is full."""
-        parcel = Parcel(number, bucket, self._strategy.send(number, bucket))
+        """A bucket is full. Until `finish` it is the courier's."""
+        if self._sender is None:
+            pending = self._strategy.send(number, bucket)
+        else:
+            pending = _Sent(self._sender.submit(self._strategy.send, number, bucket))
+        parcel = Parcel(number, bucket, pending)
         self._under_way.append(parcel)
         if self._queue is not None:
             self._queue.put(parcel)
 
     def finish(self) -> None:
-        """Leave all sums in their buckets."""
-        for parcel in self._under_way:
-            if self._queue is None:
+        """Leave all sums in their buckets: each is taken as soon as it is there, while later ones are still coming."""
+        if self._queue is None:
+            for parcel in self._under_way:
                 _answer(self._strategy, parcel)
-            else:
+        while self._under_way:
+            parcel = self._under_way[0]
+            if self._queue is not None:
                 parcel.answered.wait()
-        parcels, self._under_way = self._under_way, []
-        for parcel in parcels:
+            del self._under_way[0]  # what has arrived may be waited for only once
             if parcel.error is not None:
                 raise parcel.error
             if parcel.pending is not None:
@@ -62,8 +85,15 @@ class Courier:
         """Let the thread end; it is not waited for, since what it waits for may never come. It takes in what is still
         under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
         under_way, self._under_way = self._under_way, []
-        if self._queue is not None:
+        if self._queue is not None and self._sender is not None:
             self._queue.put(under_way)
+            self._sender.shutdown(wait=False)
+
+
+def _keep_to_own_cores() -> None:
+    """Have a new thread compute with as many threads as torch was told. Most operations see to that by themselves, but
+    a product of matrices, if it comes first, takes all cores of the machine."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _answer(strategy: Strategy, parcel: Parcel) -> None:
@@ -75,6 +105,7 @@ def _answer(strategy: Strategy, parcel: Parcel) -> None:
 def _carry(strategy: Strategy, queue: "SimpleQueue[Parcel | list[Parcel]]") -> None:
     """The thread, until the last parcels come. After an error nothing is sent any more: others would wait for another
     bucket."""
+    _keep_to_own_cores()
     failed: BaseException | None = None
     while isinstance(parcel := queue.get(), Parcel):
         try:

@@ -6,8 +6,6 @@ from worker to worker, through memory that is new each time, and both of its ope
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,16 +23,13 @@ class Direct:
     the second. Tensors are flat and contiguous."""
 
     def __init__(self, site: Site):
-        self._site = site
-        # Who sends copies what the socket takes, and backward is not to wait for that.
-        self._poster = ThreadPoolExecutor(1, thread_name_prefix="post") if site.device.type == "cpu" else None
+        self._site, self._messages = site, site.device.type == "cpu"
 
     def spread(self, sent: Tensor, received: Tensor, going: Sequence[int], coming: Sequence[int]) -> Pending | None:
         """Begin to give each worker its part of what is here, so many numbers `going` to each rank and `coming` from
         each."""
-        if self._poster is not None:
-            parts = sent.split(list(going)), received.split(list(coming))
-            return _Posted(self._poster.submit(_swap, *parts, self._site.rank, self._site.first))
+        if self._messages:
+            return _swap(sent.split(list(going)), received.split(list(coming)), self._site.rank, self._site.first)
         work: Pending | None = dist.all_to_all_single(
             received, sent, list(coming), list(going), group=self._site.first, async_op=True
         )
@@ -42,20 +37,10 @@ class Direct:
 
     def gather(self, own: Tensor, whole: Tensor) -> Pending | None:
         """Begin to bring the parts of all workers, which are equally long, to each of them."""
-        if self._poster is None:
+        if not self._messages:
             return all_gather_into(whole, own, self._site.second, wait=False)
         world = self._site.world
         return _swap([own] * world, list(whole.view(world, -1)), self._site.rank, self._site.second)
-
-
-@dataclass(frozen=True)
-class _Posted:
-    """Messages that another thread posts."""
-
-    messages: Future[Pending]
-
-    def wait(self) -> None:
-        self.messages.result().wait()
 
 
 def _swap(sent: Sequence[Tensor], received: Sequence[Tensor], rank: int, group: Group) -> Pending:

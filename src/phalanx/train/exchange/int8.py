@@ -8,6 +8,7 @@ do not grow with the number of workers as those of an all-gather of everything w
 A step whose gradients are not finite is skipped by all; nothing of it is kept.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,16 +47,15 @@ class Int8:
         assert bucket.residual is not None
         wire = self._wires[number]
         whole = bucket.residual.view(self._site.world, -1)
-        encode(whole, *wire.of(wire.sent), self._sending, bucket.slab.flat)
+        encode(whole, *wire.of(wire.sent), self._sending)
         parts = [wire.answer.numel()] * self._site.world
         return self._direct.spread(wire.sent.view(-1), wire.received.view(-1), parts, parts)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
         assert bucket.residual is not None
         wire, rank = self._wires[number], self._site.rank
-        numbers, scales = wire.of(wire.received)
-        parts = self._answering[: numbers.numel()].view_as(numbers).copy_(numbers).mul_(scales)
-        own = torch.sum(parts, dim=0, keepdim=True, out=wire.sum).view(1, -1)
+        add_up(*wire.of(wire.received), wire.sum, self._answering, wire.sum.is_cpu)
+        own = wire.sum.view(1, -1)
         encode(own, *wire.of(wire.answer), self._answering)
         residual = bucket.residual.view(self._site.world, -1)[rank]
         residual.add_(own[0, : len(residual)])  # what is left of the sum after encoding
@@ -89,31 +89,41 @@ class _Wire:
         return numbers, data[:, size:].view(torch.float32).unsqueeze(2)
 
 
-def encode(parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor, fresh: Tensor | None = None) -> None:
-    """Add what is `fresh` to `parts` [n, length], quantise them, and leave in them what was lost; nothing of what is
-    not finite. In few passes, over what a core's cache holds: this goes on beside backward, on the same cores."""
+def add_up(numbers: Tensor, scales: Tensor, total: Tensor, scratch: Tensor, small: bool) -> None:
+    """Leave in `total` [1, blocks, BLOCK] the sum over n of numbers [n, blocks, BLOCK] by their scales; one of them
+    after the other if what is read twice is to be `small`, as a core's cache would have it."""
+    if not small:
+        parts = scratch[: numbers.numel()].view_as(numbers).copy_(numbers).mul_(scales)
+        torch.sum(parts, dim=0, keepdim=True, out=total)
+        return
+    part = scratch[: total.numel()].view_as(total)
+    torch.mul(part.copy_(numbers[:1]), scales[:1], out=total)
+    for rank in range(1, len(numbers)):
+        total.addcmul_(part.copy_(numbers[rank]), scales[rank])
+
+
+def encode(parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor) -> None:
+    """Quantise `parts` [n, length], and leave in them what was lost; nothing of what is not finite. In few passes, over
+    what a core's cache holds: this goes on beside backward, on the same cores."""
     count, length = parts.shape
     if parts.numel() < quantised.numel():
         padded = parts.new_zeros(count, quantised[0].numel())
-        padded[:, :length] = parts if fresh is None else parts + fresh.view_as(parts)
+        padded[:, :length] = parts
         encode(padded, quantised, scales, scratch)
         parts.copy_(padded[:, :length])
         return
     numbers = parts.view_as(quantised)
     for piece in pieces(quantised.shape[0], quantised.shape[1], parts.is_cpu):
         some, rounded = numbers[piece], scratch[: numbers[piece].numel()].view_as(numbers[piece])
-        if fresh is not None:
-            some.add_(fresh.view_as(numbers)[piece])
-        largest = torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True)
-        scales[piece].copy_(largest.div_(LEVELS))
-        torch.mul(some, largest.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_(), out=rounded).round_()
+        scale = torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True).div_(LEVELS)
+        scales[piece].copy_(scale)
+        torch.mul(some, scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_(), out=rounded).round_()
         quantised[piece].copy_(rounded)
-        some.addcmul_(rounded, largest, value=-1)
-    faint = scales < FAINT
-    finite, fading = torch.stack([scales.isfinite().all(), (faint & (scales > 0)).any()]).tolist()
-    if not finite:
+        some.addcmul_(rounded, scale, value=-1)
+    least, largest = torch.stack(torch.aminmax(scales)).tolist()
+    if not math.isfinite(largest):  # as it is if any of them is not a number
         numbers.zero_()
-    elif fading:
+    elif least < FAINT and ((faint := scales < FAINT) & (scales > 0)).any():
         numbers.masked_fill_(faint, 0.0)
 
 

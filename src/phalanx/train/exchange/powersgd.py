@@ -41,7 +41,6 @@ class PowerSGD:
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         assert bucket.residual is not None
         wire = self._wires[number]
-        bucket.residual.add_(bucket.slab.flat)
         if bucket.whole:
             bucket.slab.flat.copy_(bucket.residual)
             bucket.residual.zero_()

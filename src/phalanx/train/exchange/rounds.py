@@ -162,10 +162,12 @@ class Rounds:
         for number in numbers:
             bucket = self.buckets[number]
             self._measure(number)
+            if bucket.residual is not None:
+                bucket.residual.add_(bucket.slab.flat)
             if courier is not None:
                 courier.send(number, bucket)
-            elif bucket.residual is not None:  # of a world that was larger
-                bucket.slab.flat.add_(bucket.residual)
+            elif bucket.residual is not None:
+                bucket.slab.flat.copy_(bucket.residual)
                 bucket.residual.zero_()
         self._flying, self._arrived = numbers, courier is None
 
