@@ -297,6 +297,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
     **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
     "int8-1.5mib": partial(ours, strategy="int8", capacity=1.5 * MIB),
+    "powersgd-2mib": partial(ours, strategy="powersgd", capacity=2 * MIB),
     "local": rounds,
     "diloco-late": partial(rounds, outer=DILOCO, wire="int8", delay=2),
     "diloco-late3": partial(rounds, outer=DILOCO, wire="int8", delay=3),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.buckets import BLOCK
-from phalanx.train.exchange.int8 import Int8, add_up, encode
+from phalanx.train.exchange.int8 import Encoder, Int8, add_up
 from phalanx.train.exchange.strategy import Site
 
 
@@ -102,16 +102,15 @@ def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piec
         monkeypatch.setattr("phalanx.train.exchange.int8.PIECE", most)
         left, numbers = parts.clone(), torch.zeros(3, 10, BLOCK, dtype=torch.int8)
         scales = torch.zeros(3, 10, 1)
-        encode(left, numbers, scales, torch.zeros(parts.numel()))
+        Encoder(left, numbers, scales, torch.zeros(parts.numel())).encode()
         return [left, numbers, scales]
 
     assert all(a.equal(b) for a, b in zip(encoded(piece), encoded(1000), strict=True))
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_parts_of_all_workers_are_added_up_by_their_scales(small: bool) -> None:
+def test_parts_of_all_workers_are_added_up_by_their_scales() -> None:
     generator = torch.Generator().manual_seed(5)
     numbers = torch.randint(-127, 128, (5, 7, BLOCK), dtype=torch.int8, generator=generator)
-    scales, total = torch.rand(5, 7, 1, generator=generator), torch.zeros(1, 7, BLOCK)
-    add_up(numbers, scales, total, torch.zeros(numbers.numel()), small)
-    torch.testing.assert_close(total[0].double(), (numbers.double() * scales.double()).sum(0), rtol=1e-5, atol=1e-4)
+    scales, total = torch.rand(5, 7, 1, generator=generator), torch.zeros(7, BLOCK)
+    add_up(list(zip(numbers, scales, strict=True)), total, torch.zeros(numbers.numel()))
+    torch.testing.assert_close(total.double(), (numbers.double() * scales.double()).sum(0), rtol=1e-5, atol=1e-4)

@@ -10,6 +10,7 @@ A step whose gradients are not finite is skipped by all; nothing of it is kept.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ SHARE = (1 + 4 / BLOCK) / 4
 
 
 class Int8:
-    """Buffers are kept from step to step: memory that is used for the first time is slow."""
+    """Buffers are kept from step to step, since memory that is used for the first time is slow, and so is every view of
+    them: to make one takes as long as what is then done with it."""
 
     plain = False
     answers = True
@@ -37,94 +39,109 @@ class Int8:
     projects = False
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._site, self._direct = site, Direct(site)
-        self._wires = [_Wire(bucket.length // site.world, site) for bucket in buckets]
-        largest = max(wire.sent.numel() for wire in self._wires)
+        self._direct = Direct(site)
+        self._world = site.world
+        length = max(_bytes(bucket.length // site.world) for bucket in buckets) * site.world
         # Buckets are sent while others are answered, by another thread.
-        self._sending, self._answering = (torch.zeros(largest, device=site.device) for _ in range(2))
+        sending, answering = (torch.zeros(length, device=site.device) for _ in range(2))
+        self._wires = [_Wire(bucket, site, sending, answering) for bucket in buckets]
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
-        assert bucket.residual is not None
         wire = self._wires[number]
-        whole = bucket.residual.view(self._site.world, -1)
-        encode(whole, *wire.of(wire.sent), self._sending)
-        parts = [wire.answer.numel()] * self._site.world
+        wire.outgoing.encode()
+        parts = [wire.answer.numel()] * self._world
         return self._direct.spread(wire.sent.view(-1), wire.received.view(-1), parts, parts)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        assert bucket.residual is not None
-        wire, rank = self._wires[number], self._site.rank
-        add_up(*wire.of(wire.received), wire.sum, self._answering, wire.sum.is_cpu)
-        own = wire.sum.view(1, -1)
-        encode(own, *wire.of(wire.answer), self._answering)
-        residual = bucket.residual.view(self._site.world, -1)[rank]
-        residual.add_(own[0, : len(residual)])  # what is left of the sum after encoding
+        wire = self._wires[number]
+        wire.add_up()
+        wire.answering.encode()
+        wire.residual.add_(wire.left)
         return self._direct.gather(wire.answer.view(-1), wire.received.view(-1))
 
     def take(self, number: int, bucket: Bucket) -> None:
-        wire = self._wires[number]
-        numbers, scales = wire.of(wire.received)
-        whole = bucket.slab.flat.view(self._site.world, -1)
+        numbers, scales = self._wires[number].arrived
+        whole = bucket.slab.flat.view(self._world, -1)
         if whole.numel() == numbers.numel():
             whole.view_as(numbers).copy_(numbers).mul_(scales)
         else:
             whole.copy_((numbers * scales).view(len(whole), -1)[:, : whole.shape[1]])
 
 
-class _Wire:
-    """A bucket's way in bytes: for each of `world` parts of `length` numbers first the quantised ones, filled up to
-    whole blocks, then the scales."""
+def _bytes(length: int) -> int:
+    """Of so many quantised numbers in whole blocks, without their scales."""
+    return -(-length // BLOCK) * BLOCK
 
-    def __init__(self, length: int, site: Site):
-        blocks = -(-length // BLOCK)
-        self._shape = (blocks, BLOCK)
-        self.sum = torch.zeros(1, blocks, BLOCK, device=site.device)
+
+class _Wire:
+    """A bucket's way in bytes: for each worker's part first the quantised numbers, filled up to whole blocks, then the
+    scales. `sent` and `received` [world, bytes]: what all have of one part, and later the sums of all parts; `answer`
+    [1, bytes]. What encoding has `left` of the sum of this worker's part belongs to `residual`."""
+
+    def __init__(self, bucket: Bucket, site: Site, sending: Tensor, answering: Tensor):
+        assert bucket.residual is not None
+        length = bucket.length // site.world
+        blocks = _bytes(length) // BLOCK
         self.sent = torch.zeros(site.world, blocks * (BLOCK + 4), dtype=torch.uint8, device=site.device)
         self.received, self.answer = torch.zeros_like(self.sent), torch.zeros_like(self.sent[:1])
+        total = torch.zeros(1, blocks, BLOCK, device=site.device)
+        parts = bucket.residual.view(site.world, -1)
+        self.residual, self.left = parts[site.rank], total.view(-1)[:length]
+        self.arrived = parted(self.received)
+        self.outgoing = Encoder(parts, *parted(self.sent), sending)
+        self.answering = Encoder(total.view(1, -1), *parted(self.answer), answering)
+        self.add_up = partial(add_up, list(zip(*self.arrived, strict=True)), total[0], answering)
 
-    def of(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers [n, blocks, BLOCK] and their scales [n, blocks, 1] that lie in [n, bytes]."""
-        size = self._shape[0] * BLOCK
-        numbers = data[:, :size].view(torch.int8).unflatten(1, self._shape)
-        return numbers, data[:, size:].view(torch.float32).unsqueeze(2)
+
+def parted(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers [n, blocks, BLOCK] and their scales [n, blocks, 1] that lie in [n, bytes]."""
+    size = data.shape[1] // (BLOCK + 4) * BLOCK
+    return data[:, :size].view(torch.int8).unflatten(1, (-1, BLOCK)), data[:, size:].view(torch.float32).unsqueeze(2)
 
 
-def add_up(numbers: Tensor, scales: Tensor, total: Tensor, scratch: Tensor, small: bool) -> None:
-    """Leave in `total` [1, blocks, BLOCK] the sum over n of numbers [n, blocks, BLOCK] by their scales; one of them
-    after the other if what is read twice is to be `small`, as a core's cache would have it."""
-    if not small:
-        parts = scratch[: numbers.numel()].view_as(numbers).copy_(numbers).mul_(scales)
-        torch.sum(parts, dim=0, keepdim=True, out=total)
-        return
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tensor) -> None:
+    """Leave in `total` [blocks, BLOCK] the sum of `parts`, numbers [blocks, BLOCK] times scales [blocks, 1], in turn:
+    what is read twice is small enough for a core's cache."""
+    (numbers, scales), *others = parts
     part = scratch[: total.numel()].view_as(total)
-    torch.mul(part.copy_(numbers[:1]), scales[:1], out=total)
-    for rank in range(1, len(numbers)):
-        total.addcmul_(part.copy_(numbers[rank]), scales[rank])
+    torch.mul(part.copy_(numbers), scales, out=total)
+    for numbers, scales in others:
+        total.addcmul_(part.copy_(numbers), scales)
 
 
-def encode(parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor) -> None:
-    """Quantise `parts` [n, length], and leave in them what was lost; nothing of what is not finite. In few passes, over
-    what a core's cache holds: this goes on beside backward, on the same cores."""
-    count, length = parts.shape
-    if parts.numel() < quantised.numel():
-        padded = parts.new_zeros(count, quantised[0].numel())
-        padded[:, :length] = parts
-        encode(padded, quantised, scales, scratch)
-        parts.copy_(padded[:, :length])
-        return
-    numbers = parts.view_as(quantised)
-    for piece in pieces(quantised.shape[0], quantised.shape[1], parts.is_cpu):
-        some, rounded = numbers[piece], scratch[: numbers[piece].numel()].view_as(numbers[piece])
-        scale = torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True).div_(LEVELS)
-        scales[piece].copy_(scale)
-        torch.mul(some, scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_(), out=rounded).round_()
-        quantised[piece].copy_(rounded)
-        some.addcmul_(rounded, scale, value=-1)
-    least, largest = torch.stack(torch.aminmax(scales)).tolist()
-    if not math.isfinite(largest):  # as it is if any of them is not a number
-        numbers.zero_()
-    elif least < FAINT and ((faint := scales < FAINT) & (scales > 0)).any():
-        numbers.masked_fill_(faint, 0.0)
+class Encoder:
+    """Quantises `parts` [n, length], and leaves in them what was lost; nothing of what is not finite. In few passes,
+    over what a core's cache holds: this goes on beside backward, on the same cores."""
+
+    def __init__(self, parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor):
+        count, blocks, _ = quantised.shape
+        self._parts, self._padded = parts, None
+        if parts.numel() < quantised.numel():
+            self._padded = parts.new_zeros(count, blocks * BLOCK)
+        self._numbers = (parts if self._padded is None else self._padded).view_as(quantised)
+        self._scales, self._pieces = scales, []
+        for piece in pieces(count, blocks, parts.is_cpu):
+            some = self._numbers[piece]
+            rounded = scratch[: some.numel()].view_as(some)
+            self._pieces.append((some, rounded, quantised[piece], scales[piece], torch.empty_like(scales[piece])))
+
+    def encode(self) -> None:
+        """Do so with what the parts hold now."""
+        length = self._parts.shape[1]
+        if self._padded is not None:
+            self._padded[:, :length] = self._parts
+        for some, rounded, quantised, scales, inverse in self._pieces:
+            torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True, out=scales).div_(LEVELS)
+            torch.clamp(scales, min=torch.finfo(torch.float32).tiny, out=inverse).reciprocal_()
+            quantised.copy_(torch.mul(some, inverse, out=rounded).round_())
+            some.addcmul_(rounded, scales, value=-1)
+        least, largest = torch.stack(torch.aminmax(self._scales)).tolist()
+        if not math.isfinite(largest):  # as it is if any of them is not a number
+            self._numbers.zero_()
+        elif least < FAINT and ((faint := self._scales < FAINT) & (self._scales > 0)).any():
+            self._numbers.masked_fill_(faint, 0.0)
+        if self._padded is not None:
+            self._parts.copy_(self._padded[:, :length])
 
 
 def pieces(count: int, blocks: int, small: bool) -> list[tuple[slice, slice]]:
