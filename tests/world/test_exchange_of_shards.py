@@ -1,5 +1,7 @@
 """The exchange between replicas that FSDP shards, on 2 replicas of 2 ranks, against a single process."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.buckets import Bucket
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.parallel.shard import as_reduced, shard_model
 from worlds import World
@@ -66,11 +67,11 @@ def summed(
     )
     send = Courier.send
 
-    def noting(courier: Courier, number: int, bucket: Bucket) -> None:
+    def noting(courier: Courier, number: int, *arguments: Any) -> None:
         sent.append(number)
-        send(courier, number, bucket)
+        send(courier, number, *arguments)
 
-    Courier.send = noting  # type: ignore[method-assign]
+    Courier.send = noting  # type: ignore[assignment, method-assign]
     try:
         for _ in range(STEPS):
             sent.clear()

@@ -1,5 +1,6 @@
 """Every strategy of the exchange on gloo: the sums of a single process, the same bits on all ranks and again."""
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange.direct import Direct
+from phalanx.train.exchange.strategy import Site
 from phalanx.train.exchange.ways import WAYS
-from phalanx.train.place import lost_peer
+from phalanx.train.place import lost_peer, twin
 from worlds import World, warm
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
@@ -264,6 +267,48 @@ def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_p
             assert pipes[rank][0].poll(60), f"rank {rank} waits"  # torch's own patience is half an hour
             step, lost, message = pipes[rank][0].recv()
             assert (step, lost) == (1, True), message
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        for near, far in pipes:
+            near.close()
+            far.close()
+
+
+def left_waiting(rank: int, folder: Path, told: Connection) -> None:
+    """The last of three dies; the first learns of it before it has sent anything, the second waits for the first."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=3)
+    direct = Direct(Site(rank, 3, None, twin(None), torch.device("cpu"), [0, 0, 0]))
+    dist.barrier()
+    if rank == 2:
+        os._exit(1)
+    try:
+        if rank == 0:
+            with contextlib.suppress(RuntimeError):
+                dist.recv(torch.empty(1), src=2)
+        pending = direct.spread(torch.zeros(3), torch.zeros(3), [1, 1, 1], [1, 1, 1])
+        assert pending is not None
+        pending.wait()
+        told.send("noticed nothing")
+    except RuntimeError as error:
+        told.send(str(error))
+    told.recv()
+
+
+def test_who_waits_for_a_survivor_that_has_noticed_a_loss_notices_it_too(tmp_path: Path) -> None:
+    context = warm()
+    pipes = [context.Pipe() for _ in range(3)]
+    workers = [
+        context.Process(target=left_waiting, args=(rank, tmp_path, pipes[rank][1]), daemon=True) for rank in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for rank in range(2):
+            assert pipes[rank][0].poll(30), f"rank {rank} waits"
+            assert pipes[rank][0].recv() != "noticed nothing"
     finally:
         for worker in workers:
             worker.kill()

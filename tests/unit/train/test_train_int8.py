@@ -22,6 +22,7 @@ def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8
 def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
     (parameter,) = bucket.parameters
     parameter.grad = gradient.clone().view_as(parameter)
+    bucket.collect()
     bucket.fill()
     for under_way in (strategy.send, strategy.answer):
         pending = under_way(0, bucket)

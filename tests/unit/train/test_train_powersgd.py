@@ -49,6 +49,7 @@ def summed(strategy: PowerSGD, bucket: Bucket, *gradients: Tensor) -> list[Tenso
     """What becomes of gradients, given in the order of the bucket."""
     for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
+    bucket.collect()
     bucket.fill()
     strategy.send(0, bucket)
     strategy.answer(0, bucket)

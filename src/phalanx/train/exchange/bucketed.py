@@ -171,7 +171,7 @@ class GradientExchange:
         for bucket in self.buckets:
             if bucket.missing:  # of those, an earlier micro-batch may have left gradients
                 bucket.missing = set()
-                bucket.fill()
+                bucket.collect()
         self._advance()
         self._armed = False
 
@@ -237,7 +237,7 @@ class GradientExchange:
             )
         bucket.missing.discard(index)
         if not bucket.missing:
-            bucket.fill()
+            bucket.collect()
             self._advance()
 
     def _advance(self) -> None:
@@ -245,12 +245,18 @@ class GradientExchange:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             number, bucket = self._next, self.buckets[self._next]
             self._next += 1
-            if self.replicas:
-                self._grow_tree(bucket)
-            elif not self._way.holds_back:
-                bucket.pay_back()
             if self._courier is not None and self._leaf == self._last:
-                self._courier.send(number, bucket)
+                self._courier.send(number, bucket, self._fill)
+            else:
+                self._fill(bucket)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Have in a bucket what is to be sent of the gradients that it has collected."""
+        bucket.fill()
+        if self.replicas:
+            self._grow_tree(bucket)
+        elif not self._way.holds_back:
+            bucket.pay_back()
 
     def _grow_tree(self, bucket: Bucket) -> None:
         """Add a micro-batch's gradient to this worker's part of the tree."""

@@ -49,6 +49,7 @@ class Bucket:
     held: list[Tensor] = field(default_factory=list)  # a view of the residual for each parameter
     bases: list[Tensor | None] = field(default_factory=list)  # of each parameter, on what its gradient is projected
     whole: bool = False  # nothing is projected in this step
+    fresh: list[Tensor | None] = field(default_factory=list)  # gradients that are not in the slab yet
     missing: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
 
     def new_slab(self) -> Slab:
@@ -67,16 +68,21 @@ class Bucket:
             self.sum().copy_(self.residual[: self.used])
             self.residual, self.held = None, []
 
+    def collect(self) -> None:
+        """Take the parameters' gradients away from them; `fill` has them then."""
+        self.fresh = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def fill(self) -> None:
-        """Move the parameters' gradients into the slab; one that has none counts as zero. Where something is held back
-        they are added to it instead, and the slab is left as it is: one pass through memory does both."""
+        """Move what was collected into the slab; a gradient that is not there counts as zero. Where something is held
+        back they are added to it instead, and the slab is left as it is: one pass through memory does both."""
+        fresh, self.fresh = self.fresh, []
         views, gradients = [], []
-        for parameter, view in zip(self.parameters, self.held or self.slab.views, strict=True):
-            gradient = parameter.grad
+        for gradient, view in zip(fresh, self.held or self.slab.views, strict=True):
             if gradient is not None:
                 views.append(view)
                 gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-                parameter.grad = None
             elif not self.held:
                 view.zero_()
         if views:

@@ -7,6 +7,7 @@ nothing, and the second stage follows after backward.
 
 import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -54,12 +55,14 @@ class Courier:
             # A daemon: a worker whose peers are gone must be able to end while this still waits for them.
             threading.Thread(target=_carry, args=(strategy, self._queue), name="exchange", daemon=True).start()
 
-    def send(self, number: int, bucket: Bucket) -> None:
-        """A bucket is full. Until `finish` it is the courier's."""
-        if self._sender is None:
-            pending = self._strategy.send(number, bucket)
-        else:
-            pending = _Sent(self._sender.submit(self._strategy.send, number, bucket))
+    def send(self, number: int, bucket: Bucket, fill: Callable[[Bucket], None] = lambda _: None) -> None:
+        """All of a bucket is there, and in it after `fill`. Until `finish` it is the courier's."""
+
+        def begin() -> Pending | None:
+            fill(bucket)
+            return self._strategy.send(number, bucket)
+
+        pending = begin() if self._sender is None else _Sent(self._sender.submit(begin))
         parcel = Parcel(number, bucket, pending)
         self._under_way.append(parcel)
         if self._queue is not None:

@@ -5,12 +5,14 @@ On a GPU these are the library's all-to-all and all-gather. On a CPU they are me
 from worker to worker, through memory that is new each time, and both of its operations take more of the processor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
+from phalanx.train.exchange.messages import hang_up
 from phalanx.train.exchange.strategy import All, Pending, Site
 from phalanx.train.parallel.collectives import Group
 
@@ -29,7 +31,7 @@ class Direct:
         """Begin to give each worker its part of what is here, so many numbers `going` to each rank and `coming` from
         each."""
         if self._messages:
-            return _swap(sent.split(list(going)), received.split(list(coming)), self._site.rank, self._site.first)
+            return _Swap(sent.split(list(going)), received.split(list(coming)), self._site, self._site.first)
         work: Pending | None = dist.all_to_all_single(
             received, sent, list(coming), list(going), group=self._site.first, async_op=True
         )
@@ -40,18 +42,35 @@ class Direct:
         if not self._messages:
             return all_gather_into(whole, own, self._site.second, wait=False)
         world = self._site.world
-        return _swap([own] * world, list(whole.view(world, -1)), self._site.rank, self._site.second)
+        return _Swap([own] * world, whole.view(world, -1).unbind(), self._site, self._site.second)
 
 
-def _swap(sent: Sequence[Tensor], received: Sequence[Tensor], rank: int, group: Group) -> Pending:
-    """Begin to send to each rank, and to receive from each; the nearest in the ring first, so that not all begin with
-    the same one."""
-    world, work = len(sent), []
-    for distance in range(1, world):
-        sender, reader = (rank - distance) % world, (rank + distance) % world
-        if len(received[sender]):
-            work.append(dist.irecv(received[sender], group=group, tag=TAG, group_src=sender))
-        if len(sent[reader]):
-            work.append(dist.isend(sent[reader], group=group, tag=TAG, group_dst=reader))
-    received[rank].copy_(sent[rank])
-    return All(work)
+class _Swap:
+    """Messages to each rank, and from each; the nearest in the ring first, so that not all begin with the same one. Who
+    fails closes all connections of the site: the others may be waiting for what was to follow from here, and would not
+    learn of the one that is gone before that has come."""
+
+    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], site: Site, group: Group):
+        self._site = site
+        self._work: list[Pending | None] = []
+        with self._hanging_up():
+            for distance in range(1, site.world):
+                sender, reader = (site.rank - distance) % site.world, (site.rank + distance) % site.world
+                if len(received[sender]):
+                    self._work.append(dist.irecv(received[sender], group=group, tag=TAG, group_src=sender))
+                if len(sent[reader]):
+                    self._work.append(dist.isend(sent[reader], group=group, tag=TAG, group_dst=reader))
+        received[site.rank].copy_(sent[site.rank])
+
+    def wait(self) -> None:
+        with self._hanging_up():
+            All(self._work).wait()
+
+    @contextmanager
+    def _hanging_up(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            hang_up(self._site.first)
+            hang_up(self._site.second)
+            raise

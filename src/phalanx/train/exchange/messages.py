@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.train.exchange.strategy import Site
+from phalanx.train.parallel.collectives import Group
 
 Letters = Iterable[tuple[int, Tensor]]
 """Ranks of a site's world, and what goes to them or comes from them (contiguous)."""
@@ -35,13 +36,15 @@ class Post:
                 work.wait()
         except RuntimeError:
             if self._hangs_up:
-                self._hang_up()
+                hang_up(self._group)
             raise
 
-    def _hang_up(self) -> None:
-        """Close the connections of the group. A wait that runs out of time is how gloo is told so: it has no call for
-        it, and connections would else be open until the last reference to the group is gone."""
-        with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
-            never = dist.irecv(torch.empty(1), group=self._group, tag=1)
-            if never is not None:
-                never.wait(timedelta(milliseconds=1))
+
+def hang_up(group: Group) -> None:
+    """Close the connections of a group of gloo's, so that nobody at their other ends waits for what will not come. A
+    wait that runs out of time is how gloo is told so: it has no call for it, and connections would else be open until
+    the last reference to the group is gone."""
+    with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
+        never = dist.irecv(torch.empty(1), group=group, tag=1)
+        if never is not None:
+            never.wait(timedelta(milliseconds=1))
