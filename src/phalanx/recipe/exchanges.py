@@ -10,8 +10,9 @@ BUCKET = 25.0
 PARTS = 12
 """Between nodes a bucket holds at most such a part of the gradients: what travels beside backward costs nothing, and
 the last bucket never does."""
-LEAST, LEAST_OF_INT8 = 1.0, 1.5
-"""MiB of which nothing is gained by sending less at a time; rounding to int8 has a part that every bucket costs."""
+LEAST, LEAST_OF_POWERSGD = 1.0, 2.0
+"""MiB of which nothing is gained by sending less at a time; `powersgd` sends so little of them that what counts is how
+often."""
 MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")
@@ -81,7 +82,7 @@ def gradients_of_one(parameters: int, layout: Layout) -> float:
 
 def bucket_between_nodes(gradients: float, exchange: Exchange) -> float:
     """MiB of a bucket where nobody planned another size, for so many bytes of gradients."""
-    least = LEAST_OF_INT8 if exchange.strategy == "int8" else LEAST
+    least = LEAST_OF_POWERSGD if exchange.strategy == "powersgd" else LEAST
     return min(BUCKET, max(least, round(gradients / MIB / PARTS, 1)))
 
 
