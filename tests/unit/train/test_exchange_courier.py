@@ -57,12 +57,13 @@ def test_backward_does_not_wait_while_a_bucket_is_made_ready_and_sent() -> None:
     assert [each for each in strategy.done if each.startswith("send")] == ["send 0", "send 1"]
 
 
-def test_a_bucket_is_taken_while_later_ones_are_still_coming() -> None:
+def test_a_bucket_is_taken_beside_backward_while_later_ones_are_still_coming() -> None:
     strategy = Slow()
     strategy.may_send.set()
     courier = Courier(strategy, beside=True)
     for number in range(2):
         courier.send(number, None)  # type: ignore[arg-type]
+    assert strategy.taken_first.wait(PATIENCE)
     courier.finish()
     courier.close()
     assert strategy.done.index("take 0") < strategy.done.index("answer 1")

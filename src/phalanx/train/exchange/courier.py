@@ -1,8 +1,8 @@
 """Who carries buckets through the stages of a strategy while backward goes on.
 
-On a CPU each stage is begun by a thread of its own: backward does not wait while numbers are rounded and given to
-sockets, and when they have arrived does not depend on when it makes the next gradient. On a GPU waiting costs the host
-nothing, and the second stage follows after backward.
+On a CPU a thread sends buckets, another answers them and a third takes them: backward does not wait while numbers are
+rounded and given to sockets, and when they have arrived does not depend on when it makes the next gradient. On a GPU
+waiting costs the host nothing, and everything after the first stage follows after backward.
 """
 
 import contextlib
@@ -20,13 +20,17 @@ from phalanx.train.exchange.strategy import Pending, Strategy
 
 @dataclass
 class Parcel:
-    """A bucket on its way. `answered` is set when its second stage has begun, or cannot."""
+    """A bucket on its way. `taken` is set when its sum is in it, or cannot be."""
 
     number: int
     bucket: Bucket
     pending: Pending | None
-    answered: threading.Event = field(default_factory=threading.Event)
+    taken: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+
+
+Queue = SimpleQueue[Parcel | list[Parcel]]
+"""Parcels, and at the end a list of those that are still under way."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class Courier:
     def __init__(self, strategy: Strategy, beside: bool):
         self._strategy = strategy
         self._under_way: list[Parcel] = []
-        self._queue: SimpleQueue[Parcel | list[Parcel]] | None = None
+        self._queue: Queue | None = None
         self._sender: ThreadPoolExecutor | None = None
         if beside and strategy.answers:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="send", initializer=_keep_to_own_cores)
-            self._queue = SimpleQueue()
-            # A daemon: a worker whose peers are gone must be able to end while this still waits for them.
-            threading.Thread(target=_carry, args=(strategy, self._queue), name="exchange", daemon=True).start()
+            self._queue, answered = Queue(), Queue()
+            # Daemons: a worker whose peers are gone must be able to end while these still wait for them.
+            for step, source, target in ((_answer, self._queue, answered), (_take, answered, None)):
+                threading.Thread(target=_carry, args=(strategy, step, source, target), daemon=True).start()
 
     def send(self, number: int, bucket: Bucket, fill: Callable[[Bucket], None] = lambda _: None) -> None:
         """All of a bucket is there, and in it after `fill`. Until `finish` it is the courier's."""
@@ -69,24 +74,23 @@ class Courier:
             self._queue.put(parcel)
 
     def finish(self) -> None:
-        """Leave all sums in their buckets: each is taken as soon as it is there, while later ones are still coming."""
+        """Leave all sums in their buckets."""
         if self._queue is None:
             for parcel in self._under_way:
                 _answer(self._strategy, parcel)
         while self._under_way:
             parcel = self._under_way[0]
             if self._queue is not None:
-                parcel.answered.wait()
-            del self._under_way[0]  # what has arrived may be waited for only once
+                parcel.taken.wait()
+            del self._under_way[0]
             if parcel.error is not None:
                 raise parcel.error
-            if parcel.pending is not None:
-                parcel.pending.wait()
-            self._strategy.take(parcel.number, parcel.bucket)
+            if self._queue is None:
+                _take(self._strategy, parcel)
 
     def close(self) -> None:
-        """Let the thread end; it is not waited for, since what it waits for may never come. It takes in what is still
-        under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
+        """Let the threads end; they are not waited for, since what they wait for may never come. They take in what is
+        still under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
         under_way, self._under_way = self._under_way, []
         if self._queue is not None and self._sender is not None:
             self._queue.put(under_way)
@@ -105,20 +109,34 @@ def _answer(strategy: Strategy, parcel: Parcel) -> None:
     parcel.pending = strategy.answer(parcel.number, parcel.bucket) if strategy.answers else None
 
 
-def _carry(strategy: Strategy, queue: "SimpleQueue[Parcel | list[Parcel]]") -> None:
-    """The thread, until the last parcels come. After an error nothing is sent any more: others would wait for another
-    bucket."""
+def _take(strategy: Strategy, parcel: Parcel) -> None:
+    pending, parcel.pending = parcel.pending, None  # what has arrived may be waited for only once
+    if pending is not None:
+        pending.wait()
+    strategy.take(parcel.number, parcel.bucket)
+
+
+def _carry(strategy: Strategy, step: Callable[[Strategy, Parcel], None], source: Queue, target: Queue | None) -> None:
+    """A thread that does a step with each parcel and hands it on. After an error nothing is sent any more: others would
+    wait for another bucket."""
     _keep_to_own_cores()
     failed: BaseException | None = None
-    while isinstance(parcel := queue.get(), Parcel):
+    while isinstance(parcel := source.get(), Parcel):
+        failed = failed or parcel.error
         try:
             if failed is None:
-                _answer(strategy, parcel)
+                step(strategy, parcel)
         except BaseException as error:  # noqa: BLE001 - whatever it is, `finish` raises it
             failed = error
         parcel.error = failed
-        parcel.answered.set()
+        if target is None:
+            parcel.taken.set()
+        else:
+            target.put(parcel)
         del parcel  # or the last one, with the model's gradients, would live as long as the thread
+    if target is not None:
+        target.put(parcel)
+        return
     for last in parcel:
         with contextlib.suppress(RuntimeError):  # of a peer that is gone, which nobody waits for any more
             if last.pending is not None and last.error is None:
