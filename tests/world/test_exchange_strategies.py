@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -251,22 +251,19 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in WAYS]
-)
-def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def told_by(work: Callable[..., None], world: int, *arguments: Any) -> Iterator[list[Connection]]:
+    """So many processes that do this work, `work(rank, *arguments, pipe)`, and what each of them tells; killed at the
+    end."""
     context = warm()
-    pipes = [context.Pipe() for _ in range(4)]
+    pipes = [context.Pipe() for _ in range(world)]
     workers = [
-        context.Process(target=bereaved, args=(rank, name, tmp_path, pipes[rank][1]), daemon=True) for rank in range(4)
+        context.Process(target=work, args=(rank, *arguments, pipes[rank][1]), daemon=True) for rank in range(world)
     ]
     for worker in workers:
         worker.start()
     try:
-        for rank in SURVIVORS:
-            assert pipes[rank][0].poll(60), f"rank {rank} waits"  # torch's own patience is half an hour
-            step, lost, message = pipes[rank][0].recv()
-            assert (step, lost) == (1, True), message
+        yield [near for near, _ in pipes]
     finally:
         for worker in workers:
             worker.kill()
@@ -274,6 +271,17 @@ def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_p
         for near, far in pipes:
             near.close()
             far.close()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in WAYS]
+)
+def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
+    with told_by(bereaved, 4, name, tmp_path) as pipes:
+        for rank in SURVIVORS:
+            assert pipes[rank].poll(60), f"rank {rank} waits"  # torch's own patience is half an hour
+            step, lost, message = pipes[rank].recv()
+            assert (step, lost) == (1, True), message
 
 
 def left_waiting(rank: int, folder: Path, told: Connection) -> None:
@@ -298,21 +306,7 @@ def left_waiting(rank: int, folder: Path, told: Connection) -> None:
 
 
 def test_who_waits_for_a_survivor_that_has_noticed_a_loss_notices_it_too(tmp_path: Path) -> None:
-    context = warm()
-    pipes = [context.Pipe() for _ in range(3)]
-    workers = [
-        context.Process(target=left_waiting, args=(rank, tmp_path, pipes[rank][1]), daemon=True) for rank in range(3)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
+    with told_by(left_waiting, 3, tmp_path) as pipes:
         for rank in range(2):
-            assert pipes[rank][0].poll(30), f"rank {rank} waits"
-            assert pipes[rank][0].recv() != "noticed nothing"
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-        for near, far in pipes:
-            near.close()
-            far.close()
+            assert pipes[rank].poll(30), f"rank {rank} waits"
+            assert pipes[rank].recv() != "noticed nothing"

@@ -135,7 +135,7 @@ class GradientExchange:
         if answers and self._second is None:
             self._second = twin(self._group)
         second = self._second if answers else self._group
-        # These are sums of the library's, begun by a thread: in a group where nobody else has any.
+        # One that projects begins sums of the library's in a thread, so others must not be begun in the same group.
         first = twin(self._group) if self._way.projects and not self.replicas else self._group
         site = Site(self.rank, self.world, first, second, device, self._nodes)
         if self.replicas:

@@ -5,14 +5,13 @@ On a GPU these are the library's all-to-all and all-gather. On a CPU they are me
 from worker to worker, through memory that is new each time, and both of its operations take more of the processor.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
-from phalanx.train.exchange.messages import hang_up
+from phalanx.train.exchange.messages import hanging_up
 from phalanx.train.exchange.strategy import All, Pending, Site
 from phalanx.train.parallel.collectives import Group
 
@@ -51,9 +50,9 @@ class _Swap:
     learn of the one that is gone before that has come."""
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], site: Site, group: Group):
-        self._site = site
         self._work: list[Pending | None] = []
-        with self._hanging_up():
+        self._connections = site.first, site.second
+        with hanging_up(self._connections):
             for distance in range(1, site.world):
                 sender, reader = (site.rank - distance) % site.world, (site.rank + distance) % site.world
                 if len(received[sender]):
@@ -63,14 +62,5 @@ class _Swap:
         received[site.rank].copy_(sent[site.rank])
 
     def wait(self) -> None:
-        with self._hanging_up():
+        with hanging_up(self._connections):
             All(self._work).wait()
-
-    @contextmanager
-    def _hanging_up(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError:
-            hang_up(self._site.first)
-            hang_up(self._site.second)
-            raise

@@ -1,7 +1,7 @@
 """Messages from one worker to another, of which the classic strategies are made."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -20,8 +20,8 @@ class Post:
 
     def __init__(self, site: Site):
         self._group = site.second
-        self._hangs_up = site.device.type == "cpu"
-        if not self._hangs_up:  # NCCL wants all workers to have met before some of them talk
+        self._connections = [self._group] if site.device.type == "cpu" else []
+        if not self._connections:  # NCCL wants all workers to have met before some of them talk
             dist.all_reduce(torch.zeros((), device=site.device), group=self._group)
 
     def swap(self, send: Letters = (), receive: Letters = ()) -> None:
@@ -31,20 +31,22 @@ class Post:
         batch += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receive]
         if not batch:
             return
-        try:
+        with hanging_up(self._connections):
             for work in dist.batch_isend_irecv(batch):
                 work.wait()
-        except RuntimeError:
-            if self._hangs_up:
-                hang_up(self._group)
-            raise
 
 
-def hang_up(group: Group) -> None:
-    """Close the connections of a group of gloo's, so that nobody at their other ends waits for what will not come. A
-    wait that runs out of time is how gloo is told so: it has no call for it, and connections would else be open until
-    the last reference to the group is gone."""
-    with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
-        never = dist.irecv(torch.empty(1), group=group, tag=1)
-        if never is not None:
-            never.wait(timedelta(milliseconds=1))
+@contextlib.contextmanager
+def hanging_up(groups: Iterable[Group]) -> Iterator[None]:
+    """Within it whoever meets an error closes the connections of these groups of gloo's, so that nobody at their other
+    ends waits for what will not come. A wait that runs out of time is how gloo is told so: it has no call for it, and
+    connections would else be open until the last reference to a group is gone."""
+    try:
+        yield
+    except RuntimeError:
+        for group in groups:
+            with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
+                never = dist.irecv(torch.empty(1), group=group, tag=1)
+                if never is not None:
+                    never.wait(timedelta(milliseconds=1))
+        raise
