@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.direct import Direct
+from phalanx.train.exchange.messages import hanging_up
 from phalanx.train.exchange.strategy import Site
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.place import lost_peer, twin
@@ -310,3 +311,28 @@ def test_who_waits_for_a_survivor_that_has_noticed_a_loss_notices_it_too(tmp_pat
         for rank in range(2):
             assert pipes[rank].poll(30), f"rank {rank} waits"
             assert pipes[rank].recv() != "noticed nothing"
+
+
+def hung_up(rank: int, folder: Path, told: Connection) -> None:
+    """The first waits for the second, and hangs up meanwhile, as another of its threads would."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        work = dist.irecv(torch.empty(1), src=1, tag=5)
+        assert work is not None
+        with contextlib.suppress(RuntimeError), hanging_up([None]):
+            raise RuntimeError("a peer is gone")
+        try:
+            work.wait()
+            told.send((False, "noticed nothing"))
+        except RuntimeError as error:
+            told.send((lost_peer(error), str(error)))
+    told.recv()
+
+
+def test_a_thread_for_which_another_has_hung_up_has_lost_a_peer_and_made_no_mistake(tmp_path: Path) -> None:
+    with told_by(hung_up, 2, tmp_path) as pipes:
+        assert pipes[0].poll(30)
+        lost, message = pipes[0].recv()
+        assert lost, message
