@@ -17,6 +17,7 @@ class Slow:
 
     plain = answers = True
     holds_back = projects = False
+    lanes = 1
 
     def __init__(self) -> None:
         self.may_send, self.taken_first = threading.Event(), threading.Event()
@@ -34,6 +35,37 @@ class Slow:
     def take(self, number: int, bucket: Any) -> None:
         self.done.append(f"take {number}")
         self.taken_first.set()
+
+
+class Meeting(Slow):
+    """Its answers, and what is taken, wait for each other in pairs."""
+
+    lanes = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_send.set()
+        self._answers, self._takes = (threading.Barrier(2, timeout=PATIENCE) for _ in range(2))
+
+    def answer(self, number: int, bucket: Any) -> None:
+        self._answers.wait()
+        self.done.append(f"answer {number}")
+
+    def take(self, number: int, bucket: Any) -> None:
+        self._takes.wait()
+        self.done.append(f"take {number}")
+
+
+def test_buckets_of_different_lanes_are_answered_and_taken_side_by_side() -> None:
+    strategy = Meeting()
+    courier = Courier(strategy, beside=True)
+    for number in range(4):
+        courier.send(number, None)  # type: ignore[arg-type]
+    courier.finish()
+    courier.close()
+    taken = [each for each in strategy.done if each.startswith("take")]
+    assert {*taken[:2]} == {"take 0", "take 1"}
+    assert {*taken[2:]} == {"take 2", "take 3"}
 
 
 class Failing(Slow):

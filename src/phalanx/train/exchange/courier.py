@@ -1,7 +1,8 @@
 """Who carries buckets through the stages of a strategy while backward goes on.
 
 On a CPU a thread sends buckets, another answers them and a third takes them: backward does not wait while numbers are
-rounded and given to sockets, and when they have arrived does not depend on when it makes the next gradient. On a GPU
+rounded and given to sockets, and when they have arrived does not depend on when it makes the next gradient. Each lane
+of a strategy has two threads of its own for that. On a GPU
 waiting costs the host nothing, and everything after the first stage follows after backward.
 """
 
@@ -51,14 +52,16 @@ class Courier:
     def __init__(self, strategy: Strategy, beside: bool):
         self._strategy = strategy
         self._under_way: list[Parcel] = []
-        self._queue: Queue | None = None
+        self._queues: list[Queue] = []  # of each lane
         self._sender: ThreadPoolExecutor | None = None
         if beside and strategy.answers:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="send", initializer=_keep_to_own_cores)
-            self._queue, answered = Queue(), Queue()
-            # Daemons: a worker whose peers are gone must be able to end while these still wait for them.
-            for step, source, target in ((_answer, self._queue, answered), (_take, answered, None)):
-                threading.Thread(target=_carry, args=(strategy, step, source, target), daemon=True).start()
+            for _ in range(strategy.lanes):
+                queue, answered = Queue(), Queue()
+                # Daemons: a worker whose peers are gone must be able to end while these still wait for them.
+                for step, source, target in ((_answer, queue, answered), (_take, answered, None)):
+                    threading.Thread(target=_carry, args=(strategy, step, source, target), daemon=True).start()
+                self._queues.append(queue)
 
     def send(self, number: int, bucket: Bucket, fill: Callable[[Bucket], None] = lambda _: None) -> None:
         """All of a bucket is there, and in it after `fill`. Until `finish` it is the courier's."""
@@ -70,30 +73,31 @@ class Courier:
         pending = begin() if self._sender is None else _Sent(self._sender.submit(begin))
         parcel = Parcel(number, bucket, pending)
         self._under_way.append(parcel)
-        if self._queue is not None:
-            self._queue.put(parcel)
+        if self._queues:
+            self._queues[number % len(self._queues)].put(parcel)
 
     def finish(self) -> None:
         """Leave all sums in their buckets."""
-        if self._queue is None:
+        if not self._queues:
             for parcel in self._under_way:
                 _answer(self._strategy, parcel)
         while self._under_way:
             parcel = self._under_way[0]
-            if self._queue is not None:
+            if self._queues:
                 parcel.taken.wait()
             del self._under_way[0]
             if parcel.error is not None:
                 raise parcel.error
-            if self._queue is None:
+            if not self._queues:
                 _take(self._strategy, parcel)
 
     def close(self) -> None:
         """Let the threads end; they are not waited for, since what they wait for may never come. They take in what is
         still under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
         under_way, self._under_way = self._under_way, []
-        if self._queue is not None and self._sender is not None:
-            self._queue.put(under_way)
+        for lane, queue in enumerate(self._queues):
+            queue.put([parcel for parcel in under_way if parcel.number % len(self._queues) == lane])
+        if self._sender is not None:
             self._sender.shutdown(wait=False)
 
 

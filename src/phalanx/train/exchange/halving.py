@@ -6,49 +6,55 @@ of two the surplus first adds its gradients to others', and gets the sum in the 
 """
 
 import torch
+from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.messages import Talking
+from phalanx.train.exchange.strategy import Pending, Site
 
 
-class Halving(Exact):
+class Halving(Talking):
     """Ranks beyond the largest power of two are the surplus."""
 
     def __init__(self, site: Site, buckets: object):
-        self._site, self._post = site, Post(site)
+        super().__init__(site, buckets)
         self._power = 1 << (site.world.bit_length() - 1)
+        self._folded = site.rank + self._power if site.rank + self._power < site.world else None
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat, rank, post = bucket.slab.flat, self._site.rank, self._post
+        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
         if rank >= self._power:
             post.swap([(rank - self._power, flat)])
-            post.swap(receive=[(rank - self._power, flat)])
             return None
-        folded = rank + self._power
-        if folded < self._site.world:
+        if self._folded is not None:
             received = torch.empty_like(flat)
-            post.swap(receive=[(folded, received)])
+            post.swap(receive=[(self._folded, received)])
             flat.add_(received)
-        self._sum(bucket)
-        if folded < self._site.world:
-            post.swap([(folded, flat)])
+        for peer, own, other in self._halves(flat):
+            received = torch.empty_like(own)
+            post.swap([(peer, other)], [(peer, received)])
+            own.add_(received)
         return None
 
-    def _sum(self, bucket: Bucket) -> None:
-        """Among the ranks of the power of two."""
-        part, rank = bucket.slab.flat, self._site.rank
-        halves = []
-        distance = self._power // 2
+    def take(self, number: int, bucket: Bucket) -> None:
+        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
+        if rank >= self._power:
+            post.swap(receive=[(rank - self._power, flat)])
+            return
+        for peer, own, other in reversed(self._halves(flat)):
+            post.swap([(peer, own)], [(peer, other)])
+        if self._folded is not None:
+            post.swap([(self._folded, flat)])
+
+    def _halves(self, part: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """With whom this worker, a rank of the power of two, swaps halves, first to last: which one it adds up, and
+        which the other does."""
+        rank, distance, halves = self._site.rank, self._power // 2, []
         while distance:
-            peer = rank ^ distance
             own, other = part.tensor_split(2)
             if rank & distance:
                 own, other = other, own
-            received = torch.empty_like(own)
-            self._post.swap([(peer, other)], [(peer, received)])
-            part = own.add_(received)
-            halves.append((peer, own, other))
+            halves.append((rank ^ distance, own, other))
+            part = own
             distance //= 2
-        for peer, own, other in reversed(halves):
-            self._post.swap([(peer, own)], [(peer, other)])
+        return halves

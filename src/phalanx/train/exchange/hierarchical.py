@@ -6,32 +6,42 @@ a node; then the parts are handed out inside. As many workers of each node serve
 With every worker on a node of its own it is the ring, with all on one node the sharded server.
 """
 
+from torch import Tensor
+
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post
-from phalanx.train.exchange.ring import ring_sum
+from phalanx.train.exchange.messages import Talking
+from phalanx.train.exchange.ring import all_gather, reduce_scatter
 from phalanx.train.exchange.server import collect, hand_out
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.strategy import Pending, Site
 
 
-class Hierarchical(Exact):
+class Hierarchical(Talking):
     """Two levels: the node, and all nodes."""
 
     def __init__(self, site: Site, buckets: object):
-        self._rank, self._post = site.rank, Post(site)
+        super().__init__(site, buckets)
         nodes: dict[int, list[int]] = {}
         for rank, node in enumerate(site.nodes):
             nodes.setdefault(node, []).append(rank)
         self._mine = nodes[site.nodes[site.rank]]
         count = min(len(ranks) for ranks in nodes.values())
         self._servers = self._mine[:count]
-        self._rings = [[ranks[lane] for ranks in nodes.values()] for lane in range(count)]
+        self._rings = [[ranks[number] for ranks in nodes.values()] for number in range(count)]
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat = bucket.slab.flat
-        collect(self._post, flat, self._servers, self._mine, self._rank)
-        if self._rank in self._servers:
-            lane = self._servers.index(self._rank)
-            part = flat.tensor_split(len(self._servers))[lane]
-            ring_sum(self._post, part, self._rings[lane], self._rank)
-        hand_out(self._post, flat, self._servers, self._mine, self._rank)
+        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
+        collect(post, flat, self._servers, self._mine, rank)
+        if rank in self._servers:
+            reduce_scatter(post, *self._served(flat), rank)
         return None
+
+    def take(self, number: int, bucket: Bucket) -> None:
+        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
+        if rank in self._servers:
+            all_gather(post, *self._served(flat), rank)
+        hand_out(post, flat, self._servers, self._mine, rank)
+
+    def _served(self, flat: Tensor) -> tuple[Tensor, list[int]]:
+        """The part of the gradients that this worker serves, and who serves it in other nodes."""
+        own = self._servers.index(self._site.rank)
+        return flat.tensor_split(len(self._servers))[own], self._rings[own]

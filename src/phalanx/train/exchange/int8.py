@@ -37,6 +37,7 @@ class Int8:
     answers = True
     holds_back = True
     projects = False
+    lanes = 1
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
         self._direct = Direct(site)

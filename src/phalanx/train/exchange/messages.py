@@ -1,39 +1,67 @@
 """Messages from one worker to another, of which the classic strategies are made."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.train.exchange.strategy import Site
+from phalanx.train.exchange.strategy import Exact, Site
 from phalanx.train.parallel.collectives import Group
 
 Letters = Iterable[tuple[int, Tensor]]
 """Ranks of a site's world, and what goes to them or comes from them (contiguous)."""
 
 
-class Post:
-    """Carries messages over the second group of a site: one batch at a time, alike at both ends."""
+LANES = 4
+"""Buckets under way side by side on CPUs. While one waits for a message others use the link: of a tree's levels, or of
+the two ways of a server's port, only one is busy with a bucket at any time."""
+TAG = 2
+"""Of the messages about the first bucket; the next ones follow."""
 
-    def __init__(self, site: Site):
-        self._group = site.second
-        self._connections = [self._group] if site.device.type == "cpu" else []
-        if not self._connections:  # NCCL wants all workers to have met before some of them talk
-            dist.all_reduce(torch.zeros((), device=site.device), group=self._group)
+
+class Talking(Exact):
+    """A strategy that is nothing but messages: those towards the sum are its answer, and those that hand it out its
+    taking."""
+
+    lanes = LANES
+
+    def __init__(self, site: Site, buckets: object):
+        self._site = site
+        self._post = Post(site.second, site.device.type == "cpu")
+        if site.device.type != "cpu":  # NCCL wants all workers to have met before some of them talk
+            dist.all_reduce(torch.zeros((), device=site.device), group=site.second)
+
+
+@dataclass(frozen=True)
+class Post:
+    """Carries messages over a group, on CPUs (`gloo`) those of different tags side by side: one batch at a time, alike
+    at both ends."""
+
+    group: Group
+    gloo: bool
+    tag: int = TAG
+
+    def about(self, bucket: int) -> "Post":
+        """For messages that are not taken for those about other buckets."""
+        return Post(self.group, self.gloo, TAG + bucket)
 
     def swap(self, send: Letters = (), receive: Letters = ()) -> None:
         """Send and receive, all at once, until everything is here and may be written to again. Raises at once when an
         end is gone; then the other workers get an error, too, instead of waiting for what would have come from here."""
-        batch = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in send]
-        batch += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receive]
+        batch = [self._part(dist.isend, tensor, rank) for rank, tensor in send]
+        batch += [self._part(dist.irecv, tensor, rank) for rank, tensor in receive]
         if not batch:
             return
-        with hanging_up(self._connections):
+        with hanging_up([self.group] if self.gloo else []):
             for work in dist.batch_isend_irecv(batch):
                 work.wait()
+
+    def _part(self, begin: Callable[..., object], tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(begin, tensor, group=self.group, tag=self.tag, group_peer=rank)
 
 
 @contextlib.contextmanager

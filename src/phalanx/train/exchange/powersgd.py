@@ -33,6 +33,7 @@ class PowerSGD:
     answers = True
     holds_back = True
     projects = True
+    lanes = 1
 
     def __init__(self, site: Site, buckets: Sequence[Bucket]):
         self._site = site

@@ -8,15 +8,15 @@ workers on, but few messages.
 import torch
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.messages import Talking
+from phalanx.train.exchange.strategy import Pending, Site
 
 
-class ReductionTree(Exact):
+class ReductionTree(Talking):
     """The parent of a rank is the rank without its lowest bit that is set."""
 
     def __init__(self, site: Site, buckets: object):
-        self._post = Post(site)
+        super().__init__(site, buckets)
         rank, world = site.rank, site.world
         lowest = rank & -rank or world  # rank 0 has no parent, and children up to the world's end
         steps = [1 << bit for bit in range(world.bit_length()) if 1 << bit < lowest]
@@ -24,15 +24,19 @@ class ReductionTree(Exact):
         self._children = [rank + step for step in steps if rank + step < world]
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat = bucket.slab.flat
+        flat, post = bucket.slab.flat, self._post.about(number)
         if self._children:
             received = torch.empty_like(flat)
             for child in self._children:  # the smallest subtree is done first
-                self._post.swap(receive=[(child, received)])
+                post.swap(receive=[(child, received)])
                 flat.add_(received)
         if self._parent is not None:
-            self._post.swap([(self._parent, flat)])
-            self._post.swap(receive=[(self._parent, flat)])
-        for child in reversed(self._children):  # the largest subtree has the longest way to go
-            self._post.swap([(child, flat)])
+            post.swap([(self._parent, flat)])
         return None
+
+    def take(self, number: int, bucket: Bucket) -> None:
+        flat, post = bucket.slab.flat, self._post.about(number)
+        if self._parent is not None:
+            post.swap(receive=[(self._parent, flat)])
+        for child in reversed(self._children):  # the largest subtree has the longest way to go
+            post.swap([(child, flat)])

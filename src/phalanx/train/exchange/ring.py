@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.messages import Post, Talking
+from phalanx.train.exchange.strategy import Pending
 
 
-class Ring(Exact):
+class Ring(Talking):
     """All workers in one ring."""
 
-    def __init__(self, site: Site, buckets: object):
-        self._site, self._post = site, Post(site)
-
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        ring_sum(self._post, bucket.slab.flat, range(self._site.world), self._site.rank)
+        reduce_scatter(self._post.about(number), bucket.slab.flat, range(self._site.world), self._site.rank)
         return None
 
+    def take(self, number: int, bucket: Bucket) -> None:
+        all_gather(self._post.about(number), bucket.slab.flat, range(self._site.world), self._site.rank)
 
-def ring_sum(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave the sum over `ranks`, of which `rank` is this one, in `flat` [at least as many elements as ranks]."""
+
+def reduce_scatter(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
+    """Leave with each of `ranks`, of which `rank` is this one, the sum of one part of `flat` [at least as many elements
+    as ranks]: with the first that of the second part, and so on."""
     count, here = len(ranks), ranks.index(rank)
     left, right = ranks[here - 1], ranks[(here + 1) % count]
     parts = flat.tensor_split(count)
@@ -36,5 +37,12 @@ def ring_sum(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
         received = room[: len(added)]
         post.swap([(right, parts[(here - turn) % count])], [(left, received)])
         added.add_(received)
+
+
+def all_gather(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
+    """Leave in `flat` the sums that `reduce_scatter` has left with each of `ranks`."""
+    count, here = len(ranks), ranks.index(rank)
+    left, right = ranks[here - 1], ranks[(here + 1) % count]
+    parts = flat.tensor_split(count)
     for turn in range(count - 1):
         post.swap([(right, parts[(here - turn + 1) % count])], [(left, parts[(here - turn) % count])])

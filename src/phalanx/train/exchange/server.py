@@ -12,25 +12,28 @@ import torch
 from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.messages import Post, Talking
+from phalanx.train.exchange.strategy import Pending, Site
 
 
-class Server(Exact):
+class Server(Talking):
     """Rank 0 serves all."""
 
     def __init__(self, site: Site, buckets: object):
-        self._site, self._post = site, Post(site)
+        super().__init__(site, buckets)
         self._servers = self._choose(site.world)
 
     def _choose(self, world: int) -> Sequence[int]:
         return range(1)
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        clients = range(self._site.world)
-        collect(self._post, bucket.slab.flat, self._servers, clients, self._site.rank)
-        hand_out(self._post, bucket.slab.flat, self._servers, clients, self._site.rank)
+        clients, flat = range(self._site.world), bucket.slab.flat
+        collect(self._post.about(number), flat, self._servers, clients, self._site.rank)
         return None
+
+    def take(self, number: int, bucket: Bucket) -> None:
+        clients, flat = range(self._site.world), bucket.slab.flat
+        hand_out(self._post.about(number), flat, self._servers, clients, self._site.rank)
 
 
 class ShardedServer(Server):

@@ -52,12 +52,14 @@ class Site:
 class Strategy(Protocol):
     """Sums buckets. `plain`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
     `answers`: it has a second stage, or does everything there. `holds_back`: buckets need a `residual` for what could
-    not be sent yet; `projects`: and `bases`, on which gradients are projected."""
+    not be sent yet; `projects`: and `bases`, on which gradients are projected. `lanes`: so many buckets may be at the
+    same stage side by side, for whoever can tell apart what arrives."""
 
     plain: bool
     answers: bool
     holds_back: bool
     projects: bool
+    lanes: int
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         """Bucket `number` is full: send what others need of it."""
@@ -87,6 +89,7 @@ class Exact:
     answers = True
     holds_back = False
     projects = False
+    lanes = 1
 
     def send(self, number: int, bucket: Bucket) -> Pending | None:
         return None
