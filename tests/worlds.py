@@ -67,7 +67,11 @@ class World:
         pipes = [pipe for _, pipe in self._processes[:size]]
         for pipe in pipes:
             pipe.send((self._folder / f"meeting-{self._count}", size, case, arguments))
-        results = [pipe.recv() for pipe in pipes]
+        try:
+            results = [pipe.recv() for pipe in pipes]
+        except BaseException:  # of what is left in the pipes the next case would know nothing, and wait
+            self._kill()
+            raise
         failures = [result for result in results if isinstance(result, Failure)]
         assert not failures, failures[0]
         return results
@@ -85,6 +89,12 @@ class World:
                 pipe.send(None)
         for process, _ in self._processes:
             process.join()
+
+    def _kill(self) -> None:
+        for process, _ in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
 
     def _start_one(self) -> None:
         context = warm()

@@ -145,6 +145,22 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(
         assert_equal(again, first)
 
 
+def in_the_manner_of_gpus(rank: int, world: int, *, name: str) -> None:
+    """By the operations and in the order of GPUs, where no thread carries anything, beside what CPUs do."""
+    usual = sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Site, "on_cpu", False)
+        found, again = (sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world]) for _ in range(2))
+    assert_sums(found, usual, 1e-5)
+    assert_equal(again, found)
+
+
+@NAMES
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_gpus_do_makes_the_same_sums(world: World, ranks: int, name: str) -> None:
+    world.run(ranks, in_the_manner_of_gpus, name=name)
+
+
 def with_what_is_held_back(rank: int, world: int, *, name: str, dtype: torch.dtype) -> tuple[Sums, list[Tensor]]:
     held_back: list[Tensor] = []
     return sums_of(name, rank, world, dtype=dtype, held_back=held_back), held_back

@@ -23,8 +23,8 @@ def parameter_server(size: float, ranks: int, bandwidth: float, latency: float) 
 
 
 def serving_rank(size: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """One of the ranks is the server, as in `train.exchange.server`: bucket by bucket it takes the others' gradients
-    in, then sends them the sum, 2 (n - 1) |W| / BW (Paleo's)."""
+    """One of the ranks is the server, as in `train.exchange.server`: it takes the others' gradients in, then sends them
+    the sum, 2 (n - 1) |W| / BW (Paleo's). Of many buckets on CPUs half of that: one is sent while another comes in."""
     return 2 * (ranks - 1) * (size / bandwidth + latency)
 
 
@@ -36,7 +36,8 @@ def sharded_parameter_server(size: float, ranks: int, bandwidth: float, latency:
 
 def reduction_tree(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Binomial tree of whole messages: up to one rank, then down again, 2 log2(n) (|W| / BW + latency), FireCaffe's
-    choice (sec. 5.2; as its formula has it, without rounding log2 up)."""
+    choice (sec. 5.2; as its formula has it, without rounding log2 up). That of one message: of many buckets some go up
+    while others come down."""
     return 2 * math.log2(ranks) * (size / bandwidth + latency)
 
 

@@ -142,7 +142,7 @@ class GradientExchange:
             strategy: Strategy = FixedTree(site, self.micro_batches, self._cover, self._capacity)
         else:
             strategy = self._way(site, self.buckets)
-        self._courier = Courier(strategy, beside=device.type == "cpu")
+        self._courier = Courier(strategy, beside=site.on_cpu)
 
     def begin_step(self, step: int) -> None:
         """The step of a run that has this number comes next."""

@@ -24,12 +24,12 @@ class Direct:
     the second. Tensors are flat and contiguous."""
 
     def __init__(self, site: Site):
-        self._site, self._messages = site, site.device.type == "cpu"
+        self._site = site
 
     def spread(self, sent: Tensor, received: Tensor, going: Sequence[int], coming: Sequence[int]) -> Pending | None:
         """Begin to give each worker its part of what is here, so many numbers `going` to each rank and `coming` from
         each."""
-        if self._messages:
+        if self._site.on_cpu:
             return _Swap(sent.split(list(going)), received.split(list(coming)), self._site, self._site.first)
         work: Pending | None = dist.all_to_all_single(
             received, sent, list(coming), list(going), group=self._site.first, async_op=True
@@ -38,7 +38,7 @@ class Direct:
 
     def gather(self, own: Tensor, whole: Tensor) -> Pending | None:
         """Begin to bring the parts of all workers, which are equally long, to each of them."""
-        if not self._messages:
+        if not self._site.on_cpu:
             return all_gather_into(whole, own, self._site.second, wait=False)
         world = self._site.world
         return _Swap([own] * world, whole.view(world, -1).unbind(), self._site, self._site.second)

@@ -16,7 +16,7 @@ Letters = Iterable[tuple[int, Tensor]]
 """Ranks of a site's world, and what goes to them or comes from them (contiguous)."""
 
 
-LANES = 4
+LANES = 3
 """Buckets under way side by side on CPUs. While one waits for a message others use the link: of a tree's levels, or of
 the two ways of a server's port, only one is busy with a bucket at any time."""
 TAG = 2
@@ -31,8 +31,8 @@ class Talking(Exact):
 
     def __init__(self, site: Site, buckets: object):
         self._site = site
-        self._post = Post(site.second, site.device.type == "cpu")
-        if site.device.type != "cpu":  # NCCL wants all workers to have met before some of them talk
+        self._post = Post(site.second, site.on_cpu)
+        if not site.on_cpu:  # NCCL wants all workers to have met before some of them talk
             dist.all_reduce(torch.zeros((), device=site.device), group=site.second)
 
 

@@ -194,7 +194,7 @@ class Rounds:
             first = twin(self._group) if self.schedule.delay else self._group
             second = twin(self._group) if self._way.answers else first
             site = Site(self._rank, self._world, first, second, device, range(self._world))
-            self._courier = Courier(self._way(site, self.buckets), beside=device.type == "cpu")
+            self._courier = Courier(self._way(site, self.buckets), beside=site.on_cpu)
         return self._courier
 
     def _measure(self, number: int) -> None:

@@ -48,6 +48,12 @@ class Site:
     device: torch.device
     nodes: Sequence[int]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether threads carry buckets, and messages take the place of operations of the library that need more of the
+        processor."""
+        return self.device.type == "cpu"
+
 
 class Strategy(Protocol):
     """Sums buckets. `plain`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
