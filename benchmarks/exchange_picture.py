@@ -16,7 +16,7 @@ from pictures import Curve, chart
 
 SHOWN = {
     "diloco-late": "diloco, rounds of 10 steps",
-    "int8-1.5mib": "int8",
+    "int8-1mib": "int8",
     "bf16-1mib": "bf16",
     "allreduce-1mib": "allreduce",
     "ddp-1mib": "torch's DDP",

@@ -60,7 +60,8 @@ class Courier:
                 queue, answered = Queue(), Queue()
                 # Daemons: a worker whose peers are gone must be able to end while these still wait for them.
                 for step, source, target in ((_answer, queue, answered), (_take, answered, None)):
-                    threading.Thread(target=_carry, args=(strategy, step, source, target), daemon=True).start()
+                    work = (strategy, step, source, target)
+                    threading.Thread(target=_carry, args=work, daemon=True, name="exchange").start()
                 self._queues.append(queue)
 
     def send(self, number: int, bucket: Bucket, fill: Callable[[Bucket], None] = lambda _: None) -> None:

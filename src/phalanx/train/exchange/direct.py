@@ -1,30 +1,33 @@
-"""Parts of a bucket from every worker to every other at once: both halves of a sum, for strategies that add up by
-themselves.
+"""Parts of a bucket between all workers: both halves of a sum, for strategies that add up by themselves.
 
-On a GPU these are the library's all-to-all and all-gather. On a CPU they are messages: gloo's all-gather hands parts on
-from worker to worker, through memory that is new each time, and both of its operations take more of the processor.
+On a GPU these are the library's all-to-all and all-gather. On a CPU they are messages, for gloo's operations take more
+of the processor, and memory that is new each time. Parts that differ for each worker go to all of them at once; those
+that all get are handed on from worker to worker, so that on a slow network nobody hears from several at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
-from phalanx.train.exchange.messages import hanging_up
+from phalanx.train.exchange.messages import Post, hanging_up
+from phalanx.train.exchange.ring import all_gather
 from phalanx.train.exchange.strategy import All, Pending, Site
 from phalanx.train.parallel.collectives import Group
 
 TAG = 2026
-"""Of these messages, so that others over the same group are not taken for them."""
+"""Of what is spread, so that other messages over the same group are not taken for it."""
 
 
 class Direct:
-    """What goes directly between the workers of a site: it is spread over the first of its groups, and gathered over
-    the second. Tensors are flat and contiguous."""
+    """What goes between the workers of a site: it is spread over the first of its groups, and gathered over the second.
+    Tensors are flat and contiguous."""
 
     def __init__(self, site: Site):
-        self._site = site
+        self._site, self._post = site, Post(site.second, (site.first, site.second))
 
     def spread(self, sent: Tensor, received: Tensor, going: Sequence[int], coming: Sequence[int]) -> Pending | None:
         """Begin to give each worker its part of what is here, so many numbers `going` to each rank and `coming` from
@@ -36,12 +39,21 @@ class Direct:
         )
         return work
 
-    def gather(self, own: Tensor, whole: Tensor) -> Pending | None:
-        """Begin to bring the parts of all workers, which are equally long, to each of them."""
+    def gather(self, number: int, own: Tensor, whole: Tensor) -> Pending | None:
+        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `number`: several
+        may be gathered side by side. On a CPU it is done by whoever waits for it."""
         if not self._site.on_cpu:
             return all_gather_into(whole, own, self._site.second, wait=False)
-        world = self._site.world
-        return _Swap([own] * world, whole.view(world, -1).unbind(), self._site, self._site.second)
+        rank, world = self._site.rank, self._site.world
+        whole.view(world, -1)[rank].copy_(own)
+        return _Task(partial(all_gather, self._post.about(number), whole, range(world), rank))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is done when it is waited for."""
+
+    wait: Callable[[], None]
 
 
 class _Swap:

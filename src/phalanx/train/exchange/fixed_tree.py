@@ -15,6 +15,7 @@ import torch
 
 from phalanx.train.exchange.buckets import ALIGNMENT, Bucket
 from phalanx.train.exchange.direct import Direct
+from phalanx.train.exchange.messages import LANES
 from phalanx.train.exchange.strategy import All, Exact, Pending, Site
 from phalanx.train.tree import Node, total
 
@@ -24,6 +25,7 @@ class FixedTree(Exact):
     that travel together. Buffers are kept from step to step: memory that is used for the first time is slow."""
 
     plain = False
+    lanes = LANES
 
     def __init__(self, site: Site, leaves: int, cover: Sequence[Sequence[Node]], capacity: float):
         self._site, self._leaves, self._cover, self._capacity = site, leaves, cover, capacity
@@ -41,7 +43,7 @@ class FixedTree(Exact):
         return None  # each piece is waited for when it is added
 
     def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        return All([piece.answer(bucket, self._leaves, self._direct) for piece in self._pieces[number]])
+        return All([piece.answer(number, bucket, self._leaves, self._direct) for piece in self._pieces[number]])
 
 
 class _Piece:
@@ -64,13 +66,13 @@ class _Piece:
             sent = torch.stack([part.view(self._shape) for part in parts], dim=1, out=self._sent)
         self._pending = direct.spread(sent.view(-1), self._received, self._going, self._coming)
 
-    def answer(self, bucket: Bucket, leaves: int, direct: Direct) -> Pending | None:
+    def answer(self, number: int, bucket: Bucket, leaves: int, direct: Direct) -> Pending | None:
         """Add the nodes of the own part, and gather the sums."""
         if self._pending is not None:
             self._pending.wait()
         values = list(self._received.view(len(self._nodes), -1))
         own = total(leaves, self._nodes, values, lambda left, right: left.add_(right))
-        return direct.gather(own, bucket.slab.flat[self._span])
+        return direct.gather(number, own, bucket.slab.flat[self._span])
 
 
 def cut(length: int, unit: int, most: float) -> list[slice]:

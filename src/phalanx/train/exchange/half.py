@@ -37,7 +37,7 @@ class Half(Exact):
         for part in others:  # in turn, which is twice as fast as a reduction over the first dimension
             total.add_(part)
         wire.own.copy_(total)
-        return self._direct.gather(wire.own, wire.received)
+        return self._direct.gather(number, wire.own, wire.received)
 
     def take(self, number: int, bucket: Bucket) -> None:
         bucket.slab.flat.copy_(self._wires[number].received)

@@ -58,7 +58,7 @@ class Int8:
         wire.add_up()
         wire.answering.encode()
         wire.residual.add_(wire.left)
-        return self._direct.gather(wire.answer.view(-1), wire.received.view(-1))
+        return self._direct.gather(number, wire.answer.view(-1), wire.received.view(-1))
 
     def take(self, number: int, bucket: Bucket) -> None:
         numbers, scales = self._wires[number].arrived

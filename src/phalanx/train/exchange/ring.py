@@ -26,23 +26,23 @@ class Ring(Talking):
 
 
 def reduce_scatter(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave with each of `ranks`, of which `rank` is this one, the sum of one part of `flat` [at least as many elements
-    as ranks]: with the first that of the second part, and so on."""
+    """Leave with each of `ranks`, of which `rank` is this one, the sum of its part of `flat` [at least as many elements
+    as ranks]."""
     count, here = len(ranks), ranks.index(rank)
     left, right = ranks[here - 1], ranks[(here + 1) % count]
     parts = flat.tensor_split(count)
     room = torch.empty_like(parts[0])  # the first is never shorter than others
     for turn in range(count - 1):
-        added = parts[(here - turn - 1) % count]
+        added = parts[(here - turn - 2) % count]
         received = room[: len(added)]
-        post.swap([(right, parts[(here - turn) % count])], [(left, received)])
+        post.swap([(right, parts[(here - turn - 1) % count])], [(left, received)])
         added.add_(received)
 
 
 def all_gather(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave in `flat` the sums that `reduce_scatter` has left with each of `ranks`."""
+    """Leave in `flat` the parts of all `ranks`, each of which has its own there, as `reduce_scatter` leaves it."""
     count, here = len(ranks), ranks.index(rank)
     left, right = ranks[here - 1], ranks[(here + 1) % count]
     parts = flat.tensor_split(count)
     for turn in range(count - 1):
-        post.swap([(right, parts[(here - turn + 1) % count])], [(left, parts[(here - turn) % count])])
+        post.swap([(right, parts[(here - turn) % count])], [(left, parts[(here - turn - 1) % count])])
