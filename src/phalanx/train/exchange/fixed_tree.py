@@ -3,8 +3,8 @@
 Each worker gets the nodes of its part of the bucket; it adds them, and all get the sums (`direct.py`).
 Where every worker has one node, as with powers of two, these are the bytes of a ring: 2 (n - 1)/n of the gradients.
 
-A bucket that is larger than others, because one parameter is, travels in pieces: while the sums of one are gathered,
-the next arrives. The bits are those of the whole, for a sum is made number by number.
+A bucket that is larger than others, because one parameter is, travels in pieces: one is added up while the next
+arrives. The bits are those of the whole, for a sum is made number by number.
 """
 
 import math
