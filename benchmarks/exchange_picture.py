@@ -15,7 +15,7 @@ from typing import Any
 from pictures import Curve, chart
 
 SHOWN = {
-    "diloco-late": "diloco, rounds of 10 steps",
+    "diloco-late3": "diloco, rounds of 10 steps",
     "int8-1mib": "int8",
     "bf16-1mib": "bf16",
     "allreduce-1mib": "allreduce",

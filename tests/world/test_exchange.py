@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.exchange import ALIGNMENT, GradientExchange, allreduce, direct
+from phalanx.train.exchange import ALIGNMENT, GradientExchange, allreduce, direct, messages
 from phalanx.train.exchange.direct import Direct
 from phalanx.train.exchange.strategy import Site
 from phalanx.train.place import twin
@@ -205,9 +205,9 @@ class Noting:
         return operation(tensor, *args, **options)
 
 
-def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[int]]:
-    """The lengths of what is summed, or sent to the next rank to be added, in order, in two steps; each rank uses other
-    parameters in another order."""
+def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[list[int], list[int]]]:
+    """The lengths of what is summed, or sent to the next rank to be added, in order, and those of sums that are handed
+    on to it, in two steps; each rank uses other parameters in another order."""
     weights = parameters()
     exchange = GradientExchange(
         weights, rank=rank, world=world, micro_batches=2 * world, replicas=replicas, capacity=1.0
@@ -215,8 +215,9 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[i
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for again in range(2):
-            noting = Noting((rank + 1) % world)
+            noting, handed = Noting((rank + 1) % world), Noting((rank + 1) % world)
             patch.setattr(direct if replicas else allreduce, "dist", noting)
+            patch.setattr(messages, "dist", handed)
             # The first step leaves out one parameter a rank, the second turns the order of use around.
             used = [w for i, w in enumerate(weights) if again or i % world != rank][:: -1 if again else 1]
             for leaf in (2 * rank, 2 * rank + 1):
@@ -229,7 +230,7 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[list[i
             exchange.finish()
             for weight in weights:
                 weight.grad = None
-            orders.append(noting.lengths)
+            orders.append((noting.lengths, handed.lengths))
     return orders
 
 
@@ -248,10 +249,11 @@ def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
     for orders in found:
         assert orders == found[0]
         for order in orders:
-            if replicas:  # a node of every piece; pieces are as small as can be
-                assert order == [ALIGNMENT] * (sum(lengths) // (ranks * ALIGNMENT))
+            if replicas:  # a node of every piece, and sums of all parts but one; pieces are as small as can be
+                pieces = [ALIGNMENT] * (sum(lengths) // (ranks * ALIGNMENT))
+                assert order == (pieces, pieces * (ranks - 1))
             else:
-                assert order == lengths
+                assert order == (lengths, [])
 
 
 def moved(rank: int, world: int, *, device: str) -> tuple[list[int], list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 On a CPU a thread sends buckets, another answers them and a third takes them: backward does not wait while numbers are
 rounded and given to sockets, and when they have arrived does not depend on when it makes the next gradient. Each lane
-of a strategy has two threads of its own for that. On a GPU
-waiting costs the host nothing, and everything after the first stage follows after backward.
+of a strategy has an answering and a taking thread of its own. On a GPU waiting costs the host nothing, and everything
+after the first stage follows after backward.
 """
 
 import contextlib
