@@ -166,7 +166,7 @@ PARTED: Values = {
     "layout": {"replicate": 2},
     "batch": {"global": 2, "micro": 1},
     "steps": 120,
-    "exchange": {"exact": "no", "tolerance": "2%"},
+    "exchange": {"exact": "no", "tolerance": "9%"},
     "evaluate": {"every": 40},
     "callbacks": ["faults:Faults", "parted:Parted"],
 }

@@ -142,7 +142,7 @@ def parted(rank: int, world: int, *, tolerance: str) -> dict[str, Any]:
 
 
 def test_with_a_bound_on_the_loss_all_train_apart_after_the_first_hundred_steps(world: World) -> None:
-    one, other = world.run(2, parted, tolerance="2%")
+    one, other = world.run(2, parted, tolerance="9%")
     assert (one["steps"], one["event"], one["apart"]) == (other["steps"], other["event"], other["apart"])
     assert one["steps"] == one["apart"].start == 101  # a step more, which sends what int8 held back
     assert max(one["left"], other["left"]) < 1e-4
@@ -153,7 +153,7 @@ def test_with_a_bound_on_the_loss_all_train_apart_after_the_first_hundred_steps(
 def test_without_a_bound_all_stay_together_and_are_told_what_one_would_allow(world: World) -> None:
     *_, last = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
     assert last["strategy"] == "int8"
-    assert last["why"].endswith("tolerance: 2% would allow diloco, foretold 1.00")
+    assert last["why"].endswith("tolerance: 9% would allow diloco, foretold 1.00")
 
 
 def switched(rank: int, world: int, *, way: list[str]) -> list[float]:

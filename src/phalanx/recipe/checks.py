@@ -92,8 +92,10 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("every", "outer", "fragments", "delay", "wire"):
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
-    if recipe.exchange.start != Exchange().start and strategy not in (*LOCAL, "powersgd"):
-        yield "exchange.start", f"is for powersgd, local or diloco, and the strategy is {strategy}: leave it out"
+    may_part = strategy == "auto" and recipe.exchange.tolerance is not None
+    if recipe.exchange.start != Exchange().start and not may_part and strategy not in (*LOCAL, "powersgd"):
+        told = f"is for powersgd, local, diloco, or auto with a tolerance, and the strategy is {strategy}: leave it out"
+        yield "exchange.start", told
     yield from _tolerance(recipe.exchange)
     if strategy in LOCAL:
         yield from _local(recipe)

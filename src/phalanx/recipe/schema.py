@@ -308,7 +308,7 @@ class Exchange(Part):
     training, and is else allreduce, or the fixed tree of `exact: replicas`."""
     tolerance: Percent | None = None
     """By how much the held-out loss may end above that of a run that sends fp32 in every step: with `exact: no` a bound
-    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `2%` on `auto` may have
+    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `9%` on `auto` may have
     workers train apart (diloco), which it does not without a bound."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
@@ -321,7 +321,7 @@ class Exchange(Part):
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     start: Annotated[int, Field(ge=0)] = 100
     """`powersgd`, `local` and `diloco`: first steps of a run, in which gradients travel whole, or after each of which
-    workers take the mean of their weights."""
+    workers take the mean of their weights. `auto` with a `tolerance`: those before workers may train apart."""
     outer: Outer = Outer()
     fragments: PositiveInt = 1
     """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is

@@ -99,7 +99,7 @@ class ExchangeWatch:
             self._parting = True
             exchange.switch("allreduce")
             return True
-        self.apart, (self._progress.exchange, why) = how, found
+        self._progress.exchange, self.apart, why = found
         self._say(now.strategy, why, now.seen[now.strategy], now.seen, self._progress.exchange.foretold)
         return True
 

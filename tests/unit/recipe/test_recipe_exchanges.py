@@ -7,7 +7,7 @@ import pytest
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import check
-from phalanx.recipe.exchanges import APART, BY_ACCURACY, apart_from, candidates, cost_of
+from phalanx.recipe.exchanges import APART, BY_ACCURACY, LATEST, apart_from, candidates, cost_of
 from phalanx.recipe.schema import Exchange
 
 NO = {"strategy": "auto", "exact": "no"}
@@ -78,21 +78,29 @@ def apart(bound: str | None, step: int = 100, **values: Any) -> Exchange | None:
 
 
 def test_workers_may_train_apart_after_the_first_steps_where_the_loss_is_bounded() -> None:
-    how = apart("2%", 130)
+    how = apart("9%", 130)
     assert how is not None
     assert (how.strategy, how.every, how.delay, how.wire, how.start) == ("diloco", 10, 2, "int8", 130)
-    assert apart("2%", 99) is None
+    assert apart("9%", 99) is None
+
+
+def test_workers_do_not_train_apart_before_the_step_that_is_given(tmp_path: Any) -> None:
+    exchange = {**NO, "tolerance": "9%", "start": 300}
+    recipe = Recipe.model_validate({"exchange": exchange, "layout": {"replicate": 4}})
+    check(recipe, tmp_path, 4)
+    assert apart_from(recipe, 299) is None
+    assert apart_from(recipe, 300) is not None
 
 
 @pytest.mark.parametrize(
     ("bound", "values"),
     [
         (None, {}),
-        ("1.9%", {}),
-        ("2%", {"layout": {"replicate": 2, "tensor": 2}}),
-        ("2%", {"layout": {"replicate": 1}}),
-        ("2%", {"optim": {"state": "8bit"}}),
-        ("2%", {"exchange": {"strategy": "int8", "exact": "no", "tolerance": "2%"}}),
+        ("8.9%", {}),
+        ("9%", {"layout": {"replicate": 2, "tensor": 2}}),
+        ("9%", {"layout": {"replicate": 1}}),
+        ("9%", {"optim": {"state": "8bit"}}),
+        ("9%", {"exchange": {"strategy": "int8", "exact": "no", "tolerance": "9%"}}),
     ],
 )
 def test_workers_may_not_train_apart_without_a_bound_or_the_whole_model(bound: str | None, values: Any) -> None:
@@ -100,7 +108,7 @@ def test_workers_may_not_train_apart_without_a_bound_or_the_whole_model(bound: s
 
 
 def test_what_auto_may_turn_to_may_also_be_given(tmp_path: Any) -> None:
-    how = {**APART, "exact": "no", "tolerance": "1%"}
+    how = {**APART, "delay": LATEST, "exact": "no", "tolerance": "9%"}
     check(Recipe.model_validate({"exchange": how, "layout": {"replicate": 4}}), tmp_path, 4)
 
 
@@ -111,8 +119,8 @@ def test_what_auto_may_turn_to_may_also_be_given(tmp_path: Any) -> None:
             {"strategy": "powersgd", "exact": "no", "tolerance": "1%"},
             "powersgd .* 6.0% .* at least 6%, or strategy: auto",
         ),
-        ({"strategy": "diloco", "exact": "no", "tolerance": "2%"}, "diloco .* 3.0% "),
-        ({"strategy": "local", "start": 0, "exact": "no", "tolerance": "5%"}, "local .* 8.0% "),
+        ({"strategy": "diloco", "exact": "no", "tolerance": "2%"}, "diloco .* 9.0% "),
+        ({"strategy": "local", "start": 0, "exact": "no", "tolerance": "5%"}, "local .* 9.0% "),
         (
             {"strategy": "int8", "exact": "no", "tolerance": "0.1%"},
             "found 0.1%, but with strategy: int8 .* at least 0.2%",

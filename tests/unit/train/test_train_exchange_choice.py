@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.plan.exchanges import INT8
 from phalanx.plan.setup import WIRES
-from phalanx.recipe.exchanges import BY_ACCURACY
+from phalanx.recipe.exchanges import BY_ACCURACY, LATEST
 from phalanx.recipe.schema import Exchange
 from phalanx.train.exchange.choice import (
     BYTES,
@@ -196,17 +196,27 @@ def test_workers_part_where_even_the_fewest_bytes_leave_much_exposed() -> None:
     settled = walked(LINKS["100mbit"][0])[-1]
     found = parting(settled, APART)
     assert found is not None
-    choice, why = found
+    choice, how, why = found
+    assert how == APART  # int8 travels within two steps of computing
     assert (choice.strategy, choice.settled, choice.seen) == ("diloco", True, settled.seen)
-    assert choice.foretold == pytest.approx(1.0)  # int8 travels within two steps of computing
+    assert choice.foretold == pytest.approx(1.0)
     assert "39.9% of a step is exposed" in why
+
+
+@pytest.mark.parametrize(("exposed", "late"), [(1.4, 2), (1.6, 3), (3.4, 4), (3.6, 5), (9.0, 5)])
+def test_rounds_are_taken_as_many_steps_late_as_their_bytes_take(exposed: float, late: int) -> None:
+    found = parting(Choice("int8", 4, {"int8": Seen(1.0 + exposed, exposed, 0.5)}, settled=True), APART)
+    assert found is not None
+    _, how, why = found
+    assert how == APART.model_copy(update={"delay": late})
+    assert f"taken {late} steps late" in why
 
 
 def test_what_rounds_still_wait_for_is_foretold() -> None:
     slow = Choice("int8", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True)
     found = parting(slow, APART)
     assert found is not None
-    assert found[0].foretold == pytest.approx(1.0 / (1.0 + (9.5 - 2.0) / 10))
+    assert found[0].foretold == pytest.approx(1.0 / (1.0 + (9.5 - LATEST) / 10))
 
 
 @pytest.mark.parametrize(
