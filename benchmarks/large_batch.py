@@ -1,10 +1,11 @@
 """Accuracy against batch: Network-in-Network on Fashion-MNIST, with and without scaling of the learning rate.
 
     python benchmarks/large_batch.py [--out docs/results] [--samples 163840] [--width 24] [--batches 64 256 1024 4096]
+        [--seeds 0 1 2]
 
-Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with the same weights, and
-decays its rate in a straight line to 0. Without scaling all have the learning rate of the smallest batch; with it that
-rises by optim.scaling, linear or sqrt, over the first quarter of the run. The network is that of
+Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with its seed's weights,
+and decays its rate in a straight line to 0. Without scaling all have the learning rate of the smallest batch; with it
+that rises by optim.scaling, linear or sqrt, over the first quarter of the run. The network is that of
 examples/firecaffe/nin.yaml, narrower. The gradient noise scale is what `phalanx report` tells of each run.
 
 One process and one thread, each run in a run directory of its own below --runs (default a temporary one). What the page
@@ -13,8 +14,9 @@ tells of time is what the machine was doing meanwhile; accuracies do not depend 
 
 import argparse
 import os
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,7 +44,8 @@ READING = "\n## Reading\n"
 
 @dataclass(frozen=True)
 class Result:
-    """One run. `noise` is the gradient noise scale in samples as last estimated, None before there was an estimate."""
+    """One run of one seed. `noise` is the gradient noise scale in samples as last estimated, None before there was an
+    estimate."""
 
     batch: int
     way: str
@@ -64,7 +67,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=24, help="maps of the first convolution; the paper's are 96")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the smallest batch")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     batches = sorted(given.batches)
     if given.samples % batches[-1] or any(batch % batches[0] for batch in batches):
@@ -73,8 +76,9 @@ def main() -> None:
         results = []
         for batch in batches:
             for way in WAYS if batch > batches[0] else WAYS[:1]:
-                run = (given.runs or Path(folder)) / f"{way}-{batch}"
-                results.append(trained(run, batch, way, batches[0], given))
+                runs = [(given.runs or Path(folder)) / f"{way}-{batch}-{seed}" for seed in given.seeds]
+                each = zip(runs, given.seeds, strict=True)
+                results.append([trained(run, batch, way, batches[0], seed, given) for run, seed in each])
                 print(line(results[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out.parent / "images").mkdir(parents=True, exist_ok=True)
@@ -86,13 +90,13 @@ def main() -> None:
     print(f"\n{text}")
 
 
-def trained(run: Path, batch: int, way: str, base: int, given: argparse.Namespace) -> Result:
+def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argparse.Namespace) -> Result:
     """One run from its beginning to its end, or what an earlier call left of it."""
     steps = given.samples // batch
     # Eight micro-batches or more: the noise scale compares one of them with the whole batch.
     values = [f"batch.global={batch}", f"batch.micro={max(min(batch // 8, 32), batch // 16)}", f"steps={steps}"]
     values += [f"model.args.size={SIZE}", f"model.args.width={given.width}", f"optim.lr={given.lr}"]
-    values += ["optim.schedule.decay=linear", "optim.schedule.final=0", f"seed={given.seed}"]
+    values += ["optim.schedule.decay=linear", "optim.schedule.final=0", f"seed={seed}"]
     values += ["precision=fp32", "compile=false", "threads=1", "memory.recompute=none", "checkpoint.keep=1"]
     values += [f"evaluate.every={steps}", "evaluate.samples=10000", "recovery.hot=null"]
     if way == "none":
@@ -103,7 +107,7 @@ def trained(run: Path, batch: int, way: str, base: int, given: argparse.Namespac
     try:
         phalanx.train(RECIPE, values, run=run, nproc=1)
     except PhalanxError as error:  # a run that diverges is a result, and its events tell it
-        print(f"{way}, batch {batch}: {error}", flush=True)
+        print(f"{way}, batch {batch}, seed {seed}: {error}", flush=True)
     where = Run(run)
     scales = read_history(where.events).steps.noise_scale
     noise = [float(value) for value in scales[np.isfinite(scales)]]
@@ -123,30 +127,44 @@ def trained(run: Path, batch: int, way: str, base: int, given: argparse.Namespac
     )
 
 
-def line(result: Result) -> str:
-    """A row of the table."""
-    scores = ("-", "-") if result.accuracy is None else (f"{result.accuracy:.1%}", f"{result.loss:.3f}")
-    noise = "-" if result.noise is None else f"{float(f'{result.noise:.2g}'):g} ({result.estimates})"
-    cells = (result.batch, result.steps, result.way, f"{result.rate:.3g}", *scores, noise, f"{result.seconds:.0f}")
+def line(results: Sequence[Result]) -> str:
+    """A row of the table, of one batch and way with every seed."""
+    first = results[0]
+    by_seed = ", ".join("-" if each.accuracy is None else f"{each.accuracy:.1%}" for each in results)
+    accuracy, loss = mean(each.accuracy for each in results), mean(each.loss for each in results)
+    scores = ("-" if accuracy is None else f"{accuracy:.1%}", by_seed, "-" if loss is None else f"{loss:.3f}")
+    noise = ", ".join(
+        "-" if each.noise is None else f"{float(f'{each.noise:.2g}'):g} ({each.estimates})" for each in results
+    )
+    seconds = sum(each.seconds for each in results)
+    cells = (first.batch, first.steps, first.way, f"{first.rate:.3g}", *scores, noise, f"{seconds:.0f}")
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-def picture(results: Sequence[Result]) -> str:
-    """Accuracy against batch, a curve for each way."""
-    first = [each for each in results if each.way == "none"][:1]
+def mean(values: Iterable[float | None]) -> float | None:
+    """Over seeds that ended with a score; None where none did."""
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
+
+
+def picture(results: Sequence[Sequence[Result]]) -> str:
+    """Accuracy against batch, the mean over seeds, a curve for each way."""
+    first = [each for each in results if each[0].way == "none"][:1]
     curves = []
     for way in WAYS:
-        mine = first * (way != "none") + [each for each in results if each.way == way]
-        points = [(float(each.batch), 100 * each.accuracy) for each in mine if each.accuracy is not None]
+        mine = first * (way != "none") + [each for each in results if each[0].way == way]
+        scored = [(float(each[0].batch), mean(result.accuracy for result in each)) for each in mine]
+        points = [(batch, 100 * accuracy) for batch, accuracy in scored if accuracy is not None]
         curves.append(Curve("no scaling" if way == "none" else f"{way} scaling", points, dots=True))
     title = "NiN on Fashion-MNIST: accuracy after the same number of samples"
     return chart(curves, title, "batch, samples a step", "held-out accuracy, %")
 
 
-def page(results: Sequence[Result], given: argparse.Namespace) -> str:
+def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
     """The Markdown page of what was run."""
-    machine, seconds = this_machine(), sum(each.seconds for each in results)
+    machine, seconds = this_machine(), sum(each.seconds for seeds in results for each in seeds)
     smallest, batches = min(given.batches), " ".join(str(batch) for batch in sorted(given.batches))
+    seeds = " ".join(str(seed) for seed in given.seeds)
     command = f"python benchmarks/large_batch.py --samples {given.samples} --width {given.width} --lr {given.lr:g}"
     setting = (
         f"{date.today()}; {machine.name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
@@ -155,25 +173,27 @@ def page(results: Sequence[Result], given: argparse.Namespace) -> str:
     size = (
         f"Small: Network-in-Network with {given.width} maps in its first convolution (the paper's has 96) on "
         f"Fashion-MNIST, images enlarged from 28 to {SIZE} pixels a side; {given.samples:,} samples a run, which is "
-        f"{given.samples / 60_000:.2g} epochs, and one seed. SGD with momentum 0.9 and weight decay 0.0005; the rate "
+        f"{given.samples / 60_000:.2g} epochs. SGD with momentum 0.9 and weight decay 0.0005; the rate "
         f"of batch {smallest} is {given.lr:g}, falling in a straight line to 0; scaled rates rise over the first "
-        "quarter of the run. Scored on all 10,000 test images; guessing has 10%."
+        "quarter of the run. Scored on all 10,000 test images; guessing has 10%. Accuracies and losses are means over "
+        "the seeds."
     )
     warning = (
-        "The noise scale, in samples, is a running estimate over the whole run, with a new one every eighth step: in "
-        "brackets how many. Of runs with few steps it says little, and it is small while a network has learned little."
+        "The noise scale, in samples, is a running estimate over the whole run, with a new one every eighth step: the "
+        "last one of each seed, in brackets how many. Of runs with few steps it says little, and it is small while a "
+        "network has learned little."
     )
     return "\n".join(
         [
             "# Accuracy against batch, with and without scaling of the learning rate",
             "",
-            f"`{command} --seed {given.seed} --batches {batches}`",
+            f"`{command} --seeds {seeds} --batches {batches}`",
             "",
             *(f"{fill(text, 120)}\n" for text in (setting, size)),
             "![accuracy against batch](../images/large-batch.svg)",
             "",
-            "| batch | steps | scaling | highest rate | accuracy | held-out loss | noise scale | s |",
-            "|---:|---:|---|---:|---:|---:|---:|---:|",
+            "| batch | steps | scaling | highest rate | accuracy | by seed | held-out loss | noise scale | s |",
+            "|---:|---:|---|---:|---:|---:|---:|---:|---:|",
             *(line(result) for result in results),
             "",
             fill(warning, 120),
