@@ -24,8 +24,8 @@ LATEST = 5
 """They may take rounds so many steps late, as long as their bytes travel."""
 ROUNDED, PARTED, THIN = 0.002, 0.09, 0.06
 """By how much the held-out loss may end above fp32's, the most of three seeds with the worst of three networks, rounded
-up (docs/results/exchange.md): when gradients are rounded; where workers train apart (GoogLeNet up to 8.7%, NiN and a
-GPT 2.6%, the GPT from its first step on 7.4%); and of `powersgd` (the GPT 5.6%, GoogLeNet 2.0%)."""
+up (docs/results/exchange.md): when gradients are rounded; where workers train apart (GoogLeNet up to 8.7%, NiN 2.6%,
+a GPT 3.1%, and 7.4% from its first step on); and of `powersgd` (the GPT 5.6%, GoogLeNet 2.0%)."""
 THIN_AT_ONCE = 0.19
 """The same of `powersgd` without whole gradients in the first steps: the GPT 17 to 18%."""
 WHOLE = Exchange().start
