@@ -24,6 +24,7 @@ from phalanx.plan.energy import Energy, Slowdown, capped_slowdown, device_power,
 from phalanx.plan.fitting import what_would_fit
 from phalanx.plan.footprint import Footprint, footprint
 from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
+from phalanx.plan.opening import Opening, opening_of
 from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
@@ -57,6 +58,8 @@ class Planned:
     best: Option
     others: tuple[Option, ...]
     footprint: Footprint
+    opening: Opening | None
+    """The first steps, where they are of another kind; `best`, `low` and `high` are of those that follow."""
     low: float
     high: float
     """Seconds of a step between which nine of ten measurements should lie."""
@@ -299,10 +302,12 @@ def _outcome(
     # what checkpoints cost is in the step already
     productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
     load = _load(best.parts)
-    money = budget(samples, recipe.batch.global_, best.seconds, devices, cluster.prices, productive)
+    opening = opening_of(recipe, best, rates)
+    usual = best.seconds if opening is None else opening.mean(best.seconds, recipe.steps)
+    money = budget(samples, recipe.batch.global_, usual, devices, cluster.prices, productive)
     energy = run_energy(cluster, money.seconds, nodes, load)
     if energy is not None:
-        money = budget(samples, recipe.batch.global_, best.seconds, devices, cluster.prices, productive, energy)
+        money = budget(samples, recipe.batch.global_, usual, devices, cluster.prices, productive, energy)
     return Planned(
         recipe=recipe,
         cluster=cluster,
@@ -310,6 +315,7 @@ def _outcome(
         best=best,
         others=options[1:],
         footprint=memory_of(recipe, best.setup),
+        opening=opening,
         low=best.seconds * math.exp(-NINETY * spread) * low,
         high=best.seconds * math.exp(NINETY * spread) * high,
         layer=rates.layer,

@@ -24,6 +24,7 @@ from phalanx.plan import (
     choose_bucket,
     choose_memory,
     choose_precision,
+    choose_start,
     choose_threads,
     divides_state,
     fits_whole,
@@ -91,7 +92,7 @@ def first_resolution(
     else:
         chosen, seconds = tried_memory(given, needs, room, payload, call, forecast_of(given, folder, here, world))
     bucket = choose_bucket(given, needs.trainable, world, nodes, machine.device)
-    choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket]
+    choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket, *choose_start(given)]
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})

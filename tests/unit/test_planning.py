@@ -37,6 +37,14 @@ def planned(folder: Path, *overrides: str, cluster: str = "h100:64", gpus: int |
     return plan_run(loaded(folder, *overrides), cluster, gpus)
 
 
+def far_apart(folder: Path) -> str:
+    """64 nodes of one device, joined by 100 Mbit/s."""
+    file = folder / "far.yaml"
+    node = "{name: alone, accelerator: H100, count: 1, scale_out: {link: thin, gbps: 0.0125}}"
+    file.write_text(f"nodes: 64\nnode: {node}\n")
+    return str(file)
+
+
 def test_the_best_uses_all_devices_fits_and_is_no_slower_than_the_others(folder: Path) -> None:
     found = planned(folder)
     assert found.devices == found.best.setup.layout.world == 64
@@ -78,6 +86,33 @@ def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
     found = planned(folder, "exchange.exact=no", "exchange.strategy=local", "exchange.every=10")
     assert found.best.setup.layout.replicate == 64
     assert found.best.setup.wire.share == 1 / 10
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({"strategy": "diloco", "wire": "int8", "delay": 2}, 300),
+        ({"strategy": "local", "start": 5}, 5),
+        ({"strategy": "powersgd"}, 100),
+    ],
+)
+def test_a_run_takes_what_its_first_steps_take_and_the_others(
+    values: dict[str, Any], steps: int, folder: Path
+) -> None:
+    keys = [f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()]
+    found = planned(folder, *keys, "steps=900", "layout.replicate=64", cluster=far_apart(folder))
+    assert found.opening is not None
+    assert found.opening.steps == steps
+    assert found.opening.seconds > 1.5 * found.best.seconds
+    took = steps * found.opening.seconds + (900 - steps) * found.best.seconds
+    assert found.budget.seconds == pytest.approx(took)
+
+
+@pytest.mark.parametrize("values", [{}, {"strategy": "local", "start": 0}])
+def test_a_run_whose_steps_are_all_alike_has_no_opening(values: dict[str, Any], folder: Path) -> None:
+    found = planned(folder, *(f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()))
+    assert found.opening is None
+    assert found.budget.seconds == pytest.approx(100 * found.best.seconds)
 
 
 def test_the_planned_text_is_a_recipe_with_the_choice(folder: Path) -> None:

@@ -110,6 +110,7 @@ def page(found: "Planned", top: int) -> list[str]:
         f"   of {found.valid:,} valid ones",
         "",
         f"a step     {time_text(best.seconds)}, nine times of ten {time_text(found.low)} to {time_text(found.high)}",
+        *_opening(found),
         f"speed      {_number(per_second)} {units}/s, MFU {100 * found.mfu:.1f} %",
         f"memory     {best.memory / GIB:.1f} of {device.memory_gib:g} GiB a device",
         f"run        {found.recipe.steps:,} steps in {duration(money.seconds)}, {money.device_hours:,.1f} device-hours",
@@ -137,6 +138,16 @@ def page(found: "Planned", top: int) -> list[str]:
         )
         lines.append(f"scaling    efficiency against {first[0]:,}, as many samples each: {shown}")
     return lines
+
+
+def _opening(found: "Planned") -> list[str]:
+    """The first steps, where they are of another kind."""
+    from phalanx.plan.timeline import time_text
+
+    first = found.opening
+    if first is None:
+        return []
+    return [f"           each of the first {first.steps:,}, in which all travels: {time_text(first.seconds)}"]
 
 
 def unlike(found: "Planned", count: int) -> list["Option"]:
@@ -205,6 +216,7 @@ def plain(found: "Planned", top: int, out: Path) -> dict[str, Any]:
         "choices": [option(each) for each in (found.best, *unlike(found, top - 1))],
         "low_seconds": found.low,
         "high_seconds": found.high,
+        "opening": None if found.opening is None else asdict(found.opening),
         "mfu": found.mfu,
         "memory": dict(vars(found.footprint)),
         "budget": asdict(found.budget),

@@ -15,7 +15,7 @@ from phalanx.plan.resolve import Choice, parts_of, shared_among
 from phalanx.plan.setup import wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import apart_from, candidates
+from phalanx.recipe.exchanges import apart_from, candidates, first_steps
 from phalanx.recipe.schema import Layout
 
 WAYS = ("none", "selective", "full")
@@ -76,7 +76,7 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
     taken = [recipe.exchange.model_copy(update={"strategy": each}) for each in candidates(recipe, device)]
-    apart = apart_from(recipe, recipe.exchange.start)
+    apart = apart_from(recipe, first_steps(recipe))
     wires = [wire_of(each) for each in (*taken, *([] if apart is None else [apart]))]
     travelling = max(0.0 if single and not wire.keeps else wire.memory for wire in wires)
     return 8 + kept + math.ceil(travelling)

@@ -12,7 +12,16 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.exchanges import BUCKET, MIB, bucket_between_nodes, gradients_of_one, travels_beside
+from phalanx.recipe.exchanges import (
+    BUCKET,
+    FIRST,
+    MIB,
+    bucket_between_nodes,
+    first_steps,
+    gradients_of_one,
+    heeds_start,
+    travels_beside,
+)
 from phalanx.recipe.schema import Layout
 
 GAIN = 1.2
@@ -80,6 +89,15 @@ def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int, devic
     return [Choice("exchange.bucket", bucket_between_nodes(gradients, recipe.exchange), why)]
 
 
+def choose_start(recipe: Recipe) -> list[Choice]:
+    """After how many steps an exchange becomes what it is named for, where something is to be said about it."""
+    exchange, steps = recipe.exchange, first_steps(recipe)
+    if exchange.start != "auto" or not heeds_start(exchange):
+        return []
+    why = "the least" if steps == FIRST else f"a third of {recipe.steps:,} steps together"
+    return [Choice("exchange.start", steps, why)]
+
+
 def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:
     """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
     threads = choose_threads(recipe, cores, world)
@@ -97,7 +115,7 @@ def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list
     loss = Choice("memory.loss", recipe.memory.loss, "given")
     if recipe.memory.loss == "auto":
         loss = Choice("memory.loss", "whole", "the loss is the loop's own")
-    return [threads, recompute, loss, micro, precision]
+    return [threads, recompute, loss, micro, precision, *choose_start(recipe)]
 
 
 def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
@@ -114,6 +132,7 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     values["compile"] = recipe.compile if recipe.compile != "auto" else False
     if recipe.exchange.bucket == "auto":
         values["exchange"]["bucket"] = chosen.get("exchange.bucket", BUCKET)
+    values["exchange"]["start"] = first_steps(recipe)
     if recipe.exchange.strategy == "auto" and recipe.exchange.exact != "no":  # else it is chosen while training
         values["exchange"]["strategy"] = "allreduce"
     return Recipe.model_validate(values)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from phalanx.recipe.exchanges import cost_of, tolerance_of
+from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
@@ -92,8 +92,7 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("every", "outer", "fragments", "delay", "wire"):
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
-    may_part = strategy == "auto" and recipe.exchange.tolerance is not None
-    if recipe.exchange.start != Exchange().start and not may_part and strategy not in (*LOCAL, "powersgd"):
+    if recipe.exchange.start not in ("auto", FIRST) and not heeds_start(recipe.exchange):
         told = f"is for powersgd, local, diloco, or auto with a tolerance, and the strategy is {strategy}: leave it out"
         yield "exchange.start", told
     yield from _tolerance(recipe.exchange)

@@ -319,9 +319,10 @@ class Exchange(Part):
     `phalanx plan` writes the best for the cluster's network."""
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
-    start: Annotated[int, Field(ge=0)] = 100
+    start: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """`powersgd`, `local` and `diloco`: first steps of a run, in which gradients travel whole, or after each of which
-    workers take the mean of their weights. `auto` with a `tolerance`: those before workers may train apart."""
+    workers take the mean of their weights. `auto` with a `tolerance`: those before workers may train apart. 100 if it
+    is `auto`, or a third of the run's steps before workers train apart, whatever is more."""
     outer: Outer = Outer()
     fragments: PositiveInt = 1
     """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is

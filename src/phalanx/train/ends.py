@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import bucket_bytes, candidates
+from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
@@ -69,7 +69,7 @@ def make_stepper(
             strategy=strategy,
             nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
             low_rank=recipe.exchange.low_rank,
-            start=recipe.exchange.start,
+            start=first_steps(recipe),
         )
         divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
     between = isinstance(gradients, GradientExchange) or mesh.only_replicates

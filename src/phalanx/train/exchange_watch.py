@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import PARTED, apart_from, candidates
+from phalanx.recipe.exchanges import PARTED, apart_from, candidates, first_steps
 from phalanx.recipe.schema import Exchange
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.choice import LIMIT, Choice, Seen, begun, decided, efficiencies, gain_of_no, parting
@@ -106,7 +106,7 @@ class ExchangeWatch:
     def _offered(self) -> str:
         """What a recipe without a bound on the loss forgoes, for people."""
         bounded = self._recipe.exchange.model_copy(update={"tolerance": f"{PARTED:.0%}"})
-        given, start = self._recipe.exchange.tolerance, self._recipe.exchange.start
+        given, start = self._recipe.exchange.tolerance, first_steps(self._recipe)
         how = apart_from(self._recipe.model_copy(update={"exchange": bounded}), start) if given is None else None
         found = None if how is None else parting(self._progress.exchange, how)
         promise = None if found is None else found[0].foretold

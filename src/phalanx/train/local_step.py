@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import bucket_bytes
+from phalanx.recipe.exchanges import bucket_bytes, first_steps
 from phalanx.recipe.schema import Layout
 from phalanx.train.apart import Apart, was_apart
 from phalanx.train.exchange.rounds import PLAIN, Rounds
@@ -96,7 +96,7 @@ def make_local_stepper(
         parameters,
         rank=place.rank,
         world=place.world,
-        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay, exchange.start),
+        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay, first_steps(recipe)),
         outer=exchange.outer if exchange.strategy == "diloco" else PLAIN,
         wire=exchange.wire,
         capacity=bucket_bytes(exchange),

@@ -10,6 +10,7 @@ from phalanx.plan import (
     choices_untried,
     choose_bucket,
     choose_precision,
+    choose_start,
     choose_threads,
     go_on,
     plan_of,
@@ -171,6 +172,27 @@ def test_going_on_takes_what_is_free_to_change() -> None:
     assert not isinstance(going.layout, str)
     assert going.layout.replicate == 3
     assert (going.threads, going.batch.micro, going.precision) == (2, 8, "bf16")
+
+
+ROUNDS = {"strategy": "diloco", "exact": "no"}
+
+
+def test_workers_part_after_a_third_of_the_steps_and_it_is_told() -> None:
+    (choice,) = choose_start(recipe(steps=900, exchange=ROUNDS))
+    assert (choice.key, choice.value, choice.why) == ("exchange.start", 300, "a third of 900 steps together")
+    assert resolve(recipe(steps=900, exchange=ROUNDS), CHOSEN, 2).exchange.start == 300
+
+
+@pytest.mark.parametrize("exchange", [{}, {**ROUNDS, "start": 5}, {"strategy": "int8", "exact": "no"}])
+def test_nothing_is_chosen_where_the_first_steps_are_given_or_like_all_others(exchange: Any) -> None:
+    assert choose_start(recipe(exchange=exchange)) == []
+    assert resolve(recipe(exchange=exchange), CHOSEN, 2).exchange.start == exchange.get("start", 100)
+
+
+def test_a_run_that_goes_on_for_longer_parts_where_it_would_have() -> None:
+    resolved = resolve(recipe(steps=900, exchange=ROUNDS), CHOSEN, 2)
+    going = go_on(resolved, recipe(steps=3000, exchange=ROUNDS), 2)
+    assert (going.steps, going.exchange.start) == (3000, 300)
 
 
 @pytest.mark.parametrize(

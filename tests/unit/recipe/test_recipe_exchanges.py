@@ -7,7 +7,7 @@ import pytest
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import check
-from phalanx.recipe.exchanges import APART, BY_ACCURACY, LATEST, apart_from, candidates, cost_of
+from phalanx.recipe.exchanges import APART, BY_ACCURACY, LATEST, apart_from, candidates, cost_of, first_steps
 from phalanx.recipe.schema import Exchange
 
 NO = {"strategy": "auto", "exact": "no"}
@@ -82,6 +82,24 @@ def test_workers_may_train_apart_after_the_first_steps_where_the_loss_is_bounded
     assert how is not None
     assert (how.strategy, how.every, how.delay, how.wire, how.start) == ("diloco", 10, 2, "int8", 130)
     assert apart("9%", 99) is None
+
+
+@pytest.mark.parametrize(
+    ("exchange", "steps", "expected"),
+    [
+        ({"strategy": "diloco"}, 60, 100),
+        ({"strategy": "local"}, 300, 100),
+        ({"strategy": "local"}, 1000, 334),
+        ({"strategy": "auto", "tolerance": "9%"}, 1000, 334),
+        ({"strategy": "powersgd"}, 1000, 100),
+        ({"strategy": "powersgd", "start": 7}, 1000, 7),
+        ({"strategy": "diloco", "start": 0}, 1000, 0),
+    ],
+)
+def test_the_first_steps_of_a_long_run_without_rounds_are_a_third_of_it(
+    exchange: Any, steps: int, expected: int
+) -> None:
+    assert first_steps(Recipe.model_validate({"exchange": {"exact": "no", **exchange}, "steps": steps})) == expected
 
 
 def test_workers_do_not_train_apart_before_the_step_that_is_given(tmp_path: Any) -> None:
