@@ -96,9 +96,7 @@ def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
         ({"strategy": "powersgd"}, 100),
     ],
 )
-def test_a_run_takes_what_its_first_steps_take_and_the_others(
-    values: dict[str, Any], steps: int, folder: Path
-) -> None:
+def test_a_run_takes_what_its_first_steps_take_and_the_others(values: dict[str, Any], steps: int, folder: Path) -> None:
     keys = [f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()]
     found = planned(folder, *keys, "steps=900", "layout.replicate=64", cluster=far_apart(folder))
     assert found.opening is not None
