@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.plan.rates import Rates
 from phalanx.plan.search import Option
-from phalanx.plan.setup import WIRES, Wire
+from phalanx.plan.setup import Wire, wire_of
 from phalanx.plan.step import step
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import first_steps
@@ -32,12 +32,12 @@ def opening_of(recipe: Recipe, best: Option, rates: Rates) -> Opening | None:
     wire, steps = first_wire_of(recipe.exchange), min(first_steps(recipe), recipe.steps)
     if wire is None or not steps or best.setup.layout.replicate == 1:
         return None
-    longer = step(replace(best.setup, wire=wire), rates).gradients - step(best.setup, rates).gradients
+    longer = step(replace(best.setup, wire=wire), rates).gradients - best.parts.gradients
     return Opening(steps, best.seconds + longer)
 
 
 def first_wire_of(exchange: Exchange) -> Wire | None:
-    """What an exchange sends in a first step: all gradients, or weights after each step, for which workers wait."""
-    if exchange.strategy == "powersgd":
-        return Wire()
-    return Wire(WIRES.get(exchange.wire, Wire()).share, hides=False) if exchange.strategy in LOCAL else None
+    """What an exchange sends in a first step: all gradients, or what a round of one step does, while workers wait."""
+    if exchange.strategy in LOCAL:
+        return wire_of(exchange.model_copy(update={"every": 1, "delay": 0}))
+    return Wire() if exchange.strategy == "powersgd" else None

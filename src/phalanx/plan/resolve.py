@@ -92,9 +92,11 @@ def choose_bucket(recipe: Recipe, parameters: int, world: int, nodes: int, devic
 def choose_start(recipe: Recipe) -> list[Choice]:
     """After how many steps an exchange becomes what it is named for, where something is to be said about it."""
     exchange, steps = recipe.exchange, first_steps(recipe)
-    if exchange.start != "auto" or not heeds_start(exchange):
+    if not heeds_start(exchange) or (exchange.start != "auto" and steps < recipe.steps):
         return []
-    why = "the least" if steps == FIRST else f"a third of {recipe.steps:,} steps together"
+    why = "no fewer" if steps == FIRST else f"a third of {recipe.steps:,} steps together"
+    if steps >= recipe.steps:
+        why = f"the run ends before that, after {recipe.steps:,} steps"
     return [Choice("exchange.start", steps, why)]
 
 

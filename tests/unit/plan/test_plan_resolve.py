@@ -189,6 +189,12 @@ def test_nothing_is_chosen_where_the_first_steps_are_given_or_like_all_others(ex
     assert resolve(recipe(exchange=exchange), CHOSEN, 2).exchange.start == exchange.get("start", 100)
 
 
+@pytest.mark.parametrize(("start", "expected"), [("auto", 100), (5000, 5000)])
+def test_a_run_that_ends_before_workers_part_is_told(start: Any, expected: int) -> None:
+    (choice,) = choose_start(recipe(steps=60, exchange={**ROUNDS, "start": start}))
+    assert (choice.value, choice.why) == (expected, "the run ends before that, after 60 steps")
+
+
 def test_a_run_that_goes_on_for_longer_parts_where_it_would_have() -> None:
     resolved = resolve(recipe(steps=900, exchange=ROUNDS), CHOSEN, 2)
     going = go_on(resolved, recipe(steps=3000, exchange=ROUNDS), 2)
