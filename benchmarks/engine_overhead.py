@@ -91,6 +91,23 @@ class Job:
     world: int
     rank: int
     device: torch.device
+    has_loss: bool = False
+    """Whether the model of plain loop and peers is a `WithLoss`."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of this process, in a step: gradients are accumulated over them."""
+        micro = self.recipe.batch.micro
+        return self.samples // micro if isinstance(micro, int) else 1
+
+    def micro(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A step's samples in micro-batches."""
+        yield from zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """A micro-batch's part of the mean loss of a step."""
+        loss: Tensor = model(x, y) if self.has_loss else loss_of(model(x), y)
+        return loss if self.micro_batches == 1 else loss / self.micro_batches
 
     @property
     def samples(self) -> int:
@@ -122,17 +139,29 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class WithLoss(nn.Module):
+    """A model and its loss, so that both are compiled together."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(self.model(x), y)
+
+
 def plain(job: Job, model: nn.Module) -> Steps:
     optimizer = job.optimizer(model)
     wrapped = DistributedDataParallel(model) if job.world > 1 else model
-    for x, y in job.batches():
+    for batch in job.batches():
         optimizer.zero_grad(set_to_none=True)
-        if job.recipe.precision == "bf16":
-            with torch.autocast(job.device.type, dtype=torch.bfloat16):
-                loss = loss_of(wrapped(x), y)
-        else:
-            loss = loss_of(wrapped(x), y)
-        loss.backward()
+        for x, y in job.micro(*batch):
+            if job.recipe.precision == "bf16":
+                with torch.autocast(job.device.type, dtype=torch.bfloat16):
+                    loss = job.loss(wrapped, x, y)
+            else:
+                loss = job.loss(wrapped, x, y)
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         yield loss.item()
@@ -149,10 +178,11 @@ def fabric(job: Job, model: nn.Module) -> Steps:
     )
     engine.launch()
     wrapped, optimizer = engine.setup(model, job.optimizer(model))
-    for x, y in job.batches():
+    for batch in job.batches():
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(wrapped(x), y)
-        engine.backward(loss)
+        for x, y in job.micro(*batch):
+            loss = job.loss(wrapped, x, y)
+            engine.backward(loss)
         engine.clip_gradients(wrapped, optimizer, max_norm=1.0)
         optimizer.step()
         yield loss.item()
@@ -165,10 +195,11 @@ def accelerate(job: Job, model: nn.Module) -> Steps:
         cpu=job.device.type == "cpu", mixed_precision={"fp32": "no", "bf16": "bf16"}[job.recipe.precision]
     )
     wrapped, optimizer = engine.prepare(model, job.optimizer(model))
-    for x, y in job.batches():
+    for batch in job.batches():
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(wrapped(x), y)
-        engine.backward(loss)
+        for x, y in job.micro(*batch):
+            loss = job.loss(wrapped, x, y)
+            engine.backward(loss)
         engine.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         yield loss.item()
@@ -221,10 +252,14 @@ def make_trainer(
 
     class Trainer(transformers.Trainer):
         def get_train_dataloader(self) -> Any:
-            return Loader(job.batches(), steps + 1)
+            return Loader(
+                (each for batch in job.batches() for each in job.micro(*batch)), (steps + 1) * job.micro_batches
+            )
 
         def compute_loss(self, model: nn.Module, inputs: Any, *_: object, **__: object) -> Tensor:
-            return loss_of(model(inputs["tokens"]), inputs["labels"])
+            x, y = inputs["tokens"], inputs["labels"]
+            loss: Tensor = model(x, y) if job.has_loss else loss_of(model(x), y)
+            return loss
 
     class Baton(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -232,7 +267,8 @@ def make_trainer(
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "trainer"),
-        per_device_train_batch_size=job.samples,
+        per_device_train_batch_size=job.samples // job.micro_batches,
+        gradient_accumulation_steps=job.micro_batches,
         max_steps=steps + 1,
         max_grad_norm=1.0,
         bf16=job.recipe.precision == "bf16",

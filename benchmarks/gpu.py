@@ -5,7 +5,8 @@
 
 Models: GPT-2 124M at 1,024 tokens, a 1.3 B (24 x 2048) at 2,048, and as many layers of Llama-8B's shape as fit at 4,096
 and 8,192. Phalanx in bf16 and fp8, compiled, beside a loop in the manner of nanoGPT, Lightning Fabric, Accelerate and
-Hugging Face's Trainer (bf16 autocast, torch.compile, fused AdamW), each where it is installed. Each contender of each
+Hugging Face's Trainer (bf16 autocast, fused AdamW, model and loss in one torch.compile, 4 micro-batches a step), each
+where it is installed. Each contender of each
 round is one process, so that it has the whole memory and the same start; the order rotates.
 
 FLOPs a token: 6 x matmul parameters (the head included, the input embedding not) + 12 x layers x width x sequence, the
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from engine_overhead import (
     PLAIN,
     TRAINER,
     Job,
+    WithLoss,
     accelerate,
     can_run,
     fabric,
@@ -54,6 +57,7 @@ from phalanx.recipe import Recipe, check_device
 from phalanx.run import Run
 
 FP8 = "Phalanx, fp8"
+DETERMINISTIC = "Phalanx, deterministic"
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
 STATE_BYTES = 16
@@ -62,7 +66,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batch: `samples` of `sequence` tokens in a step. `layers` 0: as many as fit."""
+    """A model and its batch: `samples` of `sequence` tokens in a micro-batch. `layers` 0: as many as fit."""
 
     title: str
     layers: int
@@ -75,6 +79,13 @@ class Case:
     tie: bool
     sequence: int
     samples: int
+    micro_batches: int = 4
+    """In a step: gradients are accumulated over them."""
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.samples * self.micro_batches * self.sequence
 
 
 CASES = {
@@ -120,13 +131,13 @@ def with_layers_that_fit(case: Case, memory: int) -> Case:
 # ---- one contender, in a process of its own
 
 
-def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool) -> Recipe:
+def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool, deterministic: bool = False) -> Recipe:
     names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "vocab", "tie")
     return Recipe.model_validate(
         {
             "model": {"args": {name: getattr(case, name) for name in names}},
             "data": {"source": {"prepared": str(dataset)}, "sequence": case.sequence},
-            "batch": {"global": case.samples, "micro": case.samples},
+            "batch": {"global": case.samples * case.micro_batches, "micro": case.samples},
             "optim": {"lr": 3e-4, "schedule": {"warmup": 100, "decay": "constant"}},
             "steps": 10**9,
             "evaluate": {"every": None, "share": 0},
@@ -136,7 +147,7 @@ def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool) -> Reci
             "compile": compiled,
             "layout": {"replicate": 1},
             "memory": {"recompute": "none", "loss": "chunked" if case.vocab > 100_000 else "whole"},
-            "exchange": {"strategy": "allreduce", "exact": "no"},
+            "exchange": {"strategy": "allreduce", "exact": "world" if deterministic else "no"},
         }
     )
 
@@ -179,9 +190,10 @@ class EnergyCounter:
         if torch.cuda.is_available() and installed("nvidia-ml-py"):
             import pynvml
 
-            pynvml.nvmlInit()
-            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            with contextlib.suppress(pynvml.NVMLError):  # no library in this container: no energy
+                pynvml.nvmlInit()
+                uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def joules(self) -> float | None:
         if self._handle is None:
@@ -199,11 +211,12 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
 
     quiet()
     case, name, folder = Case(**task["case"]), task["name"], Path(task["folder"])
-    recipe = recipe_of(case, "fp8" if name == FP8 else "bf16", Path(task["dataset"]), task["compile"])
+    precision, dataset = "fp8" if name == FP8 else "bf16", Path(task["dataset"])
+    recipe = recipe_of(case, precision, dataset, task["compile"], deterministic=name == DETERMINISTIC)
     machine, place = this_machine(), from_environment({})
     job = Job(recipe, 1, 0, place.device)
     meter = Meter(task["seconds"])
-    if name in (PHALANX, FP8):
+    if name in (PHALANX, FP8, DETERMINISTIC):
         check_device(recipe, machine.device, machine.name, machine.capability)
         prepare_torch(recipe, place)
         join(place)
@@ -212,7 +225,8 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
         torch.set_float32_matmul_precision("high")
         assert isinstance(recipe.threads, int)
         torch.set_num_threads(recipe.threads)
-        model = plain_model(recipe, place.device)
+        model = WithLoss(plain_model(recipe, place.device))
+        job.has_loss = True
         if name == TRAINER:
             make_trainer(job, model, 10**6, meter.stepped, folder, compiled=task["compile"]).train()
             return result_of(meter, case)
@@ -222,7 +236,30 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
     for _ in steps:
         if not meter.stepped():
             break
-    return result_of(meter, case)
+    result = result_of(meter, case)
+    if task.get("kernels"):
+        result |= kernels_of(steps)
+    return result
+
+
+def kernels_of(steps: Iterator[object], most: int = 25) -> dict[str, Any]:
+    """Milliseconds of the longest kernels of one more step, with how often they ran, and of all of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as traced:
+        begun = time.perf_counter()
+        next(iter(steps))
+        torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+    totals: dict[str, list[float]] = {}
+    for event in traced.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = totals.setdefault(event.name[:100], [0.0, 0])
+            entry[0] += event.device_time_total / 1e3
+            entry[1] += 1
+    longest = sorted(totals.items(), key=lambda item: -item[1][0])
+    table = [[name, round(ms, 3), int(count)] for name, (ms, count) in longest[:most]]
+    return {"kernels": table, "kernels_ms": sum(ms for ms, _ in totals.values()), "traced_step_ms": took * 1e3}
 
 
 def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
@@ -235,7 +272,7 @@ def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
 
 
 def result_of(meter: Meter, case: Case) -> dict[str, Any]:
-    tokens = case.samples * case.sequence
+    tokens = case.tokens
     joules = None if meter.joules is None else meter.joules / (tokens * len(meter.times))
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     return {"seconds": meter.times, "joules_per_token": joules, "memory_bytes": memory}
@@ -255,18 +292,21 @@ def child(task: dict[str, Any]) -> None:
 # ---- the run
 
 
-def run_child(task: dict[str, Any], folder: Path, patience: float) -> dict[str, Any]:
+def run_child(
+    task: dict[str, Any], folder: Path, patience: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The result of a task in a fresh process."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--child", json.dumps({**task, "result": str(result)})]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=environment)
     except subprocess.TimeoutExpired:
         return {"refused": f"took longer than {patience:.0f} s"}
     if not result.is_file():
         lines = done.stderr.strip().splitlines()
-        return {"refused": f"failed: {lines[-1][:200] if lines else f'exit code {done.returncode}'}"}
+        why = lines[-1][:200] if lines else f"exit code {done.returncode}"
+        return {"refused": f"failed: {why}", "log": done.stderr[-3000:]}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -291,14 +331,14 @@ def compete(case: Case, options: argparse.Namespace, folder: Path, dataset: Path
 def brief(result: dict[str, Any], case: Case) -> str:
     if "refused" in result:
         return str(result["refused"])
-    return f"{case.samples * case.sequence / statistics.median(result['seconds']):,.0f} tokens/s"
+    return f"{case.tokens / statistics.median(result['seconds']):,.0f} tokens/s"
 
 
 def table(
     case: Case, results: dict[str, list[dict[str, Any]]], sheet: float | None, ceiling: float | None
 ) -> list[str]:
     """A case's rows; `sheet` and `ceiling` in TFLOP/s."""
-    tokens = case.samples * case.sequence
+    tokens = case.tokens
     full, half = flops_per_token(case), flops_per_token(case, causal_half=True)
     lines = [
         f"## {case.title} at {case.sequence:,}: {case.layers} layers, {tokens:,} tokens a step",

@@ -5,6 +5,7 @@ The order of a start: everything that can be wrong is checked before anything is
 """
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, this_machine
+from phalanx.cluster.discover import too_few_gpus
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
@@ -115,6 +117,8 @@ def starting(
     run. `nodes`: on how many the workers are."""
     machine = this_machine()
     world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
+    if machine.device == "cuda" and world > machine.count * nodes:
+        raise UsageError(too_few_gpus(math.ceil(world / nodes), machine.count))
     check(loaded.recipe, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)
     if write:

@@ -113,15 +113,44 @@ def scaled_product(
     fast: bool = False,
 ) -> "torch.Tensor":
     """(a * scale_a) @ (b * scale_b) in `dtype`, of matrices in fp8 with fp32 scales (0-d): a [n, k] by rows, b [k, m]
-    by columns. `fast` lets tensor cores add with fewer digits. Public since torch 2.13."""
+    by columns. `fast` lets tensor cores add with fewer digits.
+
+    torch.compile can follow the public `F.scaled_mm` since torch 2.13 only: before, each product breaks the graph
+    (21 breaks in two blocks with torch 2.11), and it has no kernel for CPUs."""
     import torch
     import torch.nn.functional as F
 
-    whole = getattr(getattr(F, "ScalingType", None), "TensorWise", None)
-    if whole is not None and hasattr(F, "scaled_mm"):
+    if torch_version() >= (2, 13):
+        whole = F.ScalingType.TensorWise
         return F.scaled_mm(a, b, scale_a, whole, scale_b, whole, output_dtype=dtype, use_fast_accum=fast)
     out: torch.Tensor = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
     return out
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of torch."""
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def set_determinism(on: bool) -> None:
+    """Let torch use deterministic kernels only: an operation that has none raises RuntimeError (`warn_only` would leave
+    the backward of attention nondeterministic: ATen takes the fast kernels then). New tensors are not filled with NaN,
+    which torch does by default in this mode: it doubles the number of launches."""
+    import torch
+    import torch.utils.deterministic
+
+    torch.use_deterministic_algorithms(on)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+
+
+def nondeterministic(error: RuntimeError) -> str | None:
+    """The operation that torch refuses in deterministic mode; None for any other error."""
+    text = str(error)
+    return text.split(" ", 1)[0] if "does not have a deterministic implementation" in text else None
 
 
 def allow_recompilation(parts: int) -> None:

@@ -22,6 +22,8 @@ from phalanx.plan import (
     Needs,
     Room,
     choose_bucket,
+    choose_compile,
+    choose_exact,
     choose_memory,
     choose_precision,
     choose_start,
@@ -31,6 +33,7 @@ from phalanx.plan import (
     likely_precision,
     losses_to_try,
     plan_of,
+    precisions_to_time,
     resolve,
 )
 from phalanx.plan.memory import Forecast
@@ -86,13 +89,18 @@ def first_resolution(
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
     room, alone = Room(machine.device, memory, world), Room(machine.device, machine.device_memory_bytes, 1)
     profile, needs = measured_needs(given, alone, world, payload, call)
+    blocks = profile.get("blocks", 0)
     seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
     if divides_state(given) and not fits_whole(given, needs, alone):
         chosen = choose_memory(given, needs, room)
     else:
-        chosen, seconds = tried_memory(given, needs, room, payload, call, forecast_of(given, folder, here, world))
+        forecast = forecast_of(given, folder, here, world)
+        chosen, seconds = tried_memory(given, needs, room, payload, call, forecast, blocks)
     bucket = choose_bucket(given, needs.trainable, world, nodes, machine.device)
     choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket, *choose_start(given)]
+    if given.compile == "auto" and machine.device != "cpu":
+        choices.append(choose_compile(given, machine.device, blocks))
+    choices += choose_exact(given, seconds)
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
@@ -186,7 +194,7 @@ def measured_needs(
     large for one process, is not loaded for it. RecipeError when no way is left."""
     facts = open_data(given.data, given.evaluate, given.seed).facts
     logits = 4 * (facts.sequence or 0) * (facts.vocab or 0)
-    asked = {**payload, "losses": losses_to_try(given, logits, world)}
+    asked = {**payload, "losses": losses_to_try(given, logits, Room(alone.device, alone.memory, world))}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
     asked["precision"] = likely_precision(given, alone.device)
 
@@ -208,17 +216,25 @@ def measured_needs(
 
 
 def tried_memory(
-    given: Recipe, needs: Needs, room: Room, payload: dict[str, Any], call: Call, forecast: Forecast | None = None
+    given: Recipe,
+    needs: Needs,
+    room: Room,
+    payload: dict[str, Any],
+    call: Call,
+    forecast: Forecast | None = None,
+    blocks: int = 0,
 ) -> tuple[list[Choice], dict[str, float]]:
     """What is predicted to fit, tried: recomputation, loss and micro-batch that survived a trial, and the seconds that
-    it took. Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds
-    where that is too large for one worker and the layout divides it."""
-    precisions = ["fp32", "bf16"] if given.precision == "auto" else [given.precision]
+    it took, compiled and with deterministic kernels where the run of a model with so many repeated `blocks` will be.
+    Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds where that
+    is too large for one worker and the layout divides it."""
+    precisions = precisions_to_time(given, room.device)
     failed: list[tuple[str, str, int]] = []
     while True:
         choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
+        trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact != "no"}
         seconds = call(RACE, {**trial, "offload": given.memory.offload})
         if OUT_OF_MEMORY not in seconds:
             return choices, seconds

@@ -4,6 +4,7 @@ Linux only, read from /proc and /sys below a given root, so that tests and conta
 measuring (matmul.py) and no peak rates (datasheet.py).
 """
 
+import functools
 import json
 import math
 import os
@@ -197,6 +198,9 @@ found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_co
 capability = [None if torch.version.hip else (each.major, each.minor) for each in found]
 print(json.dumps([[each.name, each.total_memory, kind] for each, kind in zip(found, capability)]))
 """
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""By these a user or a launcher chooses GPUs."""
+
 DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
 
@@ -209,6 +213,13 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
     """
     if not any((root / name).exists() for name in DEVICE_FILES):
         return []
+    chosen = tuple(os.environ.get(name) for name in VISIBLE_DEVICES)
+    return list(_listed(python, timeout, chosen))
+
+
+@functools.cache
+def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tuple[Accelerator, ...]:
+    """As `accelerators`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
     try:
         done = subprocess.run([python, "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
@@ -217,4 +228,12 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last}")
     listed = json.loads(done.stdout.splitlines()[-1])
-    return [Accelerator(name, memory, tuple(kind) if kind else None) for name, memory, kind in listed]
+    return tuple(Accelerator(name, memory, tuple(kind) if kind else None) for name, memory, kind in listed)
+
+
+def too_few_gpus(workers: int, gpus: int) -> str:
+    """What is wrong with more workers on a node than GPUs, and what to do."""
+    return (
+        f"{workers} workers on a node with {gpus} {'GPU' if gpus == 1 else 'GPUs'}: each worker takes one; "
+        f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+    )

@@ -18,6 +18,8 @@ from phalanx.plan.resolve import (
     Choice,
     choices_untried,
     choose_bucket,
+    choose_compile,
+    choose_exact,
     choose_precision,
     choose_start,
     choose_threads,
@@ -25,6 +27,7 @@ from phalanx.plan.resolve import (
     likely_precision,
     parts_of,
     plan_of,
+    precisions_to_time,
     resolve,
 )
 
@@ -35,6 +38,8 @@ __all__ = [
     "Room",
     "choices_untried",
     "choose_bucket",
+    "choose_compile",
+    "choose_exact",
     "choose_memory",
     "choose_precision",
     "choose_start",
@@ -46,6 +51,7 @@ __all__ = [
     "losses_to_try",
     "parts_of",
     "plan_of",
+    "precisions_to_time",
     "resolve",
     "sizes",
     "smaller_micro",

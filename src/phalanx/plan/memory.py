@@ -24,7 +24,9 @@ PART = {"cpu": (1, 2), "cuda": (17, 20)}
 """What a step may fill of a worker's memory where the micro-batch is chosen: a CPU's is shared with data, checkpoints
 that are being written and other programs, a GPU's is split into pieces of which some never fit."""
 LARGE_LOGITS = 256 * 10**6
-"""Bytes of fp32 logits from which it pays never to hold them all."""
+"""Bytes of fp32 logits from which it pays on a CPU never to hold them all."""
+LOGITS_PART = 16
+"""On a GPU, all logits may take this part of its memory: in chunks they cost a pass over the head's weight each."""
 LANGUAGE = "language-modeling"
 
 
@@ -151,7 +153,12 @@ def smaller_micro(recipe: Recipe) -> int | None:
     return next((size for size in sizes(Recipe.model_validate(values), 1) if size < now), None)
 
 
-def losses_to_try(recipe: Recipe, logits: int, world: int) -> list[str]:
+def large_logits(room: Room) -> int:
+    """Bytes of fp32 logits from which they are computed in chunks."""
+    return LARGE_LOGITS if room.device == "cpu" else max(LARGE_LOGITS, room.memory // LOGITS_PART)
+
+
+def losses_to_try(recipe: Recipe, logits: int, room: Room) -> list[str]:
     """Ways of computing the loss whose need of memory is worth a trial; `logits` as in `Needs`."""
     if recipe.task != LANGUAGE:
         return ["whole"]
@@ -159,7 +166,11 @@ def losses_to_try(recipe: Recipe, logits: int, world: int) -> list[str]:
         return ["chunked"]  # ranks that hold parts of the vocabulary never have all logits
     if recipe.memory.loss != "auto":
         return [recipe.memory.loss]
-    return ["whole", "chunked"] if _logits(recipe, logits, sizes(recipe, world)[0]) > LARGE_LOGITS else ["whole"]
+    return (
+        ["whole", "chunked"]
+        if _logits(recipe, logits, sizes(recipe, room.world)[0]) > large_logits(room)
+        else ["whole"]
+    )
 
 
 def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]:
@@ -202,7 +213,7 @@ def choose_memory(
         best, why = _fastest(left, forecast)
     return [
         Choice("memory.recompute", best.recompute, _why_recompute(recipe, needs, best, failed)),
-        Choice("memory.loss", best.loss, _why_loss(recipe, needs, best)),
+        Choice("memory.loss", best.loss, _why_loss(recipe, needs, room, best)),
         Choice("batch.micro", best.micro, why or _why_micro(recipe, room, best, failed)),
     ]
 
@@ -230,7 +241,9 @@ def _loss(recipe: Recipe, needs: Needs, room: Room) -> tuple[str, list[Option]]:
     if "chunked" in needs.peaks:
         # By the micro-batch that it allows itself: with all logits fewer samples fit, and it would seem to be needless.
         chunked = options(recipe, needs, "chunked", room)
-        if "whole" not in needs.peaks or (chunked and _logits(recipe, needs.logits, chunked[0].micro) > LARGE_LOGITS):
+        if "whole" not in needs.peaks or (
+            chunked and _logits(recipe, needs.logits, chunked[0].micro) > large_logits(room)
+        ):
             return "chunked", chunked
     return "whole", options(recipe, needs, "whole", room)
 
@@ -253,7 +266,7 @@ def _why_recompute(recipe: Recipe, needs: Needs, best: Option, failed: Collectio
     return f"with less of it {what}" + (f" (a sample takes {taken})" if taken else "")
 
 
-def _why_loss(recipe: Recipe, needs: Needs, best: Option) -> str:
+def _why_loss(recipe: Recipe, needs: Needs, room: Room, best: Option) -> str:
     if recipe.memory.loss != "auto":
         return "given"
     if recipe.task != LANGUAGE:
@@ -261,9 +274,9 @@ def _why_loss(recipe: Recipe, needs: Needs, best: Option) -> str:
     if best.loss == "chunked" and "whole" not in needs.peaks:
         return "tensor ranks hold parts of the vocabulary"
     size = f"all logits of a micro-batch take {_logits(recipe, needs.logits, best.micro) / 1e6:.0f} MB in fp32"
-    if best.loss == "whole" and _logits(recipe, needs.logits, best.micro) > LARGE_LOGITS:
+    if best.loss == "whole" and _logits(recipe, needs.logits, best.micro) > large_logits(room):
         return f"{size}, but this model's output layer cannot be computed in chunks"
-    return f"{size}, {'more' if best.loss == 'chunked' else 'no more'} than {LARGE_LOGITS / 1e6:.0f}"
+    return f"{size}, {'more' if best.loss == 'chunked' else 'no more'} than {large_logits(room) / 1e6:.0f}"
 
 
 def _why_micro(recipe: Recipe, room: Room, best: Option, failed: Collection[Tried]) -> str:

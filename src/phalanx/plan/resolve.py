@@ -28,6 +28,10 @@ GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
 AUTOMATIC = ("fp32", "bf16")
 """Precisions among which `auto` chooses."""
+COMPILED_STEPS = 100
+"""Steps from which compiling on a GPU is worth it: it takes 10 to 30 s and saves up to half of a step."""
+NONDETERMINISTIC = "nondeterministic"
+"""Key under which a trial names the operation without a deterministic kernel."""
 COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
 PREDICTION = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
@@ -61,6 +65,42 @@ def likely_precision(recipe: Recipe, device: str) -> str:
     return "bf16" if device == "cuda" else "fp32"
 
 
+def precisions_to_time(recipe: Recipe, device: str) -> list[str]:
+    """The precisions whose time decides. On a GPU bf16 is taken without a race: its tensor cores have no fp32."""
+    if recipe.precision != "auto":
+        return [recipe.precision]
+    return list(AUTOMATIC) if device == "cpu" else [likely_precision(recipe, device)]
+
+
+def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
+    """Whether a model with so many repeated blocks is compiled. On a GPU eager kernels are bound by launches and
+    memory, and compiling takes the time of one block; a run of a few steps does not earn it back."""
+    if recipe.compile != "auto":
+        return Choice("compile", recipe.compile, "given")
+    if device == "cpu":
+        return Choice("compile", False, "the rule on a CPU")
+    if not blocks:
+        return Choice("compile", False, "the model has no repeated blocks")
+    if recipe.steps < COMPILED_STEPS:
+        return Choice("compile", False, f"{recipe.steps:,} steps, fewer than {COMPILED_STEPS}, do not earn it back")
+    return Choice("compile", True, f"{blocks} repeated blocks on a GPU")
+
+
+def choose_exact(recipe: Recipe, trial: Mapping[str, Any]) -> list[Choice]:
+    """`exchange.exact: no` where a trial met an operation that has no deterministic kernel on this device; RecipeError
+    where the recipe asks for bits that cannot be kept."""
+    name = trial.get(NONDETERMINISTIC)
+    if name is None:
+        return []
+    if "exact" in recipe.exchange.model_fields_set:
+        raise RecipeError(
+            f"exchange.exact: {name} has no deterministic kernel on this device, so no run gives the same bits twice; "
+            "use exchange.exact=no, or a model without it"
+        )
+    why = f"{name} has no deterministic kernel on this device: a run that resumes may end with other bits"
+    return [Choice("exchange.exact", "no", why)]
+
+
 def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu") -> Choice:
     """The precision, by the time that this very model takes for forward and backward. Those that ran out of memory have
     no time."""
@@ -71,7 +111,8 @@ def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str =
         why = f"the rule for a model on {device} that could not be timed"
         return Choice("precision", likely_precision(recipe, device), why)
     if len(timed) == 1:
-        return Choice("precision", timed[0], "the other ran out of memory")
+        rule = timed == precisions_to_time(recipe, device)
+        return Choice("precision", timed[0], f"the rule on {device}" if rule else "the other ran out of memory")
     ratio = seconds["fp32"] / seconds["bf16"]
     why = f"forward and backward of a micro-batch take {seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
     return Choice("precision", "bf16" if ratio >= GAIN else "fp32", f"{why}: {ratio:.2f} x")
@@ -131,7 +172,11 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     values["layout"] = laid_out(recipe, world)
     for key in ("recompute", "loss"):
         values["memory"][key] = chosen[f"memory.{key}"]
-    values["compile"] = recipe.compile if recipe.compile != "auto" else False
+    values["compile"] = chosen.get("compile", recipe.compile if recipe.compile != "auto" else False)
+    if "exchange.exact" in chosen:  # that bits cannot be kept is no reason to send less than them
+        values["exchange"]["exact"] = chosen["exchange.exact"]
+        if recipe.exchange.strategy == "auto":
+            values["exchange"]["strategy"] = "allreduce"
     if recipe.exchange.bucket == "auto":
         values["exchange"]["bucket"] = chosen.get("exchange.bucket", BUCKET)
     values["exchange"]["start"] = first_steps(recipe)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
 from phalanx.cluster.interfaces import missing
 from phalanx.errors import DataError, UsageError
 
@@ -54,8 +55,22 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and PHALANX_ATTEMPT must be numbers: {error}") from None
     if not 0 <= rank < world:
         raise UsageError(f"RANK={rank} does not lie in WORLD_SIZE={world}")
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    return Place(rank, world, local_rank, attempt, device)
+    return Place(rank, world, local_rank, attempt, device_of(local_rank, environment))
+
+
+def device_of(local_rank: int, environment: Mapping[str, str]) -> torch.device:
+    """The GPU of a worker: its own of those that torch sees, or the only one that a launcher lets it see (`srun
+    --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none. UsageError when
+    there are fewer GPUs than workers."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if local_rank < visible:
+        return torch.device("cuda", local_rank)
+    by_agent = "PHALANX_EVENTS" in environment
+    if visible == 1 and not by_agent and any(environment.get(name) for name in VISIBLE_DEVICES):
+        return torch.device("cuda", 0)
+    raise UsageError(too_few_gpus(local_rank + 1, visible))
 
 
 def join(
@@ -85,6 +100,8 @@ def join(
             rank=place.rank,
             world_size=place.world,
             timeout=PATIENCE,
+            # NCCL would guess the device at the first collective, connect lazily and could not split communicators.
+            device_id=place.device if place.device.type == "cuda" else None,
         )
 
 

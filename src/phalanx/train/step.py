@@ -55,8 +55,13 @@ class Outcome:
 
 
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
-    """A batch of the data room as tensors on the device."""
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+    """Copy a batch to the device as tensors. To a GPU from pinned memory: from any other the call waits for the copy,
+    and with it for all that the stream still has to do. The allocator of pinned memory reuses a buffer only when its
+    copy is done."""
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    if device.type == "cuda":
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def slots_for(micro_batches: int) -> int:

@@ -5,7 +5,8 @@ path. The engine divides once, by the number of terms of the whole global batch,
 micro-batches, workers or packed sequences never changes the gradient beyond rounding. Do not divide in a task.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +35,10 @@ class Task(Protocol):
 
 
 class LanguageModeling:
-    """Next-token cross-entropy. Targets of -100 do not count."""
+    """Next-token cross-entropy. Targets of -100 do not count. `compiled`: torch.compile makes kernels of the loss that
+    read the logits once or twice; eager ones read and write them 22 times."""
+
+    compiled = False
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         documents = batch.get("documents")
@@ -42,9 +46,8 @@ class LanguageModeling:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        losses = F.cross_entropy(
-            logits_of(output).flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100
-        )
+        cross_entropy = _compiled_cross_entropy() if self.compiled else _cross_entropy
+        losses = cross_entropy(logits_of(output).flatten(0, 1), targets.flatten())
         return losses, (targets != -100).sum()
 
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
@@ -52,9 +55,31 @@ class LanguageModeling:
         holding all logits. Within `vocabulary_group`, weight is this rank's rows of the vocabulary."""
         targets, vocabulary = batch["targets"], current_vocabulary()
         losses = linear_cross_entropy(
-            hidden.flatten(0, 1), weight, targets.flatten(), group=vocabulary.group, vocab=vocabulary.size
+            hidden.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            group=vocabulary.group,
+            vocab=vocabulary.size,
+            compiled=self.compiled,
         )
         return losses, (targets != -100).sum()
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum (0-d, fp32) over the tokens of logits [n, v] whose target [n] is not -100."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=-100)
+
+
+@functools.cache
+def _compiled_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_cross_entropy, dynamic=False)
+
+
+def compile_loss(task: Task, device: torch.device) -> None:
+    """Have the task's loss compiled on a GPU, if it is one of ours: the logits of a large vocabulary are most of the
+    memory traffic of a step. On a CPU it stays as it is, with its bits."""
+    if device.type == "cuda" and isinstance(task, LanguageModeling):
+        task.compiled = True
 
 
 class Classification:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import measure_matmul
-from phalanx.compat import die_first, fake_tensors, scale_in_place
+from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_place
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
@@ -34,23 +34,27 @@ from phalanx.train.model import build_model
 from phalanx.train.objective import Objective, Scoring
 from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.parallel.blocks import find_blocks
+from phalanx.train.parallel.compiled import compile_blocks
 from phalanx.train.parallel.parallelize import Choices, outline
 from phalanx.train.parallel.recompute import Recompute, apply_recompute
 from phalanx.train.parallel.staging import cut_up
 from phalanx.train.peak import bytes_per_sample
 from phalanx.train.place import from_environment
+from phalanx.train.precision import computing
 from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, compile_loss, load_task
 from phalanx.train.trace import trace
-from phalanx.train.worker import assemble, head_of, prepare_torch, units_per_sample
+from phalanx.train.worker import assemble, head_of, prepare_torch, set_kernels, units_per_sample
 
 FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
     "recomputation not counted"
 )
 REPEATS = 5
+NONDETERMINISTIC = "nondeterministic"
+"""Key under which the operation without a deterministic kernel is named."""
 UPDATE = "update"
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
@@ -87,15 +91,18 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     device = from_environment({}).device if values else torch.device("cpu")
     if not values:
         huggingface.materialise(model, device)
+    # FLOPs do not depend on the precision, but in fp32 a GPU has no kernel for grouped heads that keeps no scores.
+    counting = payload.get("precision", "fp32") if device.type == "cuda" else "fp32"
     flops = []
     for samples in (1, 2):
         counter = FlopCounterMode(display=False)
         batch = to_device(data.train(0, samples), device)
         with counter, torch.no_grad():
-            _loss(Scoring(task, "fp32", device), model, batch)
+            _loss(Scoring(task, counting, device), model, batch)
         flops.append(counter.get_total_flops())
     if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
-        check_causal(model, task, to_device(data.train(0, 1), device))
+        with computing(counting, device):
+            check_causal(model, task, to_device(data.train(0, 1), device))
     parameters = sum(p.numel() for p in trainable(model).values())
     scorings = _scorings(payload, model, task, data, device)
     return {
@@ -106,17 +113,25 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
         "facts": asdict(data.facts),
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
+        "blocks": len(find_blocks(model)),
         "peaks": {loss: _peaks(payload, model, scoring, data, device) for loss, scoring in scorings.items()},
     }
 
 
-def race(payload: dict[str, Any]) -> dict[str, float]:
+def race(payload: dict[str, Any]) -> dict[str, Any]:
     """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`, and of an `update`: norm,
     clipping, optimizer. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch,
-    recomputation, loss and threads, beside the optimizer's state. A precision that runs out of memory is left out;
-    `{"out_of_memory": 1.0}` when all do."""
+    recomputation, loss, threads, compilation and deterministic kernels, and the optimizer's state in memory. A
+    precision that runs out of memory is left out; `{"out_of_memory": 1.0}` when all do. `nondeterministic` names an
+    operation without a deterministic kernel; the times are then those of the run without the promise."""
     try:
-        return _race(payload)
+        try:
+            return _race(payload)
+        except RuntimeError as error:
+            name = nondeterministic(error)
+            if name is None or not payload.get("exact"):
+                raise
+        return {**_race({**payload, "exact": False}), NONDETERMINISTIC: name}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -127,6 +142,7 @@ def _race(payload: dict[str, Any]) -> dict[str, float]:
     model, task, data = _open(payload)
     device = from_environment({}).device
     torch.set_num_threads(payload["threads"])
+    set_kernels(device, payload["precisions"][0], bool(payload.get("exact")))
     batch = to_device(data.train(0, payload["micro"]), device)
     head = None
     if payload.get("loss") == "chunked":
@@ -135,7 +151,7 @@ def _race(payload: dict[str, Any]) -> dict[str, float]:
     optimizer = Optimizer(model, optim, offload=payload.get("offload") == "optimizer")
     scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
     times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
-    with _recomputing(model, payload.get("recompute", "none")):
+    with _recomputing(model, payload.get("recompute", "none")), _compiled(model, task, payload):
         # The update comes first, so that the timed passes have its state beside them, as those of a run do.
         for _ in range(REPEATS + 1):
             for precision, scoring in list(scorings.items()):
@@ -279,6 +295,15 @@ def _recomputing(model: nn.Module, way: Recompute) -> Iterator[None]:
             vars(block).pop("forward", None)
             if forward is not None:
                 vars(block)["forward"] = forward
+
+
+@contextlib.contextmanager
+def _compiled(model: nn.Module, task: Task, payload: dict[str, Any]) -> Iterator[None]:
+    """The model's blocks and the loss compiled, where the run will have them so; CUDA graphs are not recorded."""
+    if payload.get("compile"):
+        compile_loss(task, from_environment({}).device)
+        compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
+    yield
 
 
 def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:

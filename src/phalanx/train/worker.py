@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.compat import set_determinism
 from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
 from phalanx.errors import ExitCode, PhalanxError, storage_failed, words_of
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
@@ -45,14 +46,14 @@ from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
 from phalanx.train.place import Place, agree, from_environment, join, leave
-from phalanx.train.precision import LossScale, set_products
+from phalanx.train.precision import LossScale, computing, set_products
 from phalanx.train.rebuild import Sharded
 from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
 from phalanx.train.reporter import Reporter, reporter
 from phalanx.train.state import Progress, Standing
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, compile_loss, load_task
 from phalanx.train.warm_up import warm_up
 from phalanx.train.weights import Origin, allocate, files, origin
 
@@ -198,10 +199,16 @@ def prepare_torch(recipe: Recipe, place: Place) -> None:
     """Settings of this process on which speed and bits depend."""
     assert isinstance(recipe.threads, int)
     torch.set_num_threads(recipe.threads)
-    set_products(recipe.precision, place.device)
-    if place.device.type == "cuda" and recipe.exchange.exact != "no":
+    set_kernels(place.device, recipe.precision, recipe.exchange.exact != "no")
+
+
+def set_kernels(device: torch.device, precision: str, deterministic: bool) -> None:
+    """Which kernels of a GPU this process may use: the rounding of fp32 products, and deterministic ones only. On a CPU
+    all are deterministic."""
+    set_products(precision, device)
+    if device.type == "cuda" and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        set_determinism(True)
 
 
 def units_per_sample(facts: Facts) -> int:
@@ -227,6 +234,8 @@ def assemble(
     assert isinstance(recipe.layout, Layout)
     mesh = build_mesh(recipe.layout, place, recipe.exchange, opening)
     task = load_task(recipe.task, folder)
+    if recipe.compile:
+        compile_loss(task, place.device)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False, draw=fresh)
@@ -319,7 +328,11 @@ def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
     head_loss = getattr(task, "head_loss", None)
     if head_loss is None:
         return None
-    name = find_head(model, *task.inputs(_one_sample(model, data)))
+    sample = _one_sample(model, data)
+    # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
+    on_gpu = next(iter(sample.values())).device.type == "cuda"
+    with computing("bf16", torch.device("cuda")) if on_gpu else contextlib.nullcontext():
+        name = find_head(model, *task.inputs(sample))
     layer = None if name is None else model.get_submodule(name)
     # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.
     bare = getattr(layer, "bias", None) is None and layer is not None and not has_adapter(layer)
@@ -337,7 +350,7 @@ def _one_sample(model: nn.Module, data: Data) -> TensorBatch:
 def _fp8(recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, place: Place, data: Data) -> Chooser:
     """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
     args, kwargs = task.inputs(_one_sample(model, data))
-    with evaluating(model):
+    with evaluating(model), computing(recipe.precision, place.device):
         of_one = rows_of(model, lambda: model(*args, **kwargs))
     micro = recipe.batch.micro
     assert isinstance(micro, int)

@@ -165,6 +165,7 @@ def test_our_transformer_takes_a_block_mask_through_all_its_layers() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # by inductor of torch 2.11
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("packed", [False, True])
 def test_on_a_gpu_the_chosen_kernel_has_the_gradients_of_sdpa(packed: bool) -> None:

@@ -232,7 +232,13 @@ def test_a_model_without_a_loss_in_chunks_says_so() -> None:
     ],
 )
 def test_only_losses_that_may_be_chosen_are_tried(values: dict[str, Any], logits: int, expected: list[str]) -> None:
-    assert losses_to_try(recipe(**values), logits, 1) == expected
+    assert losses_to_try(recipe(**values), logits, Room("cpu", 64 * 10**9, 1)) == expected
+
+
+def test_a_gpu_holds_all_logits_up_to_a_sixteenth_of_its_memory() -> None:
+    logits = 10**9  # of a sample, in fp32
+    by_memory = {size: losses_to_try(recipe(), logits, Room("cuda", size * 10**9, 1)) for size in (80, 1000)}
+    assert by_memory == {80: ["whole", "chunked"], 1000: ["whole"]}
 
 
 @pytest.mark.parametrize(

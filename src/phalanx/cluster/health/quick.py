@@ -33,8 +33,12 @@ def quick(
 
 
 def present(site: Site, expected: int | None) -> list[Finding]:
-    """GPUs, without asking their driver: as many as expected, and none of them silent on the PCI bus."""
+    """GPUs, without asking their driver: as many as expected, and none of them silent on the PCI bus. Where the
+    driver's folder is hidden (gVisor, WSL2), nothing is known of them."""
     here = gpus.counted(site.root)
+    if here == 0 and expected and not gpus.countable(site.root):
+        why = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
+        return [Finding("devices/count", Verdict.UNKNOWN, why)]
     return [gpus.number(here, expected, "as planned"), *(_silent(bus) for bus in silent(site.root))]
 
 

@@ -1,0 +1,544 @@
+"""Everything that one GPU can show about Phalanx, in one command of a few minutes, most important things first.
+
+    python benchmarks/gpu_session.py --out DIR [--seconds 540]     # on a machine with a GPU
+    python benchmarks/gpu_session.py --out DIR --emulate           # at toy size on an emulated GPU (tests/emulated)
+
+Phases run in order; one that would not end in time is left out, not cut short. DIR/session.json is written again after
+each phase, so what a kill leaves is whole; DIR/gpu.md has the tables. Runs that compare bits share the GPU with each
+other and with the compilation of what is timed later; what is timed has the GPU alone, each contender in a process of
+its own. All contenders of `speed` train the same module with 4 micro-batches a step; the plain loop and the peers have
+their loss inside torch.compile. FLOPs and MFU: benchmarks/gpu.py.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent / "src"))  # a machine with a GPU for some minutes has nothing installed
+
+import gpu  # noqa: E402
+from engine_overhead import PEERS, PLAIN, can_run, make_dataset  # noqa: E402
+
+SESSION_MEMORY = 80 * 10**9
+"""Layers of the 8B shape are as many as fit here, so that cards with more memory train the same model."""
+STEPS = 60
+KILL_AT = 30
+FP32_STEPS = 20
+DEFAULT_STEPS = 130
+BITS_PATIENCE = 170.0
+"""Seconds that a run which is not timed may take."""
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+@dataclass
+class Session:
+    """What all phases share."""
+
+    out: Path
+    folder: Path
+    deadline: float
+    environment: dict[str, str]
+    emulated: bool
+    results: dict[str, Any] = field(default_factory=dict)
+    background: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    dataset: Path = Path()
+
+    def left(self) -> float:
+        """Seconds until the session must have ended."""
+        return self.deadline - time.monotonic()
+
+    def save(self) -> None:
+        """Write what is known so far; whole at every moment."""
+        temporary = self.out / "session.json.new"
+        temporary.write_text(json.dumps(self.results, indent=1, default=str))
+        temporary.replace(self.out / "session.json")
+        (self.out / "gpu.md").write_text("\n".join(page(self.results)) + "\n")
+
+    def call(self, command: list[str], patience: float, **environment: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a command; 124 where it took too long."""
+        found = {**self.environment, **environment}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=found, check=False)
+        except subprocess.TimeoutExpired:
+            return 124, "", f"took longer than {patience:.0f} s"
+        except OSError as error:
+            return 127, "", str(error)
+        return done.returncode, done.stdout, done.stderr
+
+    def cases(self) -> dict[str, gpu.Case]:
+        """The models, at toy size on the emulator."""
+        wanted = ("gpt2",) if self.emulated else ("gpt2", "1b3", "8b-4k")
+        cases = {key: (gpu.TOYS if self.emulated else gpu.CASES)[key] for key in wanted}
+        return {key: gpu.with_layers_that_fit(case, SESSION_MEMORY) for key, case in cases.items()}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a session: it begins only where so many seconds are left."""
+
+    name: str
+    needs: float
+    run: Callable[[Session], Any]
+
+
+# ---- what the machine is
+
+
+def facts(session: Session) -> dict[str, Any]:
+    """The card, its clocks and limits, the software; CUDA in a fork of a process that has imported what the fork server
+    imports; the tests that need a GPU are started, and go on meanwhile."""
+    query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu,ecc.mode.current"
+    _, card, _ = session.call(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], 20)
+    code = (
+        "import os, json, torch\n"
+        "from phalanx.compat import load_torch\n"
+        "load_torch()\n"
+        "import phalanx.train.worker\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    ok = float(torch.ones(8, device='cuda').sum()) == 8.0 or bool(os.environ.get('NULLGPU'))\n"
+        "    os._exit(0 if ok else 1)\n"
+        "forked = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "p = torch.cuda.get_device_properties(0)\n"
+        "print(json.dumps({'forked': forked, 'torch': torch.__version__, 'cuda': torch.version.cuda, 'name': p.name,"
+        "'memory': p.total_memory, 'sms': p.multi_processor_count, 'cudnn': torch.backends.cudnn.version()}))\n"
+    )
+    status, out, errors = session.call([sys.executable, "-c", code], 90)
+    found = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-500:]}
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    tests += [str(HERE.parent / "tests/unit"), f"--basetemp={session.folder / 'pytest'}", "-rfE"]
+    if not session.emulated:  # there numbers are garbage
+        with (session.folder / "pytest.log").open("w") as log:
+            session.background["pytest"] = subprocess.Popen(
+                tests, stdout=log, stderr=subprocess.STDOUT, text=True, env=session.environment
+            )
+    hidden = not Path("/proc/driver/nvidia/gpus").is_dir()
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "driver_folder_hidden": hidden}
+    return {"card": card.strip(), **found, **machine}
+
+
+def ceilings(session: Session) -> dict[str, Any]:
+    """benchmarks/gpu_ceilings.py."""
+    toy = ["--toy", "--seconds", "0.01"] if session.emulated else []
+    status, out, errors = session.call([sys.executable, str(HERE / "gpu_ceilings.py"), *toy], 120)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-2000:]}
+    return found
+
+
+# ---- bits: the product's own command, killed and not
+
+
+@dataclass(frozen=True)
+class BitsCase:
+    """A run of a small model: its overrides, and whether its worker is killed on the way. Runs of one `group` must end
+    with the same digest."""
+
+    group: str
+    name: str
+    overrides: tuple[str, ...] = ()
+    kill: bool = False
+    cpu: bool = False
+
+
+COMPILED = ("compile=true",)
+REPLICAS = ("exchange.exact=replicas", "batch.micro=4")
+FP32 = ("precision=fp32", f"steps={FP32_STEPS}", "compile=false")
+BITS = (
+    BitsCase("eager", "eager", ("compile=false",)),
+    BitsCase("eager", "eager, again", ("compile=false",)),
+    BitsCase("eager", "eager, killed", ("compile=false",), kill=True),
+    BitsCase("eager", "eager, optimizer offloaded", ("compile=false", "memory.offload=optimizer")),
+    BitsCase("compiled", "compiled", COMPILED),
+    BitsCase("compiled", "compiled, killed", COMPILED, kill=True),
+    BitsCase("replicas", "exact: replicas", REPLICAS),
+    BitsCase("replicas", "exact: replicas, killed", REPLICAS, kill=True),
+    BitsCase("fp8", "fp8", ("precision=fp8", *COMPILED)),
+    BitsCase("fp8", "fp8, killed", ("precision=fp8", *COMPILED), kill=True),
+    BitsCase("chunked", "chunked loss", ("memory.loss=chunked", *COMPILED)),
+    BitsCase("documents", "documents", ("data.documents=separate", *COMPILED)),
+    BitsCase("graphs", "CUDA graphs", ("compile=graphs",)),
+    BitsCase("fp16", "fp16", ("precision=fp16",)),
+    BitsCase("gpu fp32", "fp32 on the GPU", FP32),
+    BitsCase("cpu fp32", "fp32 on the CPU", FP32, cpu=True),
+)
+TINY = (
+    "model.args={layers: 4, width: 256, heads: 4}",
+    "batch.global=8",
+    "data.sequence=256",
+    "checkpoint.every=10 steps",
+    "evaluate.every=30 steps",
+    "evaluate.samples=32",
+    f"optim.schedule.warmup={STEPS // 4}",
+    "optim.lr=1e-3",
+)
+
+
+def bits(session: Session, cases: tuple[BitsCase, ...] = BITS) -> dict[str, Any]:
+    """Digests and last losses of all runs, side by side on the GPU; what is timed later is compiled meanwhile."""
+    (session.folder / "text").mkdir(exist_ok=True)
+    source = session.folder / "text/corpus.txt"
+    source.write_text("\n".join(path.read_text(errors="replace") for path in sorted(HERE.glob("*.py"))) * 8)
+    recipe = session.folder / "recipe.yaml"
+    recipe.write_text(f"name: bits\ndata: {{source: {{text: {source}}}}}\n")
+    if session.emulated:
+        cases = tuple(case for case in cases if case.name in ("eager", "compiled", "fp8, killed"))
+    with ThreadPoolExecutor(len(cases) + 1) as pool:
+        warm = pool.submit(warm_up, session)
+        runs = list(pool.map(lambda case: train(session, recipe, case), cases))
+        warmed = warm.result()
+    groups: dict[str, set[str]] = {}
+    for case, run in zip(cases, runs, strict=True):
+        groups.setdefault(case.group, set()).add(str(run.get("digest")))
+    same = {group: len(found) == 1 and found != {"None"} for group, found in groups.items()}
+    fp32 = [run["losses"] for case, run in zip(cases, runs, strict=True) if case.group.endswith("fp32")]
+    off = None
+    if len(fp32) == 2 and all(len(losses) == FP32_STEPS for losses in fp32):
+        off = max(abs(a - b) / b for a, b in zip(*fp32, strict=True))
+    named = {case.name: run for case, run in zip(cases, runs, strict=True)}
+    return {"runs": named, "same_digest": same, "fp32_off_from_cpu": off, "warm_up": warmed}
+
+
+def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
+    """One run by `phalanx train`, to its end: a killed worker is started again by its agent."""
+    where = session.folder / "bits" / case.name.replace(" ", "-").replace(",", "").replace(":", "")
+    where.parent.mkdir(exist_ok=True)
+    steps = () if any(each.startswith("steps=") for each in case.overrides) else (f"steps={STEPS}",)
+    command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where), *TINY, *steps]
+    environment = {**session.environment, **({"CUDA_VISIBLE_DEVICES": ""} if case.cpu else {}), COMPILE_THREADS: "2"}
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        [*command, *case.overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    killer = threading.Thread(target=kill_at, args=(where / "events.jsonl", KILL_AT, process))
+    if case.kill:
+        killer.start()
+    try:
+        told, _ = process.communicate(timeout=min(BITS_PATIENCE, max(5.0, session.left())))
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        told, _ = process.communicate(timeout=20)
+    if case.kill:
+        killer.join()
+    events = events_of(where)
+    digest = next((line.split()[1] for line in told.splitlines() if line.startswith("digest")), None)
+    losses = [event["loss"] for event in events if event.get("kind") == "step"]
+    found = {"exit": process.returncode, "digest": digest, "losses": losses if case.group.endswith("fp32") else []}
+    found |= {"last_loss": losses[-1] if losses else None, "seconds": time.monotonic() - begun}
+    found["starts"] = sum(event.get("kind") == "worker" for event in events)
+    if process.returncode != 0:
+        found["output"] = told[-1500:]
+    return found
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    """The events of a run that are whole."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (run / "events.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def kill_at(events: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """SIGKILL the worker of a run as soon as it has done a step."""
+    while process.poll() is None:
+        found = events_of(events.parent)
+        if any(event.get("kind") == "step" and event["step"] >= step for event in found):
+            workers = [event["pid"] for event in found if event.get("kind") == "worker"]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(workers[-1], signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+# ---- speed
+
+
+def contenders(case: str) -> list[str]:
+    """Who trains a case. Twice for gpt2, to see how much a card drifts."""
+    names = [PLAIN, gpu.PHALANX, gpu.FP8]
+    if case == "gpt2":
+        return [*names, gpu.DETERMINISTIC, gpu.PHALANX]
+    return names
+
+
+def needed_bytes(case: gpu.Case) -> float:
+    """Rough memory of a contender, to know how many may compile side by side."""
+    embedding = case.vocab * case.width * (1 if case.tie else 2)
+    parameters = gpu.matmul_parameters(case) - case.vocab * case.width + embedding
+    tokens = case.samples * case.sequence
+    logits = 6 * tokens * case.vocab
+    return 20 * parameters + tokens * case.layers * (24 * case.width + 6 * case.ffn) + logits + 2e9
+
+
+def task_of(session: Session, key: str, case: gpu.Case, name: str, seconds: float, kernels: bool) -> dict[str, Any]:
+    place = Path(tempfile.mkdtemp(dir=session.folder, prefix=f"{key}-"))
+    task = {"case": asdict(case), "name": name, "folder": str(place), "dataset": str(session.dataset)}
+    return {**task, "seconds": seconds, "compile": True, "kernels": kernels}
+
+
+def warm_up(session: Session) -> dict[str, float]:
+    """Compile every contender once, as many at a time as memory holds, so that caches are full when they are timed."""
+    card = session.results.get("facts", {}).get("memory", SESSION_MEMORY)
+    room, condition = [0.6 * card], threading.Condition()
+    environment = {**session.environment, COMPILE_THREADS: "4"}
+    work = [(key, case, name) for key, case in session.cases().items() for name in dict.fromkeys(contenders(key))]
+
+    def one(item: tuple[str, gpu.Case, str]) -> tuple[str, float]:
+        key, case, name = item
+        need = min(needed_bytes(case), room[0] if not session.emulated else 0.0)
+        with condition:
+            condition.wait_for(lambda: room[0] >= need)
+            room[0] -= need
+        begun = time.monotonic()
+        try:
+            task = task_of(session, key, case, name, 0.0, kernels=False)
+            patience = min(BITS_PATIENCE, max(5.0, session.left()))
+            result = gpu.run_child(task, Path(task["folder"]), patience, environment)
+        finally:
+            with condition:
+                room[0] += need
+                condition.notify_all()
+        took = time.monotonic() - begun
+        return f"{key} {name}" + (f": {result['refused']}" if "refused" in result else ""), took
+
+    with ThreadPoolExecutor(len(work)) as pool:
+        return dict(pool.map(one, work))
+
+
+def speed(session: Session) -> dict[str, Any]:
+    """Tokens a second, MFU, energy, memory and kernels of every contender, one after the other."""
+    found: dict[str, Any] = {}
+    session.results["speed"] = found
+    for key, case in session.cases().items():
+        entry = found.setdefault(key, {"case": asdict(case), "tokens": case.tokens, "contenders": {}})
+        entry["flops_per_token"] = gpu.flops_per_token(case)
+        entry["flops_per_token_half"] = gpu.flops_per_token(case, causal_half=True)
+        seen: set[str] = set()
+        for name in contenders(key):
+            if session.left() < 22:
+                break
+            task = task_of(session, key, case, name, 0.2 if session.emulated else 5.0, kernels=name not in seen)
+            result = gpu.run_child(task, Path(task["folder"]), session.left(), session.environment)
+            seen.add(name)
+            entry["contenders"].setdefault(name, []).append(result)
+            session.save()
+    return found
+
+
+def peers(session: Session) -> dict[str, Any]:
+    """The same of Fabric, Accelerate and the Trainer, with GPT-2."""
+    found = session.results["speed"]["gpt2"]["contenders"] if "gpt2" in session.results.get("speed", {}) else {}
+    for name in filter(can_run, PEERS):
+        if session.left() < 30:
+            break
+        task = task_of(session, "gpt2", session.cases()["gpt2"], name, 0.2 if session.emulated else 4.0, kernels=False)
+        result = gpu.run_child(task, Path(task["folder"]), session.left(), session.environment)
+        found.setdefault(name, []).append(result)
+        session.save()
+    return {"done": [name for name in PEERS if name in found]}
+
+
+def default(session: Session) -> dict[str, Any]:
+    """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
+    case = session.cases()["gpt2"]
+    args = {name: getattr(case, name) for name in ("layers", "width", "heads", "activation", "vocab", "tie")}
+    recipe = session.folder / "default.yaml"
+    samples = case.samples * case.micro_batches
+    data = f"data: {{source: {{prepared: {session.dataset}}}, sequence: {case.sequence}}}"
+    steps = 8 if session.emulated else DEFAULT_STEPS
+    recipe.write_text(
+        f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global: {samples}}}\nsteps: {steps}\n"
+        "evaluate: {every: null, share: 0}\ncheckpoint: {every: null}\noptim: {schedule: {warmup: 10}}\n"
+    )
+    where = session.folder / "default"
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where)]
+    status, out, errors = session.call(command, session.left())
+    times = [event["seconds"] for event in events_of(where) if event.get("kind") == "step"]
+    found: dict[str, Any] = {"exit": status, "wall_s": time.monotonic() - begun, "output": out[-3000:] + errors[-800:]}
+    if len(times) > 4:
+        found["step_s"] = statistics.median(times[len(times) // 2 :])
+        found["tokens_per_s"] = case.tokens / found["step_s"]
+    with contextlib.suppress(OSError, ValueError):
+        plan = json.loads((where / "plan.json").read_text())
+        found["predicted_step_s"] = plan.get("predicted_step_seconds")
+        found["chosen"] = {each["key"]: [each["value"], each["why"]] for each in plan.get("chosen", [])}
+    return found
+
+
+def planner(session: Session) -> dict[str, Any]:
+    """`phalanx probe --quick`, and `phalanx plan` of the cases by it and by the catalogue's H100."""
+    found: dict[str, Any] = {}
+    begun = time.monotonic()
+    out = session.folder / "here.yaml"
+    probe = [sys.executable, "-m", "phalanx", "probe", "--quick", "--out", str(out)]
+    status, told, errors = session.call(probe, min(90.0, session.left()))
+    found["probe"] = {"exit": status, "seconds": time.monotonic() - begun, "output": (told + errors)[-1500:]}
+    found["plans"] = {}
+    for key, case in session.cases().items():
+        recipe = gpu.recipe_of(case, "bf16", session.dataset, True)
+        path = session.folder / f"{key}.yaml"
+        path.write_text(json.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        for cluster in [*([str(out)] if status == 0 else []), "h100:1"]:
+            if session.left() < 20:
+                break
+            command = [sys.executable, "-m", "phalanx", "plan", str(path), "--cluster", cluster, "--json"]
+            code, text, errors = session.call(command, session.left())
+            name = "probe" if cluster == str(out) else cluster
+            found["plans"][f"{key} {name}"] = (text if code == 0 else f"exit {code}: {errors[-400:]}")[:1500]
+    return found
+
+
+def doctor(session: Session) -> dict[str, Any]:
+    """`phalanx doctor --quick`, and the tests that need a GPU, which have run since the beginning."""
+    status, out, errors = session.call([sys.executable, "-m", "phalanx", "doctor", "--quick"], min(60, session.left()))
+    found: dict[str, Any] = {"exit": status, "output": (out + errors)[-2500:]}
+    if (tests := session.background.get("pytest")) is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tests.wait(timeout=max(1.0, session.left() - 5))
+        found["tests"] = (session.folder / "pytest.log").read_text()[-3500:]
+        if tests.poll() is None:
+            tests.kill()
+    return found
+
+
+PHASES = (
+    Phase("facts", 20, facts),
+    Phase("ceilings", 40, ceilings),
+    Phase("bits", 90, bits),
+    Phase("speed", 60, speed),
+    Phase("default", 60, default),
+    Phase("doctor", 25, doctor),
+    Phase("planner", 60, planner),
+    Phase("peers", 60, peers),
+)
+
+
+# ---- the page
+
+
+def page(results: Mapping[str, Any]) -> list[str]:
+    """docs/benchmarks/gpu.md, as far as it can be written."""
+    about = results.get("facts", {})
+    lines = [
+        "# One GPU",
+        "",
+        f"`python benchmarks/gpu_session.py`, {results.get('date', '')}, {about.get('card') or about.get('name')}, "
+        f"torch {about.get('torch')}, {about.get('cores')} cores." + (" EMULATED." if results.get("emulated") else ""),
+        "",
+    ]
+    ceiling = results.get("ceilings", {}).get("matmul_tflops", {}).get("bf16")
+    for key, entry in results.get("speed", {}).items():
+        lines += speed_table(key, entry, ceiling)
+    if default_run := results.get("default"):
+        lines += ["## What a recipe without settings gets (GPT-2)", "", "```", *default_text(default_run), "```", ""]
+    if found := results.get("bits"):
+        lines += ["## Bits", "", "| runs | same digest |", "|---|---|"]
+        lines += [f"| {group} | {'yes' if same else 'NO'} |" for group, same in found["same_digest"].items()]
+        lines += ["", "| run | exit | worker starts | last loss | digest |", "|---|---:|---:|---:|---|"]
+        for name, run in found["runs"].items():
+            lines.append(f"| {name} | {run['exit']} | {run['starts']} | {run['last_loss']} | {run['digest']} |")
+        lines += ["", f"fp32 losses of {FP32_STEPS} steps, GPU against CPU: {found['fp32_off_from_cpu']}", ""]
+    if found := results.get("ceilings"):
+        lines += ["## Ceilings", "", "```", json.dumps(found, indent=1), "```", ""]
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in results.get("seconds", {}).items())
+    return [*lines, f"Phases: {took}. Left out: {', '.join(results.get('left_out', [])) or 'none'}."]
+
+
+def speed_table(key: str, entry: Mapping[str, Any], ceiling: float | None) -> list[str]:
+    """Rows of a case's contenders."""
+    case = entry["case"]
+    lines = [
+        f"## {case['title']} at {case['sequence']:,}: {case['layers']} layers, {entry['tokens']:,} tokens a step",
+        "",
+        "| | tokens/s | of the plain loop | MFU, full (989 TFLOP/s) | MFU, causal-half | of this card's matmul "
+        "| J/token | memory, GB | kernels, ms | step, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rates: dict[str, float] = {}
+    for name, runs in entry["contenders"].items():
+        times = [t for run in runs for t in run.get("seconds", [])]
+        if not times:
+            lines.append(f"| {name} | {runs[0].get('refused', '?')[:120]} | | | | | | | | |")
+            continue
+        rate = rates[name] = entry["tokens"] / statistics.median(times)
+        full, half = rate * entry["flops_per_token"] / 1e12, rate * entry["flops_per_token_half"] / 1e12
+        joules = [run["joules_per_token"] for run in runs if run.get("joules_per_token")]
+        memory = max(run.get("memory_bytes") or 0 for run in runs) / 1e9
+        kernels = next((run["kernels_ms"] for run in runs if "kernels_ms" in run), 0.0)
+        cells = [f"{rate:,.0f}", f"{rate / rates[PLAIN]:.3f}" if PLAIN in rates else "", f"{full / 989:.1%}"]
+        cells += [f"{half / 989:.1%}", f"{full / ceiling:.1%}" if ceiling else ""]
+        cells += [f"{statistics.median(joules):.2e}" if joules else "", f"{memory:.1f}", f"{kernels:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * entry['tokens'] / rate:.1f} |")
+    return [*lines, ""]
+
+
+def default_text(found: Mapping[str, Any]) -> list[str]:
+    lines = [f"{key} = {value}: {why}" for key, (value, why) in found.get("chosen", {}).items()]
+    if "tokens_per_s" in found:
+        lines.append(f"{found['tokens_per_s']:,.0f} tokens/s, {1e3 * found['step_s']:.1f} ms a step")
+        predicted = found.get("predicted_step_s")
+        lines.append(f"predicted {1e3 * predicted:.1f} ms" if predicted else "nothing predicted")
+    return lines or [f"exit {found['exit']}", *found["output"].splitlines()[-5:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for session.json and gpu.md")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all phases together")
+    parser.add_argument("--emulate", action="store_true", help="on the emulated GPU, at toy size")
+    parser.add_argument("--phases", nargs="+", choices=[phase.name for phase in PHASES], help="only these")
+    options = parser.parse_args()
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="gpu-session-"))
+    paths = [str(HERE.parent / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    environment |= {name: os.environ.get(name, str(folder / place)) for name, place in caches.items()}
+    session = Session(options.out, folder, began + options.seconds, environment, options.emulate)
+    session.results |= {"date": time.strftime("%Y-%m-%d"), "emulated": options.emulate, "seconds": {}, "left_out": []}
+    try:
+        session.dataset = make_dataset(folder, megabytes=1 if options.emulate else 16)
+        for phase in PHASES:
+            if options.phases and phase.name not in options.phases:
+                continue
+            if session.left() < phase.needs:
+                session.results["left_out"].append(phase.name)
+                continue
+            begun = time.monotonic()
+            try:
+                session.results[phase.name] = phase.run(session)
+            except Exception:  # noqa: BLE001 the other phases must not be lost with it
+                session.results.setdefault("failed", {})[phase.name] = traceback.format_exc()[-1500:]
+            session.results["seconds"][phase.name] = time.monotonic() - begun
+            session.save()
+            print(f"{phase.name}: {time.monotonic() - begun:.0f} s, {session.left():.0f} s left", flush=True)
+    finally:
+        for process in session.background.values():
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(page(session.results)))
+
+
+if __name__ == "__main__":
+    main()
