@@ -16,6 +16,7 @@ peak, for fp8 too; `of ceiling` is over the best bf16 matmul that this very card
 
 import argparse
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -29,9 +30,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch._inductor.config
 from engine_overhead import (
     PEERS,
     PLAIN,
@@ -52,16 +54,18 @@ from engine_overhead import (
 from torch import nn
 
 from phalanx.cluster import Machine, measure_matmul, peak, this_machine
+from phalanx.compat import set_determinism
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe, check_device
 from phalanx.run import Run
 
 FP8 = "Phalanx, fp8"
 DETERMINISTIC = "Phalanx, deterministic"
+TUNED = "Phalanx, inductor's coordinate descent"
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
 STATE_BYTES = 16
-WARM_UP = 5
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -210,14 +214,15 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
     from phalanx.train.worker import prepare_torch
 
     quiet()
+    begun = time.perf_counter()
     case, name, folder = Case(**task["case"]), task["name"], Path(task["folder"])
     precision, dataset = "fp8" if name == FP8 else "bf16", Path(task["dataset"])
     recipe = recipe_of(case, precision, dataset, task["compile"], deterministic=name == DETERMINISTIC)
-    machine, place = this_machine(), from_environment({})
+    place = from_environment({})
     job = Job(recipe, 1, 0, place.device)
     meter = Meter(task["seconds"])
-    if name in (PHALANX, FP8, DETERMINISTIC):
-        check_device(recipe, machine.device, machine.name, machine.capability)
+    if name in (PHALANX, FP8, DETERMINISTIC, TUNED):
+        check_device(recipe, place.device.type, *(card() if place.device.type == "cuda" else ("a CPU", None)))
         prepare_torch(recipe, place)
         join(place)
         _, steps = phalanx(job, folder, ToRun(Run(folder), leads=True))
@@ -232,21 +237,40 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
             return result_of(meter, case)
         if name in PEERS:
             importlib.import_module(PEERS[name])  # Fabric wants to be there before anything is compiled
-        steps = LOOPS[name](job, torch.compile(model) if task["compile"] else model)
+        steps = LOOPS[name](job, compiled(model, whole=task.get("whole", True)) if task["compile"] else model)
+    first = 0.0
     for _ in steps:
+        first = first or time.perf_counter() - begun
         if not meter.stepped():
             break
-    result = result_of(meter, case)
+    result = {**result_of(meter, case), "first_step_s": first}
     if task.get("kernels"):
         result |= kernels_of(steps)
     return result
+
+
+def card() -> tuple[str, tuple[int, int]]:
+    """Name and compute capability of the GPU."""
+    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def compiled(model: WithLoss, whole: bool) -> nn.Module:
+    """Model and loss compiled together, or (what torchtitan does: it takes seconds, not minutes) each block and the
+    loss."""
+    if whole:
+        return cast(nn.Module, torch.compile(model))
+    model.model.blocks_are_compiled = True
+    for block in model.model.blocks:
+        block.compile(dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)
+    return model
 
 
 def kernels_of(steps: Iterator[object], most: int = 25) -> dict[str, Any]:
     """Milliseconds of the longest kernels of one more step, with how often they ran, and of all of them."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as traced:
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
         begun = time.perf_counter()
         next(iter(steps))
         torch.cuda.synchronize()
@@ -280,13 +304,40 @@ def result_of(meter: Meter, case: Case) -> dict[str, Any]:
 
 def child(task: dict[str, Any]) -> None:
     """Run one task and leave its result, or why there is none, in its file."""
+    Path(task["result"]).write_text(json.dumps(attempt(task)))
+
+
+def attempt(task: dict[str, Any]) -> dict[str, Any]:
+    """The result of a task, or why there is none."""
     try:
-        result = measure_matmul(**task["matmul"]) if "matmul" in task else contend(task)
+        return measure_matmul(**task["matmul"]) if "matmul" in task else contend(task)
     except PhalanxError as error:
-        result = {"refused": str(error)}
+        return {"refused": str(error)}
     except torch.OutOfMemoryError as error:
-        result = {"refused": f"out of memory: {str(error).split('.')[0]}"}
-    Path(task["result"]).write_text(json.dumps(result))
+        return {"refused": f"out of memory: {str(error).split('.')[0]}"}
+
+
+def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
+    """Run tasks one after the other in this process, each with the memory to itself; after each, `result` holds what is
+    known. None begins after so many `seconds`."""
+    begun, found = time.monotonic(), []
+    for task in tasks:
+        if time.monotonic() - begun > seconds:
+            break
+        set_determinism(False)
+        torch._dynamo.reset()
+        torch._inductor.config.coordinate_descent_tuning = task["name"] == TUNED
+        try:
+            found.append(attempt(task))
+        except Exception as error:  # noqa: BLE001 the others must not be lost with it
+            found.append({"refused": f"failed: {str(error)[:300]}"})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        temporary = result.with_suffix(".new")
+        temporary.write_text(json.dumps(found))
+        temporary.replace(result)
 
 
 # ---- the run
@@ -399,7 +450,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="of measured steps for each contender and round")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--series", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.series:
+        series(**{**(given := json.loads(options.series)), "result": Path(given["result"])})
+        return
     if options.child:
         child(json.loads(options.child))
         return

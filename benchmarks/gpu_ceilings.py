@@ -144,8 +144,10 @@ def attention(shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
 
 def losses(shape: tuple[int, int, int], seconds: float) -> dict[str, Any]:
     """Milliseconds of the head and its loss, forward and backward, by way of computing it; and their peak memory."""
-    from phalanx.train.tasks import _compiled_cross_entropy, _cross_entropy
-    from phalanx.train.vocab import linear_cross_entropy
+    from phalanx.train.vocab import cross_entropy, linear_cross_entropy
+
+    def eager(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
 
     n, vocab, width = shape
     hidden = torch.randn(n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -160,13 +162,10 @@ def losses(shape: tuple[int, int, int], seconds: float) -> dict[str, Any]:
 
         return run
 
-    def chunked(compiled: bool) -> Callable[[], object]:
-        def run() -> object:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                total = linear_cross_entropy(hidden, weight, targets, compiled=compiled)
-            return torch.autograd.grad(total, (hidden, weight))
-
-        return run
+    def chunked() -> object:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            total = linear_cross_entropy(hidden, weight, targets)
+        return torch.autograd.grad(total, (hidden, weight))
 
     def measured(run: Callable[[], object]) -> dict[str, float]:
         torch.cuda.empty_cache()
@@ -176,10 +175,10 @@ def losses(shape: tuple[int, int, int], seconds: float) -> dict[str, Any]:
         return {"ms": took, "peak_gb": (torch.cuda.max_memory_allocated() - before) / 1e9}
 
     ways = {
-        "whole, eager": whole(_cross_entropy),
-        "whole, compiled": whole(_compiled_cross_entropy()),
-        "chunked, eager": chunked(False),
-        "chunked, compiled": chunked(True),
+        "whole, eager": whole(eager),
+        "whole, compiled": whole(torch.compile(eager, dynamic=False)),
+        "whole, Phalanx": whole(cross_entropy),
+        "chunked, Phalanx": chunked,
     }
     return {name: attempt(lambda run=run: measured(run)) for name, run in ways.items()}
 

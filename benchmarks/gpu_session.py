@@ -5,9 +5,8 @@
 
 Phases run in order; one that would not end in time is left out, not cut short. DIR/session.json is written again after
 each phase, so what a kill leaves is whole; DIR/gpu.md has the tables. Runs that compare bits share the GPU with each
-other and with the compilation of what is timed later; what is timed has the GPU alone, each contender in a process of
-its own. All contenders of `speed` train the same module with 4 micro-batches a step; the plain loop and the peers have
-their loss inside torch.compile. FLOPs and MFU: benchmarks/gpu.py.
+other; what is timed has the GPU to itself. All contenders of `speed` train the same module with 4 micro-batches a step,
+the plain loop with blocks and loss compiled. FLOPs and MFU: benchmarks/gpu.py.
 """
 
 import argparse
@@ -38,6 +37,9 @@ from engine_overhead import PEERS, PLAIN, can_run, make_dataset  # noqa: E402
 
 SESSION_MEMORY = 80 * 10**9
 """Layers of the 8B shape are as many as fit here, so that cards with more memory train the same model."""
+AFTER_SPEED = 100.0
+"""Seconds that are kept for what comes after the contenders."""
+ORDER = ("8b-4k", "gpt2", "1b3")
 STEPS = 60
 KILL_AT = 30
 FP32_STEPS = 20
@@ -56,8 +58,8 @@ class Session:
     deadline: float
     environment: dict[str, str]
     emulated: bool
+    groups: list[str]
     results: dict[str, Any] = field(default_factory=dict)
-    background: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     dataset: Path = Path()
 
     def left(self) -> float:
@@ -103,7 +105,7 @@ class Phase:
 
 def facts(session: Session) -> dict[str, Any]:
     """The card, its clocks and limits, the software; CUDA in a fork of a process that has imported what the fork server
-    imports; the tests that need a GPU are started, and go on meanwhile."""
+    imports."""
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu,ecc.mode.current"
     _, card, _ = session.call(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], 20)
     code = (
@@ -122,13 +124,6 @@ def facts(session: Session) -> dict[str, Any]:
     )
     status, out, errors = session.call([sys.executable, "-c", code], 90)
     found = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-500:]}
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
-    tests += [str(HERE.parent / "tests/unit"), f"--basetemp={session.folder / 'pytest'}", "-rfE"]
-    if not session.emulated:  # there numbers are garbage
-        with (session.folder / "pytest.log").open("w") as log:
-            session.background["pytest"] = subprocess.Popen(
-                tests, stdout=log, stderr=subprocess.STDOUT, text=True, env=session.environment
-            )
     hidden = not Path("/proc/driver/nvidia/gpus").is_dir()
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "driver_folder_hidden": hidden}
     return {"card": card.strip(), **found, **machine}
@@ -158,13 +153,13 @@ class BitsCase:
 
 
 COMPILED = ("compile=true",)
-REPLICAS = ("exchange.exact=replicas", "batch.micro=4")
+REPLICAS = ("exchange.exact=replicas", "batch.micro=4", "compile=false")
 FP32 = ("precision=fp32", f"steps={FP32_STEPS}", "compile=false")
 BITS = (
     BitsCase("eager", "eager", ("compile=false",)),
     BitsCase("eager", "eager, again", ("compile=false",)),
     BitsCase("eager", "eager, killed", ("compile=false",), kill=True),
-    BitsCase("eager", "eager, optimizer offloaded", ("compile=false", "memory.offload=optimizer")),
+    BitsCase("offload", "eager, optimizer offloaded", ("compile=false", "memory.offload=optimizer")),
     BitsCase("compiled", "compiled", COMPILED),
     BitsCase("compiled", "compiled, killed", COMPILED, kill=True),
     BitsCase("replicas", "exact: replicas", REPLICAS),
@@ -176,7 +171,7 @@ BITS = (
     BitsCase("graphs", "CUDA graphs", ("compile=graphs",)),
     BitsCase("fp16", "fp16", ("precision=fp16",)),
     BitsCase("gpu fp32", "fp32 on the GPU", FP32),
-    BitsCase("cpu fp32", "fp32 on the CPU", FP32, cpu=True),
+    BitsCase("cpu fp32", "fp32 on the CPU", (*FP32, "threads=4"), cpu=True),
 )
 TINY = (
     "model.args={layers: 4, width: 256, heads: 4}",
@@ -190,19 +185,18 @@ TINY = (
 )
 
 
-def bits(session: Session, cases: tuple[BitsCase, ...] = BITS) -> dict[str, Any]:
-    """Digests and last losses of all runs, side by side on the GPU; what is timed later is compiled meanwhile."""
+def bits(session: Session) -> dict[str, Any]:
+    """Digests and last losses of all runs, side by side on the GPU."""
     (session.folder / "text").mkdir(exist_ok=True)
     source = session.folder / "text/corpus.txt"
     source.write_text("\n".join(path.read_text(errors="replace") for path in sorted(HERE.glob("*.py"))) * 8)
     recipe = session.folder / "recipe.yaml"
     recipe.write_text(f"name: bits\ndata: {{source: {{text: {source}}}}}\n")
+    cases = [case for case in BITS if not session.groups or case.group in session.groups]
     if session.emulated:
-        cases = tuple(case for case in cases if case.name in ("eager", "compiled", "fp8, killed"))
-    with ThreadPoolExecutor(len(cases) + 1) as pool:
-        warm = pool.submit(warm_up, session)
+        cases = [case for case in BITS if case.name in ("eager", "compiled")]
+    with ThreadPoolExecutor(len(cases)) as pool:
         runs = list(pool.map(lambda case: train(session, recipe, case), cases))
-        warmed = warm.result()
     groups: dict[str, set[str]] = {}
     for case, run in zip(cases, runs, strict=True):
         groups.setdefault(case.group, set()).add(str(run.get("digest")))
@@ -212,7 +206,7 @@ def bits(session: Session, cases: tuple[BitsCase, ...] = BITS) -> dict[str, Any]
     if len(fp32) == 2 and all(len(losses) == FP32_STEPS for losses in fp32):
         off = max(abs(a - b) / b for a, b in zip(*fp32, strict=True))
     named = {case.name: run for case, run in zip(cases, runs, strict=True)}
-    return {"runs": named, "same_digest": same, "fp32_off_from_cpu": off, "warm_up": warmed}
+    return {"runs": named, "same_digest": same, "fp32_off_from_cpu": off}
 
 
 def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
@@ -220,7 +214,8 @@ def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
     where = session.folder / "bits" / case.name.replace(" ", "-").replace(",", "").replace(":", "")
     where.parent.mkdir(exist_ok=True)
     steps = () if any(each.startswith("steps=") for each in case.overrides) else (f"steps={STEPS}",)
-    command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where), *TINY, *steps]
+    exact = () if case.group == "replicas" else ("exchange.exact=world",)
+    command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where), *TINY, *exact, *steps]
     environment = {**session.environment, **({"CUDA_VISIBLE_DEVICES": ""} if case.cpu else {}), COMPILE_THREADS: "2"}
     begun = time.monotonic()
     process = subprocess.Popen(
@@ -274,74 +269,53 @@ def kill_at(events: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def contenders(case: str) -> list[str]:
     """Who trains a case. Twice for gpt2, to see how much a card drifts."""
-    names = [PLAIN, gpu.PHALANX, gpu.FP8]
     if case == "gpt2":
-        return [*names, gpu.DETERMINISTIC, gpu.PHALANX]
-    return names
-
-
-def needed_bytes(case: gpu.Case) -> float:
-    """Rough memory of a contender, to know how many may compile side by side."""
-    embedding = case.vocab * case.width * (1 if case.tie else 2)
-    parameters = gpu.matmul_parameters(case) - case.vocab * case.width + embedding
-    tokens = case.samples * case.sequence
-    logits = 6 * tokens * case.vocab
-    return 20 * parameters + tokens * case.layers * (24 * case.width + 6 * case.ffn) + logits + 2e9
+        return [gpu.PHALANX, PLAIN, gpu.DETERMINISTIC, gpu.TUNED, gpu.PHALANX]
+    return [gpu.PHALANX, PLAIN, gpu.FP8]
 
 
 def task_of(session: Session, key: str, case: gpu.Case, name: str, seconds: float, kernels: bool) -> dict[str, Any]:
     place = Path(tempfile.mkdtemp(dir=session.folder, prefix=f"{key}-"))
     task = {"case": asdict(case), "name": name, "folder": str(place), "dataset": str(session.dataset)}
-    return {**task, "seconds": seconds, "compile": True, "kernels": kernels}
-
-
-def warm_up(session: Session) -> dict[str, float]:
-    """Compile every contender once, as many at a time as memory holds, so that caches are full when they are timed."""
-    card = session.results.get("facts", {}).get("memory", SESSION_MEMORY)
-    room, condition = [0.6 * card], threading.Condition()
-    environment = {**session.environment, COMPILE_THREADS: "4"}
-    work = [(key, case, name) for key, case in session.cases().items() for name in dict.fromkeys(contenders(key))]
-
-    def one(item: tuple[str, gpu.Case, str]) -> tuple[str, float]:
-        key, case, name = item
-        need = min(needed_bytes(case), room[0] if not session.emulated else 0.0)
-        with condition:
-            condition.wait_for(lambda: room[0] >= need)
-            room[0] -= need
-        begun = time.monotonic()
-        try:
-            task = task_of(session, key, case, name, 0.0, kernels=False)
-            patience = min(BITS_PATIENCE, max(5.0, session.left()))
-            result = gpu.run_child(task, Path(task["folder"]), patience, environment)
-        finally:
-            with condition:
-                room[0] += need
-                condition.notify_all()
-        took = time.monotonic() - begun
-        return f"{key} {name}" + (f": {result['refused']}" if "refused" in result else ""), took
-
-    with ThreadPoolExecutor(len(work)) as pool:
-        return dict(pool.map(one, work))
+    return {**task, "seconds": seconds, "compile": True, "whole": False, "kernels": kernels}
 
 
 def speed(session: Session) -> dict[str, Any]:
-    """Tokens a second, MFU, energy, memory and kernels of every contender, one after the other."""
-    found: dict[str, Any] = {}
-    session.results["speed"] = found
-    for key, case in session.cases().items():
+    """Tokens a second, MFU, energy, memory and kernels of every contender, one after the other with the GPU to itself.
+    They share a process, since importing torch and starting CUDA takes longer than measuring; where one ends it, the
+    next begins in another."""
+    cases, found = session.cases(), session.results.setdefault("speed", {})
+    order = sorted(cases, key=lambda key: ORDER.index(key))
+    for key in order:
+        case = cases[key]
         entry = found.setdefault(key, {"case": asdict(case), "tokens": case.tokens, "contenders": {}})
         entry["flops_per_token"] = gpu.flops_per_token(case)
         entry["flops_per_token_half"] = gpu.flops_per_token(case, causal_half=True)
-        seen: set[str] = set()
-        for name in contenders(key):
-            if session.left() < 22:
-                break
-            task = task_of(session, key, case, name, 0.2 if session.emulated else 5.0, kernels=name not in seen)
-            result = gpu.run_child(task, Path(task["folder"]), session.left(), session.environment)
-            seen.add(name)
-            entry["contenders"].setdefault(name, []).append(result)
-            session.save()
+    work = [(key, name) for key in order for name in contenders(key)]
+    seconds = 0.2 if session.emulated else 4.0
+    tasks = [task_of(session, key, cases[key], name, seconds, kernels=name != PLAIN) for key, name in work]
+    done = 0
+    while done < len(work) and session.left() > AFTER_SPEED + 25:
+        results = run_series(session, tasks[done:]) or [{"refused": "its process died"}]
+        for (key, name), result in zip(work[done:], results, strict=False):
+            found[key]["contenders"].setdefault(name, []).append(result)
+        done += len(results)
+        session.save()
     return found
+
+
+def run_series(session: Session, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tasks in one process, as far as it came."""
+    result = session.folder / "series.json"
+    result.unlink(missing_ok=True)
+    patience = max(10.0, session.left() - AFTER_SPEED)
+    given = {"tasks": tasks, "result": str(result), "seconds": patience - 15}
+    command = [sys.executable, str(HERE / "gpu.py"), "--series", json.dumps(given)]
+    _, _, errors = session.call(command, patience)
+    results: list[dict[str, Any]] = json.loads(result.read_text()) if result.is_file() else []
+    if len(results) < len(tasks):
+        session.results.setdefault("series_errors", []).append(errors[-1500:])
+    return results
 
 
 def peers(session: Session) -> dict[str, Any]:
@@ -408,26 +382,30 @@ def planner(session: Session) -> dict[str, Any]:
     return found
 
 
-def doctor(session: Session) -> dict[str, Any]:
-    """`phalanx doctor --quick`, and the tests that need a GPU, which have run since the beginning."""
-    status, out, errors = session.call([sys.executable, "-m", "phalanx", "doctor", "--quick"], min(60, session.left()))
-    found: dict[str, Any] = {"exit": status, "output": (out + errors)[-2500:]}
-    if (tests := session.background.get("pytest")) is not None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            tests.wait(timeout=max(1.0, session.left() - 5))
-        found["tests"] = (session.folder / "pytest.log").read_text()[-3500:]
-        if tests.poll() is None:
-            tests.kill()
-    return found
+def tests(session: Session) -> dict[str, Any]:
+    """The tests that need a GPU, and `phalanx doctor --quick`."""
+    if session.emulated:  # there numbers are garbage
+        return {"left_out": "the emulated GPU computes nothing"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-rfE"]
+    files = [
+        str(path) for path in sorted((HERE.parent / "tests/unit").rglob("test_*.py")) if "mark.gpu" in path.read_text()
+    ]
+    command += [*files, f"--basetemp={session.folder / 'pytest'}"]
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(session.call, [sys.executable, "-m", "phalanx", "doctor", "--quick"], 60)
+        status, out, errors = session.call(command, min(120.0, session.left()))
+        doctor = asked.result()
+    found: dict[str, Any] = {"exit": status, "output": (out + errors)[-3500:]}
+    return {**found, "doctor": {"exit": doctor[0], "output": (doctor[1] + doctor[2])[-2500:]}}
 
 
 PHASES = (
     Phase("facts", 20, facts),
-    Phase("ceilings", 40, ceilings),
-    Phase("bits", 90, bits),
     Phase("speed", 60, speed),
-    Phase("default", 60, default),
-    Phase("doctor", 25, doctor),
+    Phase("default", 50, default),
+    Phase("bits", 60, bits),
+    Phase("ceilings", 40, ceilings),
+    Phase("tests", 25, tests),
     Phase("planner", 60, planner),
     Phase("peers", 60, peers),
 )
@@ -474,18 +452,19 @@ def speed_table(key: str, entry: Mapping[str, Any], ceiling: float | None) -> li
         "| J/token | memory, GB | kernels, ms | step, ms |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    rates: dict[str, float] = {}
+    of_plain = [t for run in entry["contenders"].get(PLAIN, []) for t in run.get("seconds", [])]
+    plain = entry["tokens"] / statistics.median(of_plain) if of_plain else None
     for name, runs in entry["contenders"].items():
         times = [t for run in runs for t in run.get("seconds", [])]
         if not times:
             lines.append(f"| {name} | {runs[0].get('refused', '?')[:120]} | | | | | | | | |")
             continue
-        rate = rates[name] = entry["tokens"] / statistics.median(times)
+        rate = entry["tokens"] / statistics.median(times)
         full, half = rate * entry["flops_per_token"] / 1e12, rate * entry["flops_per_token_half"] / 1e12
         joules = [run["joules_per_token"] for run in runs if run.get("joules_per_token")]
         memory = max(run.get("memory_bytes") or 0 for run in runs) / 1e9
         kernels = next((run["kernels_ms"] for run in runs if "kernels_ms" in run), 0.0)
-        cells = [f"{rate:,.0f}", f"{rate / rates[PLAIN]:.3f}" if PLAIN in rates else "", f"{full / 989:.1%}"]
+        cells = [f"{rate:,.0f}", f"{rate / plain:.3f}" if plain else "", f"{full / 989:.1%}"]
         cells += [f"{half / 989:.1%}", f"{full / ceiling:.1%}" if ceiling else ""]
         cells += [f"{statistics.median(joules):.2e}" if joules else "", f"{memory:.1f}", f"{kernels:.1f}"]
         lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * entry['tokens'] / rate:.1f} |")
@@ -506,6 +485,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for session.json and gpu.md")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all phases together")
     parser.add_argument("--emulate", action="store_true", help="on the emulated GPU, at toy size")
+    parser.add_argument("--bits", nargs="+", default=[], help="only runs of these groups in the phase of that name")
     parser.add_argument("--phases", nargs="+", choices=[phase.name for phase in PHASES], help="only these")
     options = parser.parse_args()
     began = time.monotonic()
@@ -515,7 +495,7 @@ def main() -> None:
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     environment |= {name: os.environ.get(name, str(folder / place)) for name, place in caches.items()}
-    session = Session(options.out, folder, began + options.seconds, environment, options.emulate)
+    session = Session(options.out, folder, began + options.seconds, environment, options.emulate, options.bits)
     session.results |= {"date": time.strftime("%Y-%m-%d"), "emulated": options.emulate, "seconds": {}, "left_out": []}
     try:
         session.dataset = make_dataset(folder, megabytes=1 if options.emulate else 16)
@@ -534,8 +514,6 @@ def main() -> None:
             session.save()
             print(f"{phase.name}: {time.monotonic() - begun:.0f} s, {session.left():.0f} s left", flush=True)
     finally:
-        for process in session.background.values():
-            process.kill()
         shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(page(session.results)))
 

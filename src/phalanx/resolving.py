@@ -100,7 +100,7 @@ def first_resolution(
     choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket, *choose_start(given)]
     if given.compile == "auto" and machine.device != "cpu":
         choices.append(choose_compile(given, machine.device, blocks))
-    choices += choose_exact(given, seconds)
+    choices += choose_exact(given, seconds, machine.device)
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
     rates = call("phalanx.train.trial:matmul", {"device": machine.device, "threads": threads.value})
@@ -234,7 +234,7 @@ def tried_memory(
         choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
-        trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact != "no"}
+        trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact}
         seconds = call(RACE, {**trial, "offload": given.memory.offload})
         if OUT_OF_MEMORY not in seconds:
             return choices, seconds

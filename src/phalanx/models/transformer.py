@@ -8,6 +8,7 @@ Shapes in comments: b batch, s sequence, v vocabulary, w width, h heads, g key-v
 the feed-forward.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from phalanx.models.attention import Plan, attend, plan
 
 EPS = 1e-6  # of RMSNorm
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:
@@ -53,6 +55,17 @@ def _compute_dtype(x: Tensor) -> Tensor:
     return x
 
 
+def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """x [..., w] by the norm, computed in the dtype of its weight, in the dtype of matrix products."""
+    return _compute_dtype(norm(x.to(norm.weight.dtype)))
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether norm_rotate.py takes x [b, s, h, d]: a GPU with Triton, and heads of a power of two of features."""
+    dim = x.shape[-1]
+    return x.is_cuda and 16 <= dim <= 256 and dim & (dim - 1) == 0 and HAS_TRITON
+
+
 class Attention(nn.Module):
     """Causal self-attention of `heads` queries over `kv_heads` keys and values."""
 
@@ -70,16 +83,22 @@ class Attention(nn.Module):
         # x [b, s, w] -> [b, s, w]
         batch, length, _ = x.shape
         value = self.value(x).view(batch, length, self.kv_heads, self.dim)  # [b, s, g, d]
-        # Norm and rotation in fp32: bf16 has too few digits for the angles of far positions.
-        query = self.query(x).view(batch, length, self.heads, self.dim).float()  # [b, s, h, d]
-        key = self.key(x).view(batch, length, self.kv_heads, self.dim).float()  # [b, s, g, d]
-        if self.query_norm is not None and self.key_norm is not None:
-            query = F.rms_norm(query, (self.dim,), self.query_norm.weight.float(), EPS)
-            key = F.rms_norm(key, (self.dim,), self.key_norm.weight.float(), EPS)
-        # [b, s, h, d]
-        mixed = attend(rotate(query, turns).to(value.dtype), rotate(key, turns).to(value.dtype), value, how)
+        query = self._turned(self.query(x).view(batch, length, self.heads, self.dim), self.query_norm, turns)
+        key = self._turned(self.key(x).view(batch, length, self.kv_heads, self.dim), self.key_norm, turns)
+        mixed = attend(query.to(value.dtype), key.to(value.dtype), value, how)  # [b, s, h, d]
         out: Tensor = self.out(mixed.flatten(2))
         return out
+
+    def _turned(self, x: Tensor, norm: nn.RMSNorm | None, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys [b, s, h, d], normalised and rotated in fp32: bf16 has too few digits for the angles of far
+        positions. On a GPU by a kernel of its own, which gives the dtype of x."""
+        if norm is None:
+            return rotate(x.float(), turns)
+        if isinstance(turns, tuple) and has_kernel(x):
+            from phalanx.models.norm_rotate import norm_rotate
+
+            return norm_rotate(x, norm.weight, *turns, EPS)
+        return rotate(F.rms_norm(x.float(), (self.dim,), norm.weight.float(), EPS), turns)
 
 
 class FeedForward(nn.Module):
@@ -116,8 +135,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], how: Plan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
-        x = x + self._drop(self.attention(_compute_dtype(self.attention_norm(x)), turns, how))
-        return x + self._drop(self.ffn(_compute_dtype(self.ffn_norm(x))))
+        x = x + self._drop(self.attention(_normalised(self.attention_norm, x), turns, how))
+        return x + self._drop(self.ffn(_normalised(self.ffn_norm, x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
@@ -181,13 +200,15 @@ class Transformer(nn.Module):
         if tokens.shape[1] > self.sequence:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for sequence={self.sequence}")
         x = self.embedding(tokens)  # [b, s, w]
+        if x.is_cuda:  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
+            x = _compute_dtype(x)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         how = plan(tokens, documents, self.blocks_are_compiled)
         turns = self._turns(tokens, positions)
         for block in self.blocks:
             x = block(x, turns, how)
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x.to(self.norm.weight.dtype)))
         return logits
 
     def _turns(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -196,7 +217,7 @@ class Transformer(nn.Module):
             angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         else:
             angles = rotations_at(positions, self.head_dim, self.rope_base)
-        if torch.compiler.is_compiling() or self.blocks_are_compiled:
+        if torch.compiler.is_compiling() or self.blocks_are_compiled or tokens.is_cuda:
             return angles.cos(), angles.sin()
         return torch.polar(torch.ones_like(angles), angles)
 

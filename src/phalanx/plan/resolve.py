@@ -32,6 +32,10 @@ COMPILED_STEPS = 100
 """Steps from which compiling on a GPU is worth it: it takes 10 to 30 s and saves up to half of a step."""
 NONDETERMINISTIC = "nondeterministic"
 """Key under which a trial names the operation without a deterministic kernel."""
+DETERMINISTIC_COST = "deterministic_cost"
+"""Key of the part of its time by which forward and backward take longer with deterministic kernels."""
+DETERMINISM_LIMIT = 0.02
+"""`exact: auto` promises bits where they cost less than this part of a step."""
 COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
 PREDICTION = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
@@ -86,19 +90,26 @@ def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
     return Choice("compile", True, f"{blocks} repeated blocks on a GPU")
 
 
-def choose_exact(recipe: Recipe, trial: Mapping[str, Any]) -> list[Choice]:
-    """`exchange.exact: no` where a trial met an operation that has no deterministic kernel on this device; RecipeError
-    where the recipe asks for bits that cannot be kept."""
-    name = trial.get(NONDETERMINISTIC)
-    if name is None:
-        return []
-    if "exact" in recipe.exchange.model_fields_set:
+def choose_exact(recipe: Recipe, trial: Mapping[str, Any], device: str) -> list[Choice]:
+    """What `exchange.exact: auto` becomes on a GPU, by what a trial found deterministic kernels to cost. RecipeError
+    where the recipe asks for bits that an operation of its model cannot keep on this device."""
+    exact, name, cost = recipe.exchange.exact, trial.get(NONDETERMINISTIC), trial.get(DETERMINISTIC_COST)
+    if name is not None and exact in ("world", "replicas"):
         raise RecipeError(
             f"exchange.exact: {name} has no deterministic kernel on this device, so no run gives the same bits twice; "
             "use exchange.exact=no, or a model without it"
         )
-    why = f"{name} has no deterministic kernel on this device: a run that resumes may end with other bits"
-    return [Choice("exchange.exact", "no", why)]
+    if exact != "auto" or device == "cpu":
+        return []
+    if name is not None:
+        why = f"{name} has no deterministic kernel on this device: a run that resumes may end with other bits"
+        return [Choice("exchange.exact", "no", why)]
+    if cost is None:
+        return [Choice("exchange.exact", "no", "what deterministic kernels cost on this device could not be timed")]
+    why = f"deterministic kernels cost {max(cost, 0.0):.1%} of forward and backward"
+    if cost < DETERMINISM_LIMIT:
+        return [Choice("exchange.exact", "world", f"{why}, less than {DETERMINISM_LIMIT:.0%}")]
+    return [Choice("exchange.exact", "no", f"{why}: a run that resumes may end with other bits; world promises them")]
 
 
 def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu") -> Choice:
@@ -158,7 +169,7 @@ def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list
     loss = Choice("memory.loss", recipe.memory.loss, "given")
     if recipe.memory.loss == "auto":
         loss = Choice("memory.loss", "whole", "the loss is the loop's own")
-    return [threads, recompute, loss, micro, precision, *choose_start(recipe)]
+    return [threads, recompute, loss, micro, precision, *choose_exact(recipe, {}, device), *choose_start(recipe)]
 
 
 def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
@@ -173,10 +184,8 @@ def resolve(recipe: Recipe, choices: list[Choice], world: int) -> Recipe:
     for key in ("recompute", "loss"):
         values["memory"][key] = chosen[f"memory.{key}"]
     values["compile"] = chosen.get("compile", recipe.compile if recipe.compile != "auto" else False)
-    if "exchange.exact" in chosen:  # that bits cannot be kept is no reason to send less than them
-        values["exchange"]["exact"] = chosen["exchange.exact"]
-        if recipe.exchange.strategy == "auto":
-            values["exchange"]["strategy"] = "allreduce"
+    if recipe.exchange.exact == "auto":
+        values["exchange"]["exact"] = chosen.get("exchange.exact", "world")
     if recipe.exchange.bucket == "auto":
         values["exchange"]["bucket"] = chosen.get("exchange.bucket", BUCKET)
     values["exchange"]["start"] = first_steps(recipe)

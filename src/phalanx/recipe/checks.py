@@ -87,8 +87,13 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
     yield from _batch(grown(recipe, workers).batch.global_, recipe.batch.micro, replicas)
 
 
+def _asked(exchange: Exchange) -> str:
+    """What `exact` promises about what is sent: `auto` never sends less than `world`."""
+    return "world" if exchange.exact == "auto" else exchange.exact
+
+
 def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
+    strategy, exact, key = recipe.exchange.strategy, _asked(recipe.exchange), "exchange.strategy"
     for name in ("every", "outer", "fragments", "delay", "wire"):
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
@@ -123,7 +128,10 @@ def _tolerance(exchange: Exchange) -> Iterator[tuple[str, str]]:
     if bound is None:
         return
     if exchange.exact != "no":
-        yield key, f"exact: {exchange.exact} sends fp32 in every step, which costs nothing: leave it out, or exact: no"
+        yield (
+            key,
+            f"exact: {_asked(exchange)} sends fp32 in every step, which costs nothing: leave it out, or exact: no",
+        )
     elif cost > bound:
         yield (
             key,
@@ -137,7 +145,7 @@ def _tolerance(exchange: Exchange) -> Iterator[tuple[str, str]]:
 
 def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Workers that take steps of their own."""
-    strategy, exact, key = recipe.exchange.strategy, recipe.exchange.exact, "exchange.strategy"
+    strategy, exact, key = recipe.exchange.strategy, _asked(recipe.exchange), "exchange.strategy"
     if exact != "no":
         yield key, f"{strategy} has workers train apart, which exact: {exact} forbids: use allreduce, or exact: no"
     if isinstance(recipe.layout, Layout) and recipe.layout.replicate != recipe.layout.world:

@@ -300,7 +300,8 @@ class Outer(Part):
 
 class Exchange(Part):
     """How gradients travel. `exact`: `replicas` = same bits on any number of replicas, `world` = same bits again
-    on the same number, `no` = lossy exchange allowed. `bucket` is in MiB."""
+    on the same number, `no` = lossy exchange allowed, `auto` = `world` where it costs less than 2% of a step. `bucket`
+    is in MiB."""
 
     strategy: Strategy = "auto"
     """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
@@ -312,8 +313,9 @@ class Exchange(Part):
     workers train apart (diloco), which it does not without a bound."""
     low_rank: PositiveInt = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
-    exact: Literal["world", "replicas", "no"] = "world"
-    """What stays the same bits: see the part's description."""
+    exact: Literal["auto", "world", "replicas", "no"] = "auto"
+    """What stays the same bits: see the part's description. `auto` is `world` on a CPU. On a GPU a trial measures what
+    deterministic kernels cost: below 2% it is `world`, else `no`, and gradients still travel in fp32."""
     bucket: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """MiB of gradients that travel together. `auto`: 25; between nodes at most a 12th of the gradients, but 1;
     `phalanx plan` writes the best for the cluster's network."""

@@ -25,7 +25,7 @@ from phalanx.recipe.checks import FP8, NO_FP8, has_fp8
 from phalanx.run import Run
 from phalanx.run.cache import remembered
 from phalanx.run.directory import write_json
-from phalanx.train.fp8 import compute_in_fp8, fits, linear
+from phalanx.train.fp8 import QuantisedWeight, compute_in_fp8, fits, linear, quantise_once
 from phalanx.train.place import Place
 
 GAIN = 1.05
@@ -113,6 +113,7 @@ class Chooser:
             chosen = {name for name, shape in shapes.items() if shape in good}
         for name in chosen:
             compute_in_fp8(layers[name])
+        quantise_once(model)
         return sorted(chosen)
 
     def _shape(self, name: str, layer: nn.Linear) -> Shape:
@@ -176,7 +177,10 @@ def measure(shape: Shape, device: torch.device, compiled: bool, seconds: float =
         run()  # compiles
         return median_seconds(run, seconds, time.perf_counter)
 
-    return Times(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=seconds_of(linear))
+    known = QuantisedWeight.room_for(weight)  # as a run has it, where it is quantised once a step
+    known.fill(weight)
+    fp8 = seconds_of(lambda x, weight: linear(x, weight, quantised_weight=known))
+    return Times(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=fp8)
 
 
 def _read(run: Run, path: Path) -> dict[Shape, Times]:

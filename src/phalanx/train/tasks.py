@@ -5,8 +5,7 @@ path. The engine divides once, by the number of terms of the whole global batch,
 micro-batches, workers or packed sequences never changes the gradient beyond rounding. Do not divide in a task.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, told
 from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.vocab import current_vocabulary, linear_cross_entropy
+from phalanx.train.vocab import cross_entropy, current_vocabulary, linear_cross_entropy
 
 TensorBatch = dict[str, Tensor]
 
@@ -35,10 +34,7 @@ class Task(Protocol):
 
 
 class LanguageModeling:
-    """Next-token cross-entropy. Targets of -100 do not count. `compiled`: torch.compile makes kernels of the loss that
-    read the logits once or twice; eager ones read and write them 22 times."""
-
-    compiled = False
+    """Next-token cross-entropy. Targets of -100 do not count."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         documents = batch.get("documents")
@@ -46,7 +42,6 @@ class LanguageModeling:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        cross_entropy = _compiled_cross_entropy() if self.compiled else _cross_entropy
         losses = cross_entropy(logits_of(output).flatten(0, 1), targets.flatten())
         return losses, (targets != -100).sum()
 
@@ -60,26 +55,8 @@ class LanguageModeling:
             targets.flatten(),
             group=vocabulary.group,
             vocab=vocabulary.size,
-            compiled=self.compiled,
         )
         return losses, (targets != -100).sum()
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum (0-d, fp32) over the tokens of logits [n, v] whose target [n] is not -100."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=-100)
-
-
-@functools.cache
-def _compiled_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_cross_entropy, dynamic=False)
-
-
-def compile_loss(task: Task, device: torch.device) -> None:
-    """Have the task's loss compiled on a GPU, if it is one of ours: the logits of a large vocabulary are most of the
-    memory traffic of a step. On a CPU it stays as it is, with its bits."""
-    if device.type == "cuda" and isinstance(task, LanguageModeling):
-        task.compiled = True
 
 
 class Classification:

@@ -5,6 +5,7 @@ from which `plan` chooses.
 """
 
 import contextlib
+import gc
 import statistics
 import sys
 import time
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cluster import measure_matmul
-from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_place
+from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_place, set_determinism
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
@@ -44,7 +45,7 @@ from phalanx.train.precision import computing
 from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, compile_loss, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.trace import trace
 from phalanx.train.worker import assemble, head_of, prepare_torch, set_kernels, units_per_sample
 
@@ -55,6 +56,9 @@ FLOPS_RULE = (
 REPEATS = 5
 NONDETERMINISTIC = "nondeterministic"
 """Key under which the operation without a deterministic kernel is named."""
+DETERMINISTIC_COST = "deterministic_cost"
+DETERMINISM_LIMIT = 0.02
+"""As plan.resolve has it, which this package does not know: the times are those of the kernels that it will choose."""
 UPDATE = "update"
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
@@ -125,24 +129,44 @@ def race(payload: dict[str, Any]) -> dict[str, Any]:
     precision that runs out of memory is left out; `{"out_of_memory": 1.0}` when all do. `nondeterministic` names an
     operation without a deterministic kernel; the times are then those of the run without the promise."""
     try:
-        try:
-            return _race(payload)
-        except RuntimeError as error:
-            name = nondeterministic(error)
-            if name is None or not payload.get("exact"):
-                raise
-        return {**_race({**payload, "exact": False}), NONDETERMINISTIC: name}
+        return _race_by_exact(payload)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return {OUT_OF_MEMORY: 1.0}
 
 
-def _race(payload: dict[str, Any]) -> dict[str, float]:
+def _race_by_exact(payload: dict[str, Any]) -> dict[str, Any]:
+    """`_race` with the kernels that `payload["exact"]` of a recipe asks for; for `auto` on a GPU with and without
+    deterministic ones, and what these cost as a part of the time (`deterministic_cost`)."""
+    exact = payload.get("exact", "no")
+    free: dict[str, float] = {}
+    if exact == "no" or (exact == "auto" and from_environment({}).device.type == "cpu"):
+        return _race(payload, deterministic=False)
+    if exact == "auto":
+        free = _race(payload, deterministic=False)
+        gc.collect()
+        torch.cuda.empty_cache()
+    try:
+        strict = _race(payload, deterministic=True)
+    except RuntimeError as error:
+        name = nondeterministic(error)
+        if name is None:
+            raise
+        set_determinism(False)
+        return {**(free or _race(payload, deterministic=False)), NONDETERMINISTIC: name}
+    precision = payload["precisions"][0]
+    if precision not in free or precision not in strict:
+        return strict
+    cost = strict[precision] / free[precision] - 1.0
+    return {**(strict if cost < DETERMINISM_LIMIT else free), DETERMINISTIC_COST: cost}
+
+
+def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
     model, task, data = _open(payload)
     device = from_environment({}).device
     torch.set_num_threads(payload["threads"])
-    set_kernels(device, payload["precisions"][0], bool(payload.get("exact")))
+    set_kernels(device, payload["precisions"][0], deterministic)
     batch = to_device(data.train(0, payload["micro"]), device)
     head = None
     if payload.get("loss") == "chunked":
@@ -151,7 +175,7 @@ def _race(payload: dict[str, Any]) -> dict[str, float]:
     optimizer = Optimizer(model, optim, offload=payload.get("offload") == "optimizer")
     scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
     times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
-    with _recomputing(model, payload.get("recompute", "none")), _compiled(model, task, payload):
+    with _recomputing(model, payload.get("recompute", "none")), _compiled(model, payload):
         # The update comes first, so that the timed passes have its state beside them, as those of a run do.
         for _ in range(REPEATS + 1):
             for precision, scoring in list(scorings.items()):
@@ -298,10 +322,9 @@ def _recomputing(model: nn.Module, way: Recompute) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _compiled(model: nn.Module, task: Task, payload: dict[str, Any]) -> Iterator[None]:
-    """The model's blocks and the loss compiled, where the run will have them so; CUDA graphs are not recorded."""
+def _compiled(model: nn.Module, payload: dict[str, Any]) -> Iterator[None]:
+    """The model's blocks compiled, where the run will have them so; CUDA graphs are not recorded."""
     if payload.get("compile"):
-        compile_loss(task, from_environment({}).device)
         compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
     yield
 

@@ -14,8 +14,7 @@ torch's own `F.linear_cross_entropy` is not used: torch 2.11 and 2.12 lack it, a
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from phalanx.train.ops import HAS_TRITON
 from phalanx.train.parallel.collectives import Group, all_gather, gather_alike, rank_in, size_of, sum_from
 
 CHUNK_BYTES = 32 * 2**20
@@ -78,7 +78,6 @@ def linear_cross_entropy(
     group: Group = None,
     vocab: int | None = None,
     chunk: int | None = None,
-    compiled: bool = False,
 ) -> Tensor:
     """Sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T + bias [v]` with `targets` [n]
     (int64). Rows whose target is `ignore` count nothing.
@@ -91,7 +90,6 @@ def linear_cross_entropy(
     it needs no further sum. All ranks must call it alike.
 
     `chunk` is the number of rows at a time, alike on all ranks, by default what CHUNK_BYTES and ACCELERATOR_ROWS say.
-    `compiled`: torch.compile makes one kernel of what is done to a chunk's logits, without a group and a bias.
     Backward works once: without retain_graph, without a second derivative. Raises ValueError where shapes do not fit.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -107,7 +105,7 @@ def linear_cross_entropy(
     dtype = hidden.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    plan = _Plan(ignore, group, part * rank_in(group), chunk, dtype, torch.is_grad_enabled(), compiled)
+    plan = _Plan(ignore, group, part * rank_in(group), chunk, dtype, torch.is_grad_enabled())
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, plan)
     return loss
 
@@ -117,6 +115,10 @@ def cross_entropy(
 ) -> Tensor:
     """Sum (0-d) of the cross-entropies of logits [n, v] that exist already, this rank's columns of a vocabulary that is
     cut as in `linear_cross_entropy`, with `targets` [n] (int64), alike on all ranks."""
+    if size_of(group) == 1 and _has_kernel(logits):
+        from phalanx.train.ops.cross_entropy import cross_entropy as in_one_kernel
+
+        return in_one_kernel(logits, targets, ignore)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     part = _rows_of_a_rank(logits.shape[1], vocab, group)
     if size_of(group) == 1:
@@ -136,7 +138,6 @@ class _Plan:
     chunk: int
     dtype: torch.dtype  # of the products
     differentiate: bool
-    compiled: bool = False
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -182,8 +183,11 @@ def _chunked(
         valid = targets[rows] != plan.ignore
         index, elsewhere = _own_index(targets[rows], valid, plan.start, weight.shape[0], plan.group)
         logits = F.linear(x, weight, None if bias is None else bias.to(plan.dtype))  # [c, v]
-        if plan.compiled and bias is None and size_of(plan.group) == 1:
-            losses[rows], slope = _compiled_slope()(logits, index, valid, factor)
+        if bias is None and size_of(plan.group) == 1 and _has_kernel(logits):
+            from phalanx.train.ops.cross_entropy import losses_and_sums, slope_of
+
+            losses[rows], sums = losses_and_sums(logits, targets[rows], plan.ignore)
+            slope = slope_of(logits, targets[rows], sums, torch.full((), factor, device=logits.device), plan.ignore)
             if by_hidden is not None:
                 by_hidden[rows] = slope @ weight if factor == 1.0 else (slope @ weight).float() / factor
             if by_weight is not None:
@@ -216,24 +220,9 @@ def _chunked(
     return losses.sum(), (by_hidden, by_weight, by_bias)
 
 
-def _slope(logits: Tensor, index: Tensor, valid: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Of logits [c, v] with the target's column `index` [c, 1]: losses [c], 0 where not `valid` [c], and the gradient
-    [c, v] of their sum times `factor`, in the dtype of the logits. Written for a compiler, which makes two passes of it
-    over the logits."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    highest = wide.amax(dim=1, keepdim=True)
-    powers = (wide - highest).exp()
-    total = powers.sum(dim=1, keepdim=True)
-    picked = wide.gather(1, index)
-    losses = torch.where(valid, (total.log() + highest - picked).squeeze(1), 0.0)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    slope = powers / total - (columns == index).to(powers.dtype)
-    return losses, (slope * torch.where(valid, factor, 0.0)[:, None]).to(logits.dtype)
-
-
-@functools.cache
-def _compiled_slope() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    return torch.compile(_slope, dynamic=False)
+def _has_kernel(logits: Tensor) -> bool:
+    """Whether ops/cross_entropy.py takes these logits."""
+    return logits.is_cuda and HAS_TRITON and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -53,7 +53,7 @@ from phalanx.train.reporter import Reporter, reporter
 from phalanx.train.state import Progress, Standing
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, compile_loss, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.warm_up import warm_up
 from phalanx.train.weights import Origin, allocate, files, origin
 
@@ -234,8 +234,6 @@ def assemble(
     assert isinstance(recipe.layout, Layout)
     mesh = build_mesh(recipe.layout, place, recipe.exchange, opening)
     task = load_task(recipe.task, folder)
-    if recipe.compile:
-        compile_loss(task, place.device)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False, draw=fresh)

@@ -15,7 +15,17 @@ from phalanx.models import moe, transformer
 from phalanx.recipe import Recipe, check_device
 from phalanx.run import Run
 from phalanx.train import fp8_choice
-from phalanx.train.fp8 import BACKWARD, FORWARD, Fp8Linear, compute_in_fp8, fits, linear, quantised
+from phalanx.train.fp8 import (
+    BACKWARD,
+    FORWARD,
+    Fp8Linear,
+    QuantisedWeight,
+    compute_in_fp8,
+    fits,
+    linear,
+    quantise_once,
+    quantised,
+)
 from phalanx.train.fp8_choice import Shape, Times, candidates, chooser, rows_of, worth
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.compiled import compile_blocks
@@ -296,6 +306,44 @@ def test_a_tiny_transformer_learns_as_in_bf16() -> None:
     bf16, fp8 = trained(tiny()), trained(in_fp8(tiny()))
     assert bf16 < 1.5  # it began at log 32 = 3.5
     assert fp8 == pytest.approx(bf16, rel=0.1)
+
+
+def test_weights_are_quantised_once_a_step_and_in_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_fp8(tiny())
+    layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    quantise_once(model)
+    filled: list[Tensor] = []
+    fill = QuantisedWeight.fill
+    monkeypatch.setattr(QuantisedWeight, "fill", lambda known, weight: (filled.append(weight), fill(known, weight)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for step in range(1, 3):
+        for layer in layers:
+            layer.before_step()
+        for _ in range(3):
+            model(tokens).sum().backward()
+        optimizer.step()
+        assert len(filled) == step * len(layers)
+    model.eval()
+    model(tokens)
+    assert len(filled) == 3 * len(layers)
+    known = layers[0].quantised_weight
+    assert known is not None
+    assert torch.equal(known.rows, quantised(layers[0].weight, FORWARD)[0])
+    assert torch.equal(known.turned, known.rows.t())
+    assert not any("quantised" in name for name in model.state_dict())
+
+
+def test_a_quantised_weight_gives_the_same_product_and_gradients() -> None:
+    x, weight, _ = tensors(48)
+    known = QuantisedWeight.room_for(weight)
+    known.fill(weight)
+
+    def both(quantised_weight: QuantisedWeight | None) -> list[Tensor]:
+        out = linear(x, weight, quantised_weight=quantised_weight)
+        return [out, *torch.autograd.grad(out.square().sum(), (x, weight))]
+
+    assert all(torch.equal(a, b) for a, b in zip(both(known), both(None), strict=True))
 
 
 @pytest.mark.gpu
