@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all test-cluster cluster-up chaos lint format docs bench clean
+.PHONY: help venv train test test-all test-cluster cluster-up chaos lint format docs bench gpu-session-kit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,12 @@ bench: venv ## Run the benchmarks against their peers; tables go to docs/results
 	for script in engine_overhead data checkpoint exact; do \
 		$(BIN)/python benchmarks/$$script.py --out docs/results/$$script.md || exit 1; \
 	done
+
+gpu-session-kit: ## Download what benchmarks/gpu_session.py needs on a machine with torch for CUDA but without a package index.
+	rm -rf build/gpu-session-kit
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d build/gpu-session-kit \
+		pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection xxhash
 
 clean: ## Remove what was built; the runs in runs/ and the virtual environment stay.
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """How fast one GPU trains, in tokens a second, MFU and joules a token, beside peers on the same card in the same run.
 
-    python benchmarks/gpu.py [--out docs/results/gpu.md] [--cases gpt2 1b3 8b-4k 8b-8k] [--rounds 2] [--seconds 20]
+    python benchmarks/gpu.py [--out FILE] [--cases gpt2 1b3 8b-4k 8b-8k] [--rounds 2] [--seconds 20]
     python benchmarks/gpu.py --toy                     # everything at toy size on the CPU, to see that it works
 
 Models: GPT-2 124M at 1,024 tokens, a 1.3 B (24 x 2048) at 2,048, and as many layers of Llama-8B's shape as fit at 4,096
@@ -150,7 +150,7 @@ def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool, determi
             "threads": max(1, (os.cpu_count() or 1) // 2),
             "compile": compiled,
             "layout": {"replicate": 1},
-            "memory": {"recompute": "none", "loss": "chunked" if case.vocab > 100_000 else "whole"},
+            "memory": {"recompute": "none", "loss": "whole"},
             "exchange": {"strategy": "allreduce", "exact": "world" if deterministic else "no"},
         }
     )

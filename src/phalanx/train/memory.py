@@ -9,8 +9,8 @@ import torch
 
 from phalanx.errors import RecipeError
 
-WORDS = ("not enough memory", "allocate memory", "out of memory")
-"""What torch says when the CPU's allocator fails, or a library's on a GPU."""
+WORDS = ("not enough memory", "allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""What torch says when the CPU's allocator fails, or a library's on a GPU (cuBLAS, cuDNN)."""
 
 
 class OutOfMemory(RecipeError):

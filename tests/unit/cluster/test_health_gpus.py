@@ -12,6 +12,7 @@ from phalanx.cluster.health import Site, Verdict, gpus, kernel_log, quick
 from phalanx.cluster.health.finding import Finding
 from phalanx.cluster.health.gpus import Gpu
 from phalanx.cluster.health.kernel_log import Line
+from phalanx.cluster.health.quick import present
 
 
 class NVMLError(Exception):
@@ -233,3 +234,14 @@ def test_an_agent_sees_that_a_gpu_fell_off_the_bus(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "config").write_bytes(config)
     assert looked(tmp_path, 2) == [Verdict.OK, Verdict.BAD]
+
+
+def test_gpus_whose_driver_hides_its_folder_are_not_missing(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()  # gVisor and WSL2 have no /proc/driver/nvidia
+    here = Site(tmp_path, tmp_path, tmp_path, tmp_path)
+    [said] = present(here, 1)
+    assert said.verdict is Verdict.UNKNOWN
+    (tmp_path / "proc/driver/nvidia/gpus").mkdir(parents=True)
+    [said] = present(here, 1)
+    assert said.verdict is Verdict.BAD

@@ -9,14 +9,17 @@ from phalanx.plan import (
     Choice,
     choices_untried,
     choose_bucket,
+    choose_compile,
+    choose_exact,
     choose_precision,
     choose_start,
     choose_threads,
     go_on,
     plan_of,
+    precisions_to_time,
     resolve,
 )
-from phalanx.plan.resolve import layout_again
+from phalanx.plan.resolve import DETERMINISTIC_COST, NONDETERMINISTIC, layout_again
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout
 
@@ -297,3 +300,56 @@ def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
     resolved = resolve(recipe(batch={"global": 64}, layout={"shard": 2, "tensor": 2}), CHOSEN, 4)
     plan = plan_of({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
     assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "blocks", "expected"),
+    [
+        ({}, "cuda", 12, True),
+        ({}, "cuda", 0, False),
+        ({"steps": 20}, "cuda", 12, False),
+        ({}, "cpu", 12, False),
+        ({"compile": "graphs"}, "cpu", 0, "graphs"),
+    ],
+)
+def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
+    values: dict[str, Any], device: str, blocks: int, expected: Any
+) -> None:
+    choice = choose_compile(recipe(**values), device, blocks)
+    assert choice.value == expected
+    assert resolve(recipe(**values), [*CHOSEN, choice], 1).compile == expected
+
+
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        ({DETERMINISTIC_COST: 0.01}, "world"),
+        ({DETERMINISTIC_COST: 0.05}, "no"),
+        ({}, "no"),
+        ({NONDETERMINISTIC: "x"}, "no"),
+    ],
+)
+def test_bits_are_promised_on_a_gpu_where_deterministic_kernels_cost_little(
+    trial: dict[str, Any], expected: str
+) -> None:
+    [choice] = choose_exact(recipe(), trial, "cuda")
+    resolved = resolve(recipe(), [*CHOSEN, choice], 2)
+    assert resolved.exchange.exact == expected
+    assert resolved.exchange.strategy == "allreduce"  # that bits cost too much is no reason to round what is sent
+
+
+def test_bits_are_promised_on_a_cpu() -> None:
+    assert choose_exact(recipe(), {}, "cpu") == []
+    assert resolve(recipe(), CHOSEN, 2).exchange.exact == "world"
+
+
+@pytest.mark.parametrize("exact", ["world", "replicas"])
+def test_bits_that_an_operation_cannot_keep_are_refused_by_its_name(exact: str) -> None:
+    with pytest.raises(RecipeError, match="adaptive_avg_pool2d_backward has no deterministic kernel"):
+        choose_exact(recipe(exchange={"exact": exact}), {NONDETERMINISTIC: "adaptive_avg_pool2d_backward"}, "cuda")
+
+
+def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
+    assert precisions_to_time(recipe(), "cuda") == ["bf16"]
+    assert precisions_to_time(recipe(), "cpu") == ["fp32", "bf16"]
+    assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").why == "the rule on cuda"

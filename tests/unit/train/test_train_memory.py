@@ -73,3 +73,8 @@ def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -
 def test_any_other_error_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"), explain_memory(8, None):
         raise RuntimeError("shapes do not match")
+
+
+def test_a_library_of_a_gpu_that_cannot_allocate_is_out_of_memory() -> None:
+    words = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(words))

@@ -8,6 +8,7 @@ from phalanx.errors import UsageError
 from phalanx.train.place import (
     Place,
     check_interfaces,
+    device_of,
     from_environment,
     join,
     leave,
@@ -84,3 +85,30 @@ def test_a_broken_connection_is_told_from_a_mistake() -> None:
     assert lost_peer(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_peer(ConnectionResetError("of the user's own database"))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "variables", "expected"),
+    [
+        (0, 3, {}, "cpu"),
+        (4, 3, {}, "cuda:3"),
+        (1, 3, {"CUDA_VISIBLE_DEVICES": "2"}, "cuda:0"),  # srun --gpus-per-task=1
+    ],
+)
+def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it(
+    count: int, local_rank: int, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, count)
+    assert device_of(local_rank, variables) == torch.device(expected)
+
+
+@pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS": "socket"}])
+def test_more_workers_than_gpus_are_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc 1"):
+        device_of(1, variables)

@@ -1,0 +1,33 @@
+"""Names that torch does not promise to keep."""
+
+import pytest
+import torch
+
+from phalanx import compat
+
+
+def test_fp8_products_are_computed_by_what_each_torch_can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: asked.append("private") or args[0])
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *args, **kwargs: asked.append("public") or args[0])
+    one = torch.ones(())
+    for version, expected in (((2, 11), "private"), ((2, 13), "public")):
+        monkeypatch.setattr(compat, "torch_version", lambda version=version: version)
+        compat.scaled_product(one, one, one, one, torch.bfloat16)
+        assert asked.pop() == expected
+
+
+def test_deterministic_kernels_are_strict_and_fill_no_memory() -> None:
+    try:
+        compat.set_determinism(True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    finally:
+        compat.set_determinism(False)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_known_by_torchs_words() -> None:
+    words = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic"
+    assert compat.nondeterministic(RuntimeError(words)) == "cumsum_cuda_kernel"
+    assert compat.nondeterministic(RuntimeError("out of memory")) is None
