@@ -252,7 +252,7 @@ def _row(status: "Status", now: float) -> tuple[str, ...]:
     moments = (status.ended, status.started, status.submitted)
     since = next((moment for moment in moments if moment is not None), None)
     why = status.reason or (f"exit code {status.code}" if status.code else "")
-    ago = duration(now - since) if since is not None else ""
+    ago = duration(max(0.0, now - since)) if since is not None else ""  # the clock may have been set back
     return status.id, status.name, status.state, str(status.attempts), ago, why
 
 

@@ -6,6 +6,7 @@ the last line of each file: that is when the file last changed. What comes later
 gets the time at which its file changed.
 """
 
+import contextlib
 import json
 import re
 import time
@@ -49,6 +50,11 @@ class Tail:
         """Whether it ends within a line, as far as it was read."""
         return bool(self._rest)
 
+    def skip(self) -> None:
+        """Pass over what is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset = self.path.stat().st_size
+
     def read(self, whole: bool = False) -> list[str]:
         """Lines since the last call; one that is not finished comes when it is, or when `whole` says that the file
         grows no more."""
@@ -66,7 +72,8 @@ class Tail:
 
 
 class LogStream:
-    """The lines of a run that came after `since` (unix seconds)."""
+    """The lines of a run that came after `since` (unix seconds). Only what is there at the first look is judged by
+    that: what stands behind it in the events, or comes later, came after it, even if somebody has set the clock."""
 
     def __init__(self, run: Run, since: float, say: Say, clock: Callable[[], float] = time.time):
         self._run, self._since, self._say, self._clock = run, since, say, clock
@@ -91,7 +98,7 @@ class LogStream:
         found = []
         for text in self._events.read():
             event = _event(text)
-            if event is None or event["t"] < self._since:
+            if event is None or (self._looked is None and not self.begun and event["t"] < self._since):
                 continue
             self.begun = True
             if event["kind"] == "worker":
@@ -104,11 +111,13 @@ class LogStream:
         for path in sorted(self._run.logs.glob("attempt-*-rank-*.log")):
             named = LOG.fullmatch(path.name)
             changed = path.stat().st_mtime
-            if named is None or (path not in self._logs and changed < self._since):
+            if named is None:
                 continue
-            tail = self._logs.setdefault(path, Tail(path))
-            lines = tail.read(last)
             attempt, rank = int(named[1]), int(named[2])
+            tail = self._logs.setdefault(path, Tail(path))
+            if self._looked is None and changed < self._since and (attempt, rank) not in self._nodes:
+                tail.skip()
+            lines = tail.read(last)
             who = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
             who += f" attempt {attempt}" if attempt else ""
             if self._looked is None:  # all were printed before, and the file changed when the last one was

@@ -17,7 +17,7 @@ from phalanx.jobs.engine import Request, no_such_job
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import ASKED, Row, Store, state_root
-from phalanx.jobs.queue.supervisor import ensure, runner_of
+from phalanx.jobs.queue.supervisor import ensure, mark_of, runner_of
 from phalanx.jobs.spec import DIGEST, Job, State, Status
 from phalanx.recipe.travelled import CODE, CODE_OF
 
@@ -100,7 +100,7 @@ class Local:
         """Send a signal to what a job runs."""
         self._look_after()
         row = self._row(job)
-        process = runner_of(row)
+        process = runner_of(row, mark_of(self.store.home(row.id)))
         if row.state is not State.RUNNING or process is None:
             raise UsageError(f"job {job} ({row.name}) is {row.state}: there is nothing to send a signal to")
         process.send_signal(number)
