@@ -281,6 +281,7 @@ def finished(run: Run, recipe: Recipe) -> str | None:
 def write_run(ready: Ready, loaded: Loaded) -> None:
     """Write the run directory's files, so that workers can start."""
     run = ready.run
+    run.result.unlink(missing_ok=True)  # of the start before: what is under way has none
     write_whole(run.recipe, dump_recipe(loaded.recipe))
     write_whole(run.resolved, dump_recipe(ready.recipe))
     write_json(run.plan, ready.plan)

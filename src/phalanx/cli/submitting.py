@@ -19,6 +19,7 @@ from phalanx.joining import Shown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
 from phalanx.run import Run, read_events
+from phalanx.run.directory import not_done
 
 LOOK = 1.0
 """Seconds between two looks at a job that is followed."""
@@ -155,6 +156,10 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
         )
         return int(ExitCode.UNFINISHED)
     if status.state is State.DONE:
+        seen = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
+        if seen and (wrong := not_done(Run(run))) is not None:
+            print(f"error: {wrong}", file=out)
+            return int(ExitCode.GAVE_UP)
         result = Run(run).read_json(Run(run).result) or {}
         print(f"digest   {result.get('digest')}\nreport   phalanx report {run}", file=out)
         return int(ExitCode.DONE)

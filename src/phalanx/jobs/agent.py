@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
-from phalanx.jobs.attempt import Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
 from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
@@ -124,8 +124,10 @@ class Agent:
                 return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
             assert message is not None
             self.emit("fault", **fault(attempt), detail=message)
-            if attempt.steps == 0 and number == first_attempt and first_to_fall(attempt.codes)[1] == 1:
-                # An exception before the first step is a mistake in code, which another attempt would only repeat.
+            fell = first_to_fall(attempt.codes, attempt.early)[1]
+            if attempt.steps == 0 and number == first_attempt and fell in (1, *IN_ORDER):
+                # An exception, or an exit, before the first step is a mistake in code, which another attempt would only
+                # repeat.
                 return Outcome(ExitCode.GAVE_UP, None, message)
             if attempt.storage and not attempt.steps:
                 outage = outage or Outage(self.clock())
@@ -380,11 +382,15 @@ class Agent:
             self.signals.received.append(signal.SIGUSR1)
         elif kind == "exited":
             self.took_leave(message["rank"], message["status"], attempt)
+        elif kind == "leaving":
+            attempt.left[message["rank"]] = message["code"]
         elif kind == "error":
             attempt.error = attempt.error or message
         elif kind == "result":
             attempt.result = message["value"]
         else:
+            if kind == "worker":
+                attempt.came.add(message["rank"])
             if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
             if kind == "start" and attempt.begun is None:  # later ones may go on from memory
@@ -407,7 +413,7 @@ class Agent:
             self.replicas.again(rank)
             return
         attempt.codes[rank] = status
-        bad = status not in (0, ExitCode.UNFINISHED)
+        bad = status not in IN_ORDER or rank in attempt.early
         if self.replicas is not None and not bad:
             self.replicas.ends()
         if not attempt.over and (bad or attempt.codes.keys() >= attempt.members):

@@ -120,6 +120,8 @@ class World:
     def _take(self, message: Message) -> None:
         if message["kind"] == "exited":
             self._attempt.codes[message["rank"]] = message["status"]
+        elif message["kind"] == "worker":
+            self._attempt.came.add(message["rank"])
         elif message["kind"] == "error":
             self._attempt.error = self._attempt.error or message
 

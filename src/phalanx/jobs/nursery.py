@@ -270,7 +270,9 @@ def _become(body: Callable[[], None], environment: dict[str, str], log: Path | N
         body()
         code = 0
     except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else 1
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
         code = LOST_PEER if _lost_peer(error) else STORAGE if storage_failed(error) else 1
         with contextlib.suppress(OSError):  # of the log

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,29 @@ def test_of_an_array_only_so_many_members_start_and_other_jobs_go_past_them(
         (ExitCode.DATA, State.FAILED),
         (1, State.FAILED),
         (-signal.SIGKILL, State.QUEUED),
+        (128 + signal.SIGKILL, State.QUEUED),  # as a launcher or a shell says it
+        (128 + signal.SIGSEGV, State.QUEUED),
+        (200, State.FAILED),
     ],
 )
 def test_exit_codes_decide_whether_a_job_goes_on(store: Store, code: int, state: State) -> None:
     assert after_it(store, running(store), code)[0] is state
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [("done", State.DONE), ("failed", State.FAILED), ("stopped", State.FAILED), (None, State.FAILED)],
+)
+def test_a_job_that_trains_is_done_when_its_result_says_so(
+    store: Store, tmp_path: Path, status: str | None, state: State
+) -> None:
+    row = replace(running(store), job=Job("trains", ("program",), Path("/"), run=tmp_path))
+    if status is not None:
+        write_json(tmp_path / "result.json", {"status": status})
+    found, values = after_it(store, row, 0)
+    assert found is state
+    if state is State.FAILED:
+        assert f"exit code 0, but {tmp_path} is not done" in values["reason"]
 
 
 def test_a_job_that_was_killed_too_often_in_a_row_has_failed(store: Store) -> None:

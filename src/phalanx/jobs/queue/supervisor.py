@@ -27,7 +27,8 @@ from phalanx.jobs.queue.runner import OUTPUT, read_ending
 from phalanx.jobs.queue.schedule import Running, Size, Waiting, devices_for, starts
 from phalanx.jobs.queue.store import ASKED, TOLD, Row, Store
 from phalanx.jobs.spec import State, state_of
-from phalanx.run.directory import write_json
+from phalanx.run import Run
+from phalanx.run.directory import not_done, write_json
 from phalanx.run.lock import taken
 from phalanx.run.steady import Steady, born
 
@@ -162,7 +163,8 @@ def within_arrays(ready: list[Row], running: list[Row]) -> list[Row]:
 def after(row: Row, ended: dict[str, Any], now: float, steady: Steady) -> tuple[State, dict[str, Any]]:
     """What becomes of a job whose attempt ended like this: its state, and what changes in its row. An attempt that left
     no word of its end counts as having lived until now (`now` in unix seconds, where it began before this boot)."""
-    code, reason = ended["code"], ended["reason"]
+    shown, reason = ended["code"], ended["reason"]
+    code = signalled(shown)
     told = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
     over = ended["ended"] or now
     lived = ended.get("lived")
@@ -173,7 +175,7 @@ def after(row: Row, ended: dict[str, Any], now: float, steady: Steady) -> tuple[
     progress = lived >= PROGRESS
     early = 0 if progress else row.early + 1
     deaths = 0 if progress else row.deaths
-    values = {"code": code, "ended": over, "reason": told, "early": early}
+    values = {"code": shown, "ended": over, "reason": told, "early": early}
     if row.cancelled:
         return State.CANCELLED, {**values, "reason": "cancelled"}
     if row.attempts >= MOST_ATTEMPTS:
@@ -190,7 +192,14 @@ def after(row: Row, ended: dict[str, Any], now: float, steady: Steady) -> tuple[
         return State.QUEUED, {**values, "deaths": deaths + 1, "due": None, "reason": f"{told}: starts again"}
     if code == ExitCode.UNFIT_NODE:
         return State.UNFINISHED, {**values, "reason": told or "this machine is unfit for it (`phalanx doctor`)"}
+    if code == ExitCode.DONE and row.job.run is not None and (wrong := not_done(Run(row.job.run))) is not None:
+        return State.FAILED, {**values, "reason": wrong}
     return state_of(code), values
+
+
+def signalled(code: int) -> int:
+    """An exit code; of a signal, as -N, also where a shell or a launcher says 128 + N."""
+    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
 def runner_of(row: Row, mark: str) -> psutil.Process | None:
