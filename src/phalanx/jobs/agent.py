@@ -20,7 +20,7 @@ from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_en
 from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
@@ -204,7 +204,7 @@ class Agent:
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
-        except ConnectionError:
+        except (ConnectionError, NurseryLost):
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
@@ -382,6 +382,8 @@ class Agent:
             self.signals.received.append(signal.SIGUSR1)
         elif kind == "exited":
             self.took_leave(message["rank"], message["status"], attempt)
+        elif kind == "store lost":
+            self.lost_store(message["attempt"], attempt)
         elif kind == "leaving":
             attempt.left[message["rank"]] = message["code"]
         elif kind == "error":
@@ -399,6 +401,14 @@ class Agent:
                 attempt.steps += 1
                 attempt.step_seconds = message.get("seconds")
             self.emit(**message)
+
+    def lost_store(self, number: int, attempt: Attempt) -> None:
+        """The process through which workers find each other died. Those that have met need it no more; others would
+        wait for it in vain."""
+        needed = attempt.world > 1 and attempt.begun is None and number in attempt.logs.values()
+        if needed and attempt.ending is None and not attempt.over:
+            attempt.storeless = True
+            self.end(attempt, "the process through which workers find each other died before they had met")
 
     def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""

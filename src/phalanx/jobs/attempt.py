@@ -52,6 +52,7 @@ class Attempt:
     compared: float = 0.0  # when workers were last compared, by their signs at that time
     paces: Mapping[int, Beat] = field(default_factory=dict)
     slow: set[int] = field(default_factory=set)  # stragglers that were named
+    storeless: bool = False  # the process through which they find each other died before they had met
     ending: str | None = None  # why its workers were killed
     error: Message | None = None
     result: dict[str, Any] | None = None
@@ -156,6 +157,8 @@ def fault(attempt: Attempt) -> dict[str, Any]:
     """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
     if attempt.ending is not None and attempt.hung is not None:
         return {"rank": attempt.hung.rank, "what": "hang"}
+    if attempt.storeless:
+        return {"rank": 0, "what": "lost store"}
     for node in attempt.lost:
         return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
     rank, code = first_to_fall(attempt.codes, attempt.early)

@@ -27,6 +27,9 @@ from phalanx.errors import DataError, UsageError
 PATIENCE = timedelta(minutes=10)
 """How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
 
+CONNECTING = timedelta(seconds=30)
+"""How long it may take to reach a store that was there before its workers were started."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -117,8 +120,10 @@ def check_interfaces(place: Place, environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def _connect(address: str, port: int, hosts: bool) -> TCPStore:
-    return TCPStore(address, port, None, hosts, PATIENCE)
+def _connect(address: str, port: int, hosts: bool, patience: timedelta) -> TCPStore:
+    store = TCPStore(address, port, None, hosts, patience)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCPStore:
@@ -128,7 +133,7 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
     hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
-    return _connect(address, int(port), place.leads and not hosted)
+    return _connect(address, int(port), place.leads and not hosted, CONNECTING if hosted else PATIENCE)
 
 
 def store_of(place: Place, environment: Mapping[str, str] = os.environ) -> PrefixStore:

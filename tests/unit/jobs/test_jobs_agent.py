@@ -338,6 +338,24 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
 
 
+@pytest.mark.parametrize(
+    ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
+)
+def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
+    agent: Agent, stage: Stage, begun: bool, number: int, ended: bool
+) -> None:
+    if begun:
+        send(stage.workers, {"kind": "start", "t": 1.0, "attempt": 3, "world": 2, "from_step": 0})
+    send(stage.workers, leaving(0, 75), leaving(1, 75))
+    send(stage.says, {"kind": "store lost", "attempt": number}, exited(0, 75), exited(1, 75))
+    found = agent.attempt(3, 2, {}, {})
+    assert found.storeless == ended
+    assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
+    if ended:
+        assert fault(found) == {"rank": 0, "what": "lost store"}
+        assert verdict(found, agent.run.logs, 3) == (None, found.ending)
+
+
 def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
     send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
     send(stage.says, exited(0, 65))
