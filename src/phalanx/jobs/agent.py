@@ -31,7 +31,7 @@ from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
 
 LOOK = 1.0
-"""Seconds between two looks at signs of life."""
+"""Seconds between two looks at signs of life, however much there is to hear meanwhile."""
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
 RETURNING = 60.0
@@ -230,12 +230,10 @@ class Agent:
                         selector.unregister(sock)
                     self.lose(node, attempt, how)
 
+            looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
-                waiting = selector.select(LOOK)
-                if not waiting:  # who works has something to tell
-                    self.look(attempt)
-                for key, _ in waiting:
+                for key, _ in selector.select(max(0.0, looked + LOOK - self.clock())):
                     if key.data is None:
                         assert isinstance(key.fileobj, socket.socket)
                         key.fileobj.recv(4096)
@@ -256,8 +254,12 @@ class Agent:
                             selector.register(sock, selectors.EVENT_READ, new)
                 if self.replicas is not None and self.replicas.late() and attempt.ending is None:
                     self.end(attempt, "the workers that were left did not meet again in time")
+                if self.clock() - looked < LOOK:
+                    continue
+                looked = self.clock()
+                self.look(attempt)
                 self.compare(attempt)
-                for silent in self.crew.silent(self.clock()):
+                for silent in self.crew.silent(looked):
                     if silent in attempt.places:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
@@ -330,7 +332,8 @@ class Agent:
         if quiet(beats.values(), now) <= HEARTBEAT:
             attempt.hung = None
             return
-        found = stuck(beats, now, attempt.step_seconds, held())
+        suspect = None if attempt.hung is None else attempt.hung.rank
+        found = stuck(beats, now, attempt.step_seconds, held(), suspect)
         if found is None:
             attempt.hung = None
         elif attempt.hung is None or attempt.hung.rank != found.rank:

@@ -115,7 +115,8 @@ class Member:
             while True:
                 try:
                     self._pass_signals(wire)
-                    ready = [key.fileobj for key, _ in selector.select(PING)]
+                    patience = max(0.0, told + PING - self.clock())
+                    ready = [key.fileobj for key, _ in selector.select(patience)]
                     now = self.clock()
                     if now - told >= PING:
                         wire.send(signs(here, self._ranks, now))
