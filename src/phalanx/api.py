@@ -75,6 +75,12 @@ def train(
     Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
     PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: stopped`.
     """
+    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank and workers and workers != "1":
+        raise UsageError(
+            f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
+            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.join in a loop of your own"
+        )
     if isinstance(recipe, Recipe):
         if overrides:
             raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")

@@ -88,6 +88,11 @@ def submit(
         raise UsageError("--vary is for recipes: a program's arguments are its own")
     if at_most is not None and not several:
         raise UsageError("--at-most is for arrays: give several recipes, or --vary")
+    dropped = [option for option, value in (("--run", run), ("--force", force or None)) if value is not None]
+    if framework is not None and dropped:
+        raise UsageError(
+            f"{dropped[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
+        )
     if several:
         jobs = sweep.array(
             recipes,

@@ -45,6 +45,11 @@ def recipe_job(
     if script:
         if not path.is_file():
             raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.join")
+        if (nodes := more.get("nodes")) not in (None, 1):
+            raise UsageError(
+                f"--nodes {nodes}: {path} is a script, which runs on one node; on several torchrun starts its workers: "
+                f"phalanx jobs submit --framework torch --nodes {nodes} -- python {path}"
+            )
         called = path.stem
     else:
         called = load_recipe(path, overrides).recipe.name

@@ -67,6 +67,7 @@ def train_here(
         print(introduction(ready), file=out)
         if dry:
             print(dump_recipe(ready.recipe), end="")
+            crew.code = ExitCode.DONE
             return int(ExitCode.DONE)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)
@@ -110,11 +111,23 @@ def workers_of(loaded: Loaded, nproc: int | None, nodes: int) -> int | None:
     return total
 
 
-def follow_leader(path: Path, overrides: Sequence[str], membership: Membership, out: TextIO) -> int:
+def follow_leader(
+    path: Path,
+    overrides: Sequence[str],
+    membership: Membership,
+    out: TextIO,
+    run_path: Path | None = None,
+    nproc: int | None = None,
+    dry: bool = False,
+) -> int:
     """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
-    wrong: the leading node ends of it before anybody can ask."""
-    load_recipe(path, overrides)
-    with Member(membership, token_from(), out) as member:
+    wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
+    loaded = load_recipe(path, overrides)
+    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    if not dry and (done := finished(run, loaded.recipe)):
+        print(done, file=out)
+        return int(ExitCode.DONE)
+    with Member(membership, token_from(), out, nproc=nproc) as member:
         return int(member.work())
 
 

@@ -50,9 +50,9 @@ class Place:
 def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
     """The place that the environment gives; alone on this machine when it says nothing."""
     try:
-        rank, world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
-        local_rank = int(environment.get("LOCAL_RANK", 0))
-        attempt = int(environment.get("PHALANX_ATTEMPT", environment.get("TORCHELASTIC_RESTART_COUNT", 0)))
+        rank, world = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
+        local_rank = int(environment.get("LOCAL_RANK") or 0)
+        attempt = int(environment.get("PHALANX_ATTEMPT") or environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and PHALANX_ATTEMPT must be numbers: {error}") from None
     if not 0 <= rank < world:

@@ -76,6 +76,8 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
     [
         (("submit", "exp/one.yaml", "--at-most", "2"), "--at-most is for arrays"),
         (("submit", "--framework", "torch", "--vary", "a=1,2", "--", "python", "x.py"), "--vary is for recipes"),
+        (("submit", "--framework", "torch", "--run", "x", "--", "python", "x.py"), "--run is for recipes"),
+        (("submit", "--framework", "torch", "--force", "--", "python", "x.py"), "--force is for recipes"),
         (("submit", "exp/one.yaml", "--code", "v1"), "--code v1: "),
         (("ls", "nobody"), "knows no array of this name"),
         (("stop", "nobody"), "knows no such job"),
