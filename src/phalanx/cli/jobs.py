@@ -194,6 +194,20 @@ def signal(
 
 
 @app.command()
+def release(job: Id, on: On = "local") -> None:
+    """Let a job that is held because nodes were unfit for it go on without these nodes."""
+    from phalanx.jobs.engine import ReleasingEngine, open_engine
+
+    engine = open_engine(on)
+    if not isinstance(engine, ReleasingEngine):
+        raise UsageError(f"{on} holds no jobs: it starts one whose node was unfit elsewhere by itself, or ends it")
+    if not engine.release(job):
+        raise UsageError(
+            f"job {job} is not held because of unfit nodes; `phalanx jobs show {job} --on {on}` tells its state"
+        )
+
+
+@app.command()
 def stop(
     jobs: Annotated[
         list[str], typer.Argument(metavar="ID...", help="As `phalanx jobs ls` shows them, or an array's name.")

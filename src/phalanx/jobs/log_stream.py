@@ -8,6 +8,7 @@ gets the time at which its file changed.
 
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -39,10 +40,11 @@ class Line:
 
 
 class Tail:
-    """Lines of a file as they are added to it."""
+    """Lines of a file as they are added to it; each byte is read once. One that was cut is read anew. `shown`: what is
+    made of a line."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, shown: Callable[[bytes], str] | None = None):
+        self.path, self._shown = path, shown or as_shown
         self._offset, self._rest = 0, b""
 
     @property
@@ -60,6 +62,8 @@ class Tail:
         grows no more."""
         try:
             with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
@@ -68,7 +72,7 @@ class Tail:
         *lines, self._rest = (self._rest + new).split(b"\n")
         if whole and self._rest:
             lines, self._rest = [*lines, self._rest], b""
-        return [_shown(line) for line in lines]
+        return [self._shown(line) for line in lines]
 
 
 class LogStream:
@@ -97,7 +101,7 @@ class LogStream:
     def _happened(self) -> list[tuple[float, Line]]:
         found = []
         for text in self._events.read():
-            event = _event(text)
+            event = event_of(text)
             if event is None or (self._looked is None and not self.begun and event["t"] < self._since):
                 continue
             self.begun = True
@@ -131,7 +135,7 @@ class LogStream:
         return found
 
 
-def _event(text: str) -> Event | None:
+def event_of(text: str) -> Event | None:
     """An event; None for a line that a crash has torn."""
     try:
         event = json.loads(text)
@@ -140,6 +144,11 @@ def _event(text: str) -> Event | None:
     return event if isinstance(event, dict) and "kind" in event and "t" in event else None
 
 
-def _shown(line: bytes) -> str:
+def as_printed(line: bytes) -> str:
+    """A line as it is."""
+    return line.decode(errors="replace")
+
+
+def as_shown(line: bytes) -> str:
     """A line as a terminal would leave it: what a carriage return overwrites is gone."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -152,7 +152,7 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
         agent.crew = FakeCrew(nodes)  # type: ignore[assignment]
         agent.silence = 60.0
         monkeypatch.setattr("phalanx.jobs.agent.selectors.DefaultSelector", selector_of(clock))
-        monkeypatch.setattr(Agent, "end", lambda *_: [node.__setattr__("over", True) for node in nodes])
+        monkeypatch.setattr(Agent, "end", lambda *_: None)
         agent.attempt(0, count, {}, {})
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.log_stream import Line, LogStream, Tail
+from phalanx.jobs.log_stream import Line, LogStream, Tail, as_printed
 from phalanx.run import Event, EventLog, Run
 
 
@@ -171,3 +171,12 @@ def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: Event
     events.write("end", t=3.0)
     prints(run, 0, "newer\n", 4.0, attempt=2)
     assert {line.text for line in stream.look()} == {"end", "newer"}
+
+
+def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log", as_printed)
+    assert tail.read() == []
+    (tmp_path / "log").write_text("one\ntwo\n")
+    assert tail.read() == ["one", "two"]
+    (tmp_path / "log").write_text("new\n")
+    assert tail.read() == ["new"]

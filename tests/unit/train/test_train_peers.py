@@ -1,4 +1,4 @@
-"""Connections that keep a part of the state on another node: strangers hold them up no longer than it takes to say so."""
+"""Connections that keep a part of the state on another node: a stranger holds nobody up."""
 
 import socket
 import time

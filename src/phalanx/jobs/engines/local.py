@@ -13,7 +13,8 @@ from pathlib import Path
 
 from phalanx.cluster import Machine, this_machine
 from phalanx.errors import UsageError
-from phalanx.jobs.engine import Request, no_such_job
+from phalanx.jobs.engine import Reader, Request, no_such_job
+from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import ASKED, Row, Store, state_root
@@ -112,6 +113,11 @@ class Local:
         with open(self.store.home(row.id) / OUTPUT, encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield line.rstrip("\n")
+
+    def follow_logs(self, job: str) -> Reader:
+        """What it prints, in all attempts."""
+        self._look_after()
+        return Tail(self.store.home(self._row(job).id) / OUTPUT, as_printed).read
 
     def cancel(self, job: str) -> None:
         """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
