@@ -81,6 +81,10 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
         (("submit", "exp/one.yaml", "--code", "v1"), "--code v1: "),
         (("ls", "nobody"), "knows no array of this name"),
         (("stop", "nobody"), "knows no such job"),
+        (("show", "99999999999999999999"), "knows no such job"),
+        (("show", "²"), "knows no such job"),
+        (("signal", "٣", "USR1"), "knows no such job"),
+        (("logs", "9" * 5000), "knows no such job"),
     ],
 )
 def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) -> None:

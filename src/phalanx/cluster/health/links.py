@@ -139,7 +139,7 @@ def evaluate(where: str, link: Link) -> Finding:
 def examined(where: str, token: bytes) -> Finding:
     """The link to HOST:PORT. UsageError for an address that is none."""
     host, _, port = where.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{where}: expected HOST:PORT, as of a node on which `phalanx doctor --listen PORT` runs")
     try:
         return evaluate(where, measure((host.strip("[]"), int(port)), token))

@@ -29,6 +29,8 @@ INHERITED_GROUPS = (
     *("LC_", "XDG_", "CONDA_", "PYTHON", "CUDA_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_"),
     "PHALANX_",
 )
+LONGEST = 19
+"""Digits that no number of a job has: SQLite's end before."""
 AGAIN = 5.0
 """Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
 HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
@@ -146,7 +148,8 @@ class Local:
             self._started = self._clock()
 
     def _row(self, job: str) -> Row:
-        row = self.store.get(int(job)) if job.isdigit() else None
+        known = job.isascii() and job.isdigit() and len(job) < LONGEST
+        row = self.store.get(int(job)) if known else None
         if row is None:
             raise no_such_job(self.name, job)
         return row
