@@ -243,8 +243,7 @@ def forget(
         raise UsageError("say which jobs to forget: their ids, or --older TIME")
     engine = Local()
     if older is not None:
-        until = time.time() - (seconds_of(older) or 0.0)
-        found = [status.id for status in engine.jobs() if status.state.over and (status.ended or 0.0) < until]
+        found = engine.over_for(seconds_of(older) or 0.0)
     else:
         found = [ident for job in jobs or () for ident in _meant(engine, job)]
     for ident in found:

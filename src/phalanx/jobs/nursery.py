@@ -187,7 +187,13 @@ class Nursery:
             reply: Message = {"kind": "returned", "value": _target(function)(payload)}
         except PhalanxError as error:
             reply = {"kind": "raised", "text": str(error), "code": int(error.code), "trace": None}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
+        except SystemExit as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = (
+                f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
+            )
+            reply = {"kind": "raised", "text": text, "code": None, "trace": None}
+        except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
             text = f"{type(error).__name__}: {error}"
             reply = {"kind": "raised", "text": text, "code": None, "trace": traceback.format_exc()[-8000:]}
         send(self.agent, {**reply, "number": number})

@@ -122,7 +122,7 @@ def test_what_ended_long_ago_is_forgotten_and_nothing_else(own: Type, tmp_path: 
         own("stop", job)
     own("submit", "exp/two.yaml")
     store = Local(tmp_path / "state" / "queue", ensure=lambda *_: None).store
-    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400)
+    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400, over=None)
     assert own("forget", "--older", "7d") == "1 job forgotten\n"
     assert names(own) == [("one", "cancelled"), ("two", "queued")]
 

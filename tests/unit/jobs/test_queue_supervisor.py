@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from phalanx.errors import ExitCode
+from phalanx.jobs.engines.local import Local
 from phalanx.jobs.queue.runner import ending
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import Row, Store
@@ -273,7 +274,7 @@ def test_a_queue_of_a_format_before_is_taken_over(
 ) -> None:
     row = running(store, runner=os.getpid())
     with contextlib.closing(sqlite3.connect(store.path)) as db:
-        for each in ("came", "due", "began", "runner_born", *(("early",) if format == 1 else ())):
+        for each in ("came", "due", "began", "over", "runner_born", *(("early",) if format == 1 else ())):
             db.execute(f"ALTER TABLE jobs DROP COLUMN {each}")
         db.execute("ALTER TABLE jobs ADD COLUMN not_before REAL NOT NULL DEFAULT 0")
         db.execute("ALTER TABLE jobs ADD COLUMN runner_since REAL")
@@ -385,3 +386,19 @@ def test_a_hundred_thousand_jobs_that_are_over_cost_a_look_nothing(store: Store,
         store.change(row.id, State.RUNNING, reason=str(index))  # every look has something new
         supervisor.look()
     assert (time.process_time() - begun) / 20 < 0.01 * LOOK * 5  # five looks a second, on a machine that is busy
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_how_long_a_job_is_over_does_not_depend_on_the_wall_clock(
+    store: Store, clocks: Clocks, step: float, tmp_path: Path
+) -> None:
+    engine = Local(tmp_path, ensure=lambda *_: None)
+    engine.store.close()
+    engine.store = store
+    row = add(store, "job")
+    engine.cancel(str(row.id))
+    clocks.wall += step
+    clocks.ticks += 600.0
+    assert engine.over_for(1200.0) == []
+    clocks.ticks += 601.0
+    assert engine.over_for(1200.0) == [str(row.id)]

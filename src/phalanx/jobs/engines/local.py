@@ -126,6 +126,7 @@ class Local:
         row = self._row(job)
         if row.state is State.QUEUED:
             values = {"state": State.CANCELLED, "cancelled": 1, "reason": "cancelled", "ended": self.store.clock()}
+            values["over"] = self.store.steady.mark()
             if self.store.change(row.id, State.QUEUED, **values):
                 (self.store.home(row.id) / "secrets.json").unlink(missing_ok=True)
                 return
@@ -139,6 +140,17 @@ class Local:
         row = self._row(job)
         if not self.store.forget(row.id):
             raise UsageError(f"job {job} ({row.name}) is {row.state}: only jobs that are over can be forgotten")
+
+    def over_for(self, seconds: float) -> list[str]:
+        """Jobs that have been over for longer than this."""
+        found = []
+        for row in self.store.rows(*(state for state in State if state.over)):
+            ago = self.store.steady.since(row.over)
+            if ago is None:  # before this boot
+                ago = self.store.clock() - (row.ended or 0.0)
+            if ago > seconds:
+                found.append(str(row.id))
+        return found
 
     def _look_after(self) -> None:
         """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what

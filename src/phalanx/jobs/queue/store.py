@@ -30,7 +30,7 @@ _TABLE = """
 CREATE TABLE jobs (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL,
   devices INTEGER NOT NULL, cores INTEGER NOT NULL, priority INTEGER NOT NULL, submitted REAL NOT NULL,
-  came TEXT, due TEXT, began TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+  came TEXT, due TEXT, began TEXT, over TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
   given TEXT NOT NULL DEFAULT '[]', runner INTEGER, runner_born TEXT, started REAL, ended REAL, code INTEGER,
   reason TEXT, cancelled INTEGER NOT NULL DEFAULT 0, early INTEGER NOT NULL DEFAULT 0
 );
@@ -53,8 +53,8 @@ DROP TABLE former;
 class Row:
     """A job in the queue. `given`: indices of its devices while it runs; `deaths`: how often in a row it was killed
     without progress; `early`: how many attempts in a row ended without it (see `supervisor.PROGRESS`). `came`, `due`,
-    `began`: marks (`run/steady.py`) of when it came, from when on it may start, and when its last attempt started; unix
-    seconds are for people."""
+    `began`, `over`: marks (`run/steady.py`) of when it came, from when on it may start, when its last attempt started,
+    and when it was over; unix seconds are for people."""
 
     id: int
     name: str
@@ -66,6 +66,7 @@ class Row:
     came: str | None
     due: str | None
     began: str | None
+    over: str | None
     attempts: int
     deaths: int
     early: int
@@ -226,7 +227,9 @@ class Store:
             raise UsageError(
                 f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
             ) from None
-        names = "priority submitted came due began attempts deaths early runner runner_born started ended code reason"
+        names = (
+            "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"
+        )
         rest = {name: row[name] for name in names.split()}
         size = Size(row["devices"], row["cores"])
         return Row(row["id"], row["name"], job, state, size, given=given, cancelled=row["cancelled"], **rest)

@@ -144,6 +144,8 @@ class Supervisor:
         sweep(mark_of(self.store.home(row.id)))
         ended = found or {"code": -int(signal.SIGKILL), "reason": "the process above it was killed", "ended": None}
         state, values = after(row, ended, self.clock(), self.store.steady)
+        if state.over:
+            values["over"] = self.store.steady.mark()
         self.store.change(row.id, State.RUNNING, state=state, given="[]", runner=None, runner_born=None, **values)
         if state.over:
             (self.store.home(row.id) / "secrets.json").unlink(missing_ok=True)
