@@ -106,17 +106,19 @@ def test_a_call_gets_no_answer_that_was_meant_for_another(nursery: NurseryProces
     assert nursery.call("nursery_calls:double", 4) == 8
 
 
-def store_of(nursery: NurseryProcess) -> psutil.Process:
-    """The process below it that listens."""
-    return next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
+def kill_store(nursery: NurseryProcess) -> None:
+    """End the process below it that listens, and wait until the kernel is done with it."""
+    store = next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
+    store.kill()
+    wait_until(lambda: not store.is_running() or store.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: NurseryProcess) -> None:
     port = nursery.store()
     assert nursery.store() == port
-    store_of(nursery).kill()
+    kill_store(nursery)
     assert nursery.store() != port
-    store_of(nursery).kill()
+    kill_store(nursery)
     assert receive(nursery.control) == [{"kind": "store lost", "attempt": 0}]
 
 
