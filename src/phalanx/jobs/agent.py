@@ -408,10 +408,14 @@ class Agent:
     def lost_store(self, number: int, attempt: Attempt) -> None:
         """The process through which workers find each other died. Those that have met need it no more; others would
         wait for it in vain."""
-        needed = attempt.world > 1 and attempt.begun is None and number in attempt.logs.values()
-        if needed and attempt.ending is None and not attempt.over:
+        what = "the process through which workers find each other died"
+        if attempt.world == 1 or number not in attempt.logs.values() or attempt.ending is not None or attempt.over:
+            return
+        if attempt.begun is None:
             attempt.storeless = True
-            self.end(attempt, "the process through which workers find each other died before they had met")
+            self.end(attempt, f"{what} before they had met")
+        else:
+            self.emit("warning", text=f"{what}; they have met, and go on")
 
     def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""

@@ -342,7 +342,7 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
 )
 def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
-    agent: Agent, stage: Stage, begun: bool, number: int, ended: bool
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], begun: bool, number: int, ended: bool
 ) -> None:
     if begun:
         send(stage.workers, {"kind": "start", "t": 1.0, "attempt": 3, "world": 2, "from_step": 0})
@@ -351,6 +351,9 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
     found = agent.attempt(3, 2, {}, {})
     assert found.storeless == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
+    assert [event["text"] for event in shown if event["kind"] == "warning"] == (
+        ["the process through which workers find each other died; they have met, and go on"] if begun else []
+    )
     if ended:
         assert fault(found) == {"rank": 0, "what": "lost store"}
         assert verdict(found, agent.run.logs, 3) == (None, found.ending)
