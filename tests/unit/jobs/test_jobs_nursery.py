@@ -106,19 +106,17 @@ def test_a_call_gets_no_answer_that_was_meant_for_another(nursery: NurseryProces
     assert nursery.call("nursery_calls:double", 4) == 8
 
 
-def kill_store(nursery: NurseryProcess) -> None:
-    """End the process below it that listens, and wait until the kernel is done with it."""
-    store = next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
-    store.kill()
-    wait_until(lambda: not store.is_running() or store.status() == psutil.STATUS_ZOMBIE)
+def store_of(nursery: NurseryProcess) -> psutil.Process:
+    """The process below it that listens."""
+    return next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
 
 
 def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: NurseryProcess) -> None:
     port = nursery.store()
     assert nursery.store() == port
-    kill_store(nursery)
-    assert nursery.store() != port
-    kill_store(nursery)
+    store_of(nursery).kill()
+    wait_until(lambda: nursery.store() != port)  # as soon as the kernel is done with it
+    store_of(nursery).kill()
     assert receive(nursery.control) == [{"kind": "store lost", "attempt": 0}]
 
 
