@@ -203,7 +203,7 @@ def release(job: Id, on: On = "local") -> None:
         raise UsageError(f"{on} holds no jobs: it starts one whose node was unfit elsewhere by itself, or ends it")
     if not engine.release(job):
         raise UsageError(
-            f"job {job} is not held because of unfit nodes; `phalanx jobs show {job} --on {on}` tells its state"
+            f"job {job} is not held because of unfit nodes; `phalanx jobs show {job} --on {on}` shows its state"
         )
 
 

@@ -82,7 +82,7 @@ Reader = Callable[[bool], list[str]]
 
 @runtime_checkable
 class FollowedEngine(Protocol):
-    """An engine that tells what is new in a job's log without reading again what it has told."""
+    """An engine that returns what is new in a job's log without reading the rest again."""
 
     def follow_logs(self, job: str) -> Reader:
         """Of what a job prints, from its first line on."""
@@ -98,15 +98,16 @@ class ReleasingEngine(Protocol):
 
 
 def reader_of(engine: Engine, job: str) -> Reader:
-    """What reads a job's log on and on; where the engine has nothing for that, the lines behind those it has told."""
+    """What reads a job's log on and on; where the engine has nothing for that, the lines after those returned
+    before."""
     if isinstance(engine, FollowedEngine):
         return engine.follow_logs(job)
-    told = 0
+    returned = 0
 
     def read(last: bool) -> list[str]:
-        nonlocal told
-        lines = list(itertools.islice(engine.logs(job), told, None))
-        told += len(lines)
+        nonlocal returned
+        lines = list(itertools.islice(engine.logs(job), returned, None))
+        returned += len(lines)
         return lines
 
     return read

@@ -40,8 +40,8 @@ class Line:
 
 
 class Tail:
-    """Lines of a file as they are added to it; each byte is read once. One that was cut is read anew. `shown`: what is
-    made of a line."""
+    """Lines of a file as they are added to it; each byte is read once. One that was cut is read from its start.
+    `shown`: what is made of a line."""
 
     def __init__(self, path: Path, shown: Callable[[bytes], str] | None = None):
         self.path, self._shown = path, shown or as_shown

@@ -86,7 +86,7 @@ class NurseryProcess:
             self.process.wait(LEAVING)
         except subprocess.TimeoutExpired:  # held still, say
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: nobody can end it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
                 self.process.wait(LEAVING)
         self.events.close()
         self.pulses.close()
@@ -133,7 +133,7 @@ class NurseryProcess:
             raise self._lost() from None
 
     def _answer(self, *kinds: str) -> Message:
-        """The next message of one of these kinds. What else comes is of workers that nobody follows any more."""
+        """The next message of one of these kinds. What else comes is of workers that are no longer followed."""
         while True:
             try:
                 messages = receive(self.control)

@@ -64,7 +64,7 @@ def stuck(
     suspect: int | None = None,
 ) -> Stuck | None:
     """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
-    are held still. `suspect`: who it was at the last look, and still is if nobody is further back: when the signs of
+    are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
     other nodes were given is known to some milliseconds only. None before all have begun, before the first step has
     ended (`usual` is None), and where the one that is waited for is preparing something, unless it is held still while
     others are not."""

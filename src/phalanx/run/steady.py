@@ -1,4 +1,4 @@
-"""Time that nobody sets, and processes that are known by it.
+"""Time that is never set, and processes that are known by it.
 
 The wall clock is for people: NTP, an administrator or a resumed virtual machine may set it at any moment. Durations,
 waits and the identity of processes go by the seconds since this machine was started. Where they have to outlive a
@@ -26,7 +26,7 @@ def ticks() -> float:
 
 @functools.cache
 def boot() -> str:
-    """What tells this start of the machine from all others; nothing where the kernel has no name for it."""
+    """What distinguishes this start of the machine from all others; nothing where the kernel has no name for it."""
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -61,8 +61,8 @@ class Steady:
 
 
 def born(pid: int) -> str | None:
-    """What tells a process from every other that has or had its number; None when there is none. Its number alone
-    where the kernel has no /proc."""
+    """What distinguishes a process from every other that has or had its number; None when there is none. Its number
+    alone where the kernel has no /proc."""
     try:
         behind_name = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

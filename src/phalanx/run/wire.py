@@ -168,11 +168,11 @@ Guest = TypeVar("Guest")
 
 
 class Greeter(Generic[Guest]):
-    """Takes the connections of a listener, which is its own, and has them prove themselves beside each other: `prove`
+    """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `prove`
     gets each, and the moment until which it has time (of the monotonic clock); `arrive` gets what that returns.
 
-    A stranger costs one of WAITING places for so many `seconds`, and nobody else waits for it. Where all are taken, the
-    oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
+    A stranger costs one of WAITING places for so many `seconds`, and no other caller waits for it. Where all are taken,
+    the oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
 
 
 def left_early(error: SystemExit, who: str) -> str:
-    """What is told of `sys.exit` in the middle of a run, and where it stands."""
+    """The message for `sys.exit` in the middle of a run, and where it was called."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     called = f"sys.exit({'' if error.code is None else repr(error.code)})"
     return f"{who}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"

@@ -85,7 +85,7 @@ Caller = tuple[socket.socket, bytes]
 
 
 def callers(listener: socket.socket, token: bytes, arrive: Callable[[Caller], None]) -> Greeter[Caller]:
-    """Takes connections of measurements on a listener; strangers hold nobody up."""
+    """Takes connections of measurements on a listener; a stranger delays no other caller."""
     return Greeter(listener, lambda sock, until: (sock, greeted(sock, token, until - time.monotonic())), arrive)
 
 

@@ -56,7 +56,7 @@ class Streams:
         return [line for _, line in sorted(found, key=lambda one: one[0])]
 
     def _follow(self, pod: Pod, prefix: str) -> None:
-        """All streams of one pod. One that was opened when the pod was over already tells all that is left."""
+        """All streams of one pod. One that was opened when the pod was over already has all that is left."""
         newest, count, heard = "", 0, None
         name = pod["metadata"]["name"]
         while True:

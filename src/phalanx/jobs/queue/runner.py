@@ -104,7 +104,7 @@ def end_all() -> None:
 
 @dataclass(frozen=True)
 class Begun:
-    """When an attempt began: for people, and by the clock that nobody sets."""
+    """When an attempt began: for people, and by the clock that is never set."""
 
     wall: float = field(default_factory=time.time)
     ticks: float = field(default_factory=ticks)

@@ -180,7 +180,7 @@ class Store:
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Differs after every change, whoever made it."""
+        """Differs after every change by any process."""
         return int(self._db.execute("PRAGMA data_version").fetchone()[0]), self._db.total_changes
 
     def unfinished(self) -> bool:

@@ -66,9 +66,9 @@ class Supervisor:
         self._running: list[Row] = []
         self._queued = False
         self._seen: tuple[int, int] | None = None
-        """What the queue looked like when nobody could start any more, and ..."""
+        """The queue's stamp when no further job could start, and ..."""
         self._wake: float | None = None
-        """... when a job that waits is due: until either changes there is nobody to start."""
+        """... when a job that waits is due: until either changes no job can start."""
 
     def look(self) -> bool:
         """Take note of ends, start who can start; whether anything waits or runs."""
@@ -81,7 +81,7 @@ class Supervisor:
         return bool(self._queued or self._running)
 
     def _start_all(self) -> None:
-        """Start who can start. All moments are told in seconds from now: what ended has none, nor who has waited."""
+        """Start who can start. Moments are in seconds from now, negative in the past."""
         seen = self.store.stamp
         queued, running = self.store.rows(State.QUEUED), self.store.rows(State.RUNNING)
         waits = {row.id: -(self.store.steady.since(row.due) or 0.0) for row in queued}
