@@ -6,10 +6,11 @@ the middle of whatever is done then; `saving` as soon as a checkpoint that is be
 plus `delay`; `saved` as soon as a checkpoint is whole, plus `delay`; `told` at the first boundary from the step on when
 one is and all know it, and until it is steps take `delay` longer; `start` before the first step; `evaluation` after one
 at or beyond the step.
-do: `kill` or `term` this worker, `kill-agent`, `hang-up` (break all connections to others), `raise`, `block`, `slow`
-(every step from there on), `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk),
-`free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove
-nothing in the run's directory, and sync nothing: EIO), `mend-storage`, `fail-read` (as a read that storage refuses).
+do: `kill` or `term` this worker, `exit` (sys.exit(0)), `vanish` (os._exit(0)), `kill-agent`, `hang-up` (break all
+connections to others), `raise`, `block`, `slow` (every step from there on), `limit-files` (no file of this process may
+grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this
+process can open, make, rename, list or remove nothing in the run's directory, and sync nothing: EIO), `mend-storage`,
+`fail-read` (as a read that storage refuses).
 """
 
 import ctypes
@@ -107,6 +108,10 @@ def strike(fault):
         hang_up()
     elif do == "raise":
         raise RuntimeError("a mistake in the user's own code")
+    elif do == "exit":
+        sys.exit(0)
+    elif do == "vanish":
+        os._exit(0)
     elif do == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif do == "block":

@@ -80,7 +80,7 @@ def think(gang, how, seconds=60.0):
 def main(how, overrides):
     import phalanx
 
-    if how == "stranger":
+    if how == "stranger" or (how == "half-stranger" and os.environ["RANK"] == "1"):
         return
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
     if how == "discord" and os.environ["RANK"] == "1":
@@ -107,6 +107,10 @@ def main(how, overrides):
                     gang.backward(loss, len(batch["label"]))
                 if how == "hungry" and len(batch["label"]) > 3:
                     raise torch.OutOfMemoryError("out of memory")
+                if how == "exits" and number == 3:
+                    sys.exit()
+                if how == "vanishes" and number == 3 and gang.rank == gang.world - 1:
+                    os._exit(0)
                 if how == "raises":
                     raise RuntimeError("a mistake in the loop")
                 if how != "no-step" and gang.step() and how == "evaluates":
@@ -121,3 +125,5 @@ def main(how, overrides):
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "exits-after":
+        sys.exit()

@@ -77,6 +77,12 @@ def train(
     Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
     PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: stopped`.
     """
+    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank and workers and workers != "1":
+        raise UsageError(
+            f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
+            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.join in a loop of your own"
+        )
     if isinstance(recipe, Recipe):
         if overrides:
             raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
@@ -285,6 +291,7 @@ def finished(run: Run, recipe: Recipe) -> str | None:
 def write_run(ready: Ready, loaded: Loaded) -> None:
     """Write the run directory's files, so that workers can start."""
     run = ready.run
+    run.result.unlink(missing_ok=True)  # of the start before: what is under way has none
     write_whole(run.recipe, dump_recipe(loaded.recipe))
     write_whole(run.resolved, dump_recipe(ready.recipe))
     write_json(run.plan, ready.plan)

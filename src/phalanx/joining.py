@@ -33,8 +33,9 @@ from phalanx.api import (
     write_run,
 )
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, PhalanxError, RecipeError, storage_failed, words_of
+from phalanx.errors import ExitCode, GaveUpError, PhalanxError, RecipeError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
+from phalanx.jobs.attempt import NEVER_CAME
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
 from phalanx.plan import choices_untried, go_on, resolve
@@ -75,6 +76,7 @@ def join(
     """
     from phalanx.train.place import leave
     from phalanx.train.stop import StopRequest
+    from phalanx.train.worker import left_early
 
     supervised, stop = "PHALANX_EVENTS" in os.environ, StopRequest()
     force = force or FORCE in os.environ
@@ -88,6 +90,14 @@ def join(
                 with gang.explaining_memory():
                     yield gang
                     status = gang.end()
+            except SystemExit as leaving:
+                if leaving.code:  # the script's own word that something went wrong
+                    raise
+                early = f"{left_early(leaving, f'worker {gang.rank}')}; to end a run early, `break` out of the loop"
+                if supervised:  # to the agent it is an exception like others
+                    raise RuntimeError(early) from leaving
+                _tell(report, GaveUpError(early), supervised)
+                raise GaveUpError(early) from leaving
             except PhalanxError as error:
                 _tell(report, error, supervised)
                 raise
@@ -100,10 +110,12 @@ def join(
                 stack.callback(print, _conclusion(where, status), file=sys.stderr)
             gang.release()
             leave()
+            code = ExitCode.UNFINISHED if status == "stopped" else ExitCode.DONE
+            report.say("leaving", gang.rank, code=int(code))
     except PhalanxError as error:
         raise SystemExit(int(error.code)) from None
-    if status == "stopped":
-        raise SystemExit(int(ExitCode.UNFINISHED))
+    if code is not ExitCode.DONE:
+        raise SystemExit(int(code))
 
 
 def _join(
@@ -191,6 +203,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
     if report is not None:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         report.flush()
+        report.say("leaving", int(os.environ.get("RANK") or 0), code=int(error.code))
     if supervised or report is None:
         print(f"error: {error}", file=sys.stderr)
 
@@ -327,10 +340,7 @@ def train_script(
             show(event)
 
         def judge(outcome: Outcome) -> Outcome:
-            if outcome.result is not None or outcome.code is not ExitCode.DONE:
-                return outcome
-            never = f"{script}: ended without training: it never came to `with phalanx.join(...)`"
-            return replace(outcome, code=ExitCode.USAGE, message=never)
+            return replace(outcome, message=f"{script}: {NEVER_CAME}") if outcome.message == NEVER_CAME else outcome
 
         agent = Agent(run, nursery, showing, attempts=3)
         return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, judge=judge)

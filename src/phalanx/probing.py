@@ -85,7 +85,7 @@ def gather(
     command = {"function": "phalanx.probing:member", "payload": {"function": function, "payload": payload}}
     start = {"kind": "start", "attempt": 0, "world": world, "command": command, "environment": {}, "logs": str(logs)}
     send(nursery.control, start)
-    attempt, found = Attempt(world), dict[int, Any]()
+    attempt, found = Attempt(world, came=set(range(world))), dict[int, Any]()
     until = clock() + payload["seconds"] + PATIENCE
     with selectors.DefaultSelector() as selector:
         for sock in (nursery.control, nursery.events):

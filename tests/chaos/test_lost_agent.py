@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_
 from phalanx.errors import ExitCode
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import ledger_of
-from phalanx.run import Run
+from phalanx.run import Event, Run
 
 
 def train(lab: Lab, run: Run, faults: list[Values], nproc: int = 2) -> "subprocess.CompletedProcess[str]":
@@ -75,6 +76,35 @@ def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_agai
     assert loss.what == "rank 0: lost nursery"
     assert loss.unavailable > 0
     assert loss.starting > 0
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_store_that_is_killed_while_workers_get_ready_costs_seconds(lab: Lab, attempt: int) -> None:
+    killed: list[psutil.Process] = []
+
+    def show(event: Event) -> None:
+        if event["kind"] == "worker" and event["attempt"] == attempt and not killed:
+            below = psutil.Process(lab.nursery.process.pid).children()
+            killed.append(min(below, key=lambda child: child.pid))  # forked before the workers
+            killed[0].kill()
+
+    begun = time.monotonic()
+    ended = lab.train({}, 2, faults=[fault(7, ranks=[1])], show=show)
+    assert killed
+    assert ended.digest == lab.reference({}, 2).digest
+    assert {event["what"] for event in ended.kind("fault")} <= {"SIGKILL", "lost store", "lost peer"}
+    assert time.monotonic() - begun < 30
+
+
+def test_a_nursery_that_is_killed_before_the_first_step_ends_the_command_with_75(lab: Lab) -> None:
+    run = lab.place()
+    with lab.start("train", lab.recipe_file({}), "--run", run.path) as process:
+        wait_until(lambda: len(psutil.Process(process.pid).children()) > 0)
+        psutil.Process(process.pid).children()[0].kill()
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.UNFINISHED, errors
+    assert "was killed by SIGKILL" in errors
+    assert "Traceback" not in errors
 
 
 def test_workers_end_between_runs_of_one_nursery(lab: Lab) -> None:

@@ -21,13 +21,15 @@ class Nodes:
     """The nodes of one run. `start(0)` is the leading one."""
 
     def __init__(self, lab: Lab, run: Run, token: Path, changes: Values):
+        self.count = 2
         self.lab, self.run, self.token, self.changes = lab, run, token, changes
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()
 
     def start(self, node: int, token: Path | None = None) -> "subprocess.Popen[str]":
-        variables = {"PHALANX_NODES": "2", "PHALANX_NODE": str(node), "PHALANX_LEADER": f"127.0.0.1:{self.port}"}
+        variables = {"PHALANX_NODES": str(self.count), "PHALANX_NODE": str(node)}
+        variables["PHALANX_LEADER"] = f"127.0.0.1:{self.port}"
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
         recipe = self.lab.recipe_file(self.changes)
         words = ("train", recipe, "--run", self.run.path, "--nproc", "1")
@@ -67,6 +69,16 @@ def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -
     fine(lab, ended)
     assert faults_of(ended) == []
     assert load_recipe(nodes.run.resolved).recipe.exchange.bucket == 1  # 25 on one
+
+
+def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: Lab, nodes: Nodes) -> None:
+    nodes.count, nodes.changes = 3, {"recovery": {"silence": 6.0}}
+    plan_faults(nodes.run, [fault(6, "block", ranks=[2])])
+    ended = nodes.end(nodes.start(0), nodes.start(1), nodes.start(2))
+    assert ended.digest == lab.reference({}, 3).digest
+    (hang,) = ended.kind("hang")
+    assert (hang["rank"], hang["silent"] < 10.0) == (2, True)
+    assert faults_of(ended) == ["hang"]
 
 
 @pytest.mark.slow

@@ -48,6 +48,28 @@ def test_an_exception_that_does_not_come_back_costs_one_restart(lab: Lab) -> Non
     assert ended.result["restarts"] == 1
 
 
+@pytest.mark.parametrize(
+    ("do", "told"),
+    [
+        ("vanish", "worker 1 left in step 7 with exit code 0, before the run was done"),
+        ("exit", "worker 1, in step 7: sys.exit(0) was called before the run was done"),
+    ],
+)
+def test_a_worker_that_leaves_with_0_in_the_middle_is_named_and_started_again(lab: Lab, do: str, told: str) -> None:
+    ended = lab.train({}, 2, faults=[fault(7, do, ranks=[1])])
+    assert ended.digest == lab.reference({}, 2).digest
+    (fell,) = ended.kind("fault")
+    assert fell["rank"] == 1
+    assert told in fell["detail"]
+
+
+def test_a_run_whose_worker_always_leaves_with_0_is_given_up_and_not_done(lab: Lab) -> None:
+    ended = lab.train({"recovery": {"attempts": 2, "hot": None}}, 1, faults=[fault(3, "vanish", attempt=None)])
+    assert ended.code == ExitCode.GAVE_UP
+    assert ended.result["status"] == "failed"
+    assert "worker 0 left in step 3 with exit code 0" in str(ended.message)
+
+
 def test_a_crash_of_native_code_is_told_as_its_signal(lab: Lab) -> None:
     ended = lab.train({}, 1, faults=[fault(7, "crash")])
     assert ended.kind("fault")[0]["what"] == "SIGSEGV"

@@ -247,6 +247,7 @@ def test_an_unfinished_job_is_started_again_and_all_nodes_may_save(slurm: Slurm,
 
 
 def test_an_unfit_node_is_avoided_from_then_on(slurm: Slurm, rig: Rig, jobs: dict[str, str]) -> None:
+    until(slurm, jobs["unfit"], lambda status: over(status) or slurm.release(jobs["unfit"]))
     status = until(slurm, jobs["unfit"], over)
     lines = [line for line in slurm.logs(jobs["unfit"]) if line in ("n1", "n2", "n3", "n4")]
     assert (status.state, status.code, status.attempts) == (State.DONE, 0, 2), list(slurm.logs(jobs["unfit"]))

@@ -367,6 +367,7 @@ MISTAKES = {
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
     "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
+    "half-stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
 }
 
 
@@ -444,6 +445,42 @@ def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) ->
     refused = ours(lab, ["sgd"], 1, run)
     assert refused.code == ExitCode.USAGE
     assert "was trained with AdamW, and the loop now makes SGD" in str(refused.message)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("exits", "sys.exit() was called before the run was done ("),
+        ("vanishes", "with exit code 0, before the run was done"),
+    ],
+)
+def test_a_loop_whose_worker_leaves_with_0_is_given_up_and_the_worker_named(
+    lab: Lab, scripts: Path, how: str, told: str
+) -> None:
+    ended = ours(lab, [how, "recovery.attempts=1"], 2)
+    assert ended.code == ExitCode.GAVE_UP
+    assert told in str(ended.message)
+    assert (ended.result["status"], ended.result["digest"]) == ("failed", None)
+
+
+def test_a_loop_alone_that_leaves_with_0_in_the_middle_does_not_end_with_0(
+    lab: Lab, scripts: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, lab.folder / "own_loop.py", "exits"],
+        cwd=tmp_path,
+        env={**os.environ, **lab.variables()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ExitCode.GAVE_UP
+    assert "error: worker 0: sys.exit() was called before the run was done" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_may_leave_as_it_likes_after_its_run(lab: Lab, scripts: Path) -> None:
+    assert ours(lab, ["exits-after"]).code == ExitCode.DONE
 
 
 def test_leaving_the_loop_early_saves_and_is_not_finished(lab: Lab, scripts: Path) -> None:

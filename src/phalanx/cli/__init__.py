@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from phalanx.beside import Call
 from phalanx.cli.interrupts import Interrupted, insistent
 from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
+from phalanx.jobs.nursery_process import TrialError
 
 __all__ = ["main"]
 
@@ -116,6 +117,11 @@ def main(argv: Sequence[str] | None = None, beside: Call | None = None) -> int:
             return _interrupted()
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
+    except TrialError as error:
+        if interrupted.lost:
+            return _interrupted()
+        print(f"{error.trace or ''}error: {error}", file=sys.stderr)
+        return 1 if error.trace else int(error.code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except BrokenPipeError:

@@ -15,6 +15,7 @@ from phalanx.observe.history import history_of
 from phalanx.observe.ledger import ledger_of
 from phalanx.observe.units import duration, times
 from phalanx.run import Event, Run
+from phalanx.run.steady import unix_now
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Screen:
 
     def again(self, starts: int) -> None:
         """The run was started again."""
-        self._stamped(f"the run ended unfinished; start {starts}", time.time())
+        self._stamped(f"the run ended unfinished; start {starts}", unix_now())
 
     def verdict(self, bout: Bout) -> None:
         """The table, and how it ended."""

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import queue
 import re
 import signal
 import socket
@@ -114,8 +115,8 @@ def _outlast() -> None:
 
 def answering(port: int) -> int:
     """Answer those who measure, one after another, until Ctrl-C or SIGTERM."""
-    from phalanx.cluster.health.links import answer
-    from phalanx.run.wire import Refused, token_from
+    from phalanx.cluster.health.links import Caller, answer, callers
+    from phalanx.run.wire import token_from
 
     token = token_from(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -123,16 +124,19 @@ def answering(port: int) -> int:
         listener = socket.create_server(("", port), backlog=64)
     except OSError as error:
         raise UsageError(f"--listen {port}: {error.strerror}; choose another port") from None
-    with listener:
+    arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+    with callers(listener, token, arrived.put):
         typer.echo(f"listening on port {port}; Ctrl-C ends it", err=True)
         try:
             while True:
-                sock, caller = listener.accept()
+                sock, what = arrived.get()
                 with sock:
+                    caller = "a caller that is gone"
                     try:
-                        answer(sock, token)
-                    except (OSError, Refused) as error:
-                        typer.echo(f"{caller[0]}: {error}", err=True)
+                        caller = sock.getpeername()[0]
+                        answer(sock, what)
+                    except OSError as error:
+                        typer.echo(f"{caller}: {error}", err=True)
         except KeyboardInterrupt:
             return int(ExitCode.DONE)
 

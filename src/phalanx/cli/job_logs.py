@@ -1,12 +1,11 @@
 """`phalanx jobs logs`: what a job prints, line by line, until it is over if that is wanted."""
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs.engine import Engine
+from phalanx.jobs.engine import Engine, reader_of
 from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import State, Status
 from phalanx.run import Event, Run
@@ -30,14 +29,12 @@ def lines_of(
     if status.run is not None and not raw:
         run = Run(Path(status.run))
         stream = LogStream(run, status.submitted or 0.0, in_words(run), clock)
-    printed, width = 0, 0
+    read, width = reader_of(engine, ident), 0
     while True:
         over = not follow or status.state.over
         lines = stream.look(last=over) if stream is not None else []
         if stream is None or not stream.begun:
-            for text in itertools.islice(engine.logs(ident), printed, None):
-                printed += 1
-                yield text
+            yield from read(over)
         for line in lines:
             width = max(width, len(line.who))
             yield str(replace(line, who=line.who.ljust(width)))

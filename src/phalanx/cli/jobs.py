@@ -88,6 +88,11 @@ def submit(
         raise UsageError("--vary is for recipes: a program's arguments are its own")
     if at_most is not None and not several:
         raise UsageError("--at-most is for arrays: give several recipes, or --vary")
+    dropped = [option for option, value in (("--run", run), ("--force", force or None)) if value is not None]
+    if framework is not None and dropped:
+        raise UsageError(
+            f"{dropped[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
+        )
     if several:
         jobs = sweep.array(
             recipes,
@@ -189,6 +194,20 @@ def signal(
 
 
 @app.command()
+def release(job: Id, on: On = "local") -> None:
+    """Let a job that is held because nodes were unfit for it go on without these nodes."""
+    from phalanx.jobs.engine import ReleasingEngine, open_engine
+
+    engine = open_engine(on)
+    if not isinstance(engine, ReleasingEngine):
+        raise UsageError(f"{on} holds no jobs: it starts one whose node was unfit elsewhere by itself, or ends it")
+    if not engine.release(job):
+        raise UsageError(
+            f"job {job} is not held because of unfit nodes; `phalanx jobs show {job} --on {on}` shows its state"
+        )
+
+
+@app.command()
 def stop(
     jobs: Annotated[
         list[str], typer.Argument(metavar="ID...", help="As `phalanx jobs ls` shows them, or an array's name.")
@@ -224,8 +243,7 @@ def forget(
         raise UsageError("say which jobs to forget: their ids, or --older TIME")
     engine = Local()
     if older is not None:
-        until = time.time() - (seconds_of(older) or 0.0)
-        found = [status.id for status in engine.jobs() if status.state.over and (status.ended or 0.0) < until]
+        found = engine.over_for(seconds_of(older) or 0.0)
     else:
         found = [ident for job in jobs or () for ident in _meant(engine, job)]
     for ident in found:
@@ -252,7 +270,7 @@ def _row(status: "Status", now: float) -> tuple[str, ...]:
     moments = (status.ended, status.started, status.submitted)
     since = next((moment for moment in moments if moment is not None), None)
     why = status.reason or (f"exit code {status.code}" if status.code else "")
-    ago = duration(now - since) if since is not None else ""
+    ago = duration(max(0.0, now - since)) if since is not None else ""  # the clock may have been set back
     return status.id, status.name, status.state, str(status.attempts), ago, why
 
 

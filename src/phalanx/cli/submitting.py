@@ -12,13 +12,15 @@ from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
 from phalanx.jobs.code import Code, commit_code, folder_code, unpack
-from phalanx.jobs.engine import Engine, Request, open_engine
+from phalanx.jobs.engine import Engine, ReleasingEngine, Request, open_engine
 from phalanx.jobs.frameworks import check as check_framework
+from phalanx.jobs.log_stream import Tail, event_of
 from phalanx.jobs.spec import Job, State, Status
 from phalanx.joining import Shown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
-from phalanx.run import Run, read_events
+from phalanx.run import Run
+from phalanx.run.directory import not_done
 
 LOOK = 1.0
 """Seconds between two looks at a job that is followed."""
@@ -44,6 +46,11 @@ def recipe_job(
     if script:
         if not path.is_file():
             raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.join")
+        if (nodes := more.get("nodes")) not in (None, 1):
+            raise UsageError(
+                f"--nodes {nodes}: {path} is a script, which runs on one node; on several torchrun starts its workers: "
+                f"phalanx jobs submit --framework torch --nodes {nodes} -- python {path}"
+            )
         called = path.stem
     else:
         called = load_recipe(path, overrides).recipe.name
@@ -143,11 +150,12 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
     if dry:
         print(request)
         return int(ExitCode.DONE)
-    before = sum(1 for _ in read_events(Run(run).events))
+    happened = Tail(Run(run).events)
+    happened.skip()  # of what others did in this run before
     ident = submit(engine, request, out)
     try:
         with Shown(Run(run), out) as shown:
-            status = follow(engine, ident, Run(run), before, shown, out)
+            status = follow(engine, ident, happened, shown, out)
     except KeyboardInterrupt:
         print(
             f"\nno longer followed; job {ident} goes on. `phalanx jobs stop {ident} --on {engine_name}` ends it",
@@ -155,6 +163,10 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
         )
         return int(ExitCode.UNFINISHED)
     if status.state is State.DONE:
+        seen = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
+        if seen and (wrong := not_done(Run(run))) is not None:
+            print(f"error: {wrong}", file=out)
+            return int(ExitCode.GAVE_UP)
         result = Run(run).read_json(Run(run).result) or {}
         print(f"digest   {result.get('digest')}\nreport   phalanx report {run}", file=out)
         return int(ExitCode.DONE)
@@ -182,18 +194,20 @@ def submit_all(engine: Engine, requests: Sequence[Request], out: TextIO) -> list
 def follow(
     engine: Engine,
     ident: str,
-    run: Run,
-    before: int,
+    happened: Tail,
     shown: Shown,
     out: TextIO,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Status:
     """Show what happens in a run that a job trains, until the job is over; how it ended. Only what stands in the run
-    directory is shown, so it must be on a file system that this machine sees, too. `before`: events that are older."""
+    directory is shown, so it must be on a file system that this machine sees, too. `happened`: its events that are
+    to be shown. A job that is held because a node was unfit is released."""
     told: tuple[State, str | None] | None = None
     unanswered = 0
     while True:
         try:
+            if isinstance(engine, ReleasingEngine):
+                engine.release(ident)
             status = engine.poll(ident)
             unanswered = 0
         except UsageError as error:  # a controller that starts anew, or a network that is down for a while
@@ -204,10 +218,8 @@ def follow(
                 print(f"{error}; asking again for {SILENCE / 60:.0f} min", file=out)
             sleep(LOOK)
             continue
-        events = list(read_events(run.events))
-        for event in events[before:]:
+        for event in filter(None, map(event_of, happened.read())):
             shown.show(event)
-        before = len(events)
         if (status.state, status.reason) != told and status.state is not State.RUNNING:
             print(_line(status), file=out)
         told = status.state, status.reason

@@ -66,7 +66,8 @@ def train(
         return submitting.train_on(on, job, job.run, dry_run, sys.stderr)
     if nodes > 1 or option or devices is not None or limit is not None or code is not None:
         raise UsageError("--nodes, --devices, --limit, --code and --option need --on slurm, ray or kubernetes")
-    outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PHALANX_NODES" not in os.environ
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    outside = bool(rank and world) and not os.environ.get("PHALANX_NODES")
     if recipe.suffix == ".py":
         if dry_run:
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
@@ -74,10 +75,25 @@ def train(
             raise UsageError(
                 f"this is a worker of torchrun or srun, which can start the script itself: torchrun {recipe}"
             )
+        if (several := Membership.from_environment(os.environ).nodes) > 1:
+            raise UsageError(
+                f"PHALANX_NODES={several}: a script runs on one node here; on several torchrun starts its workers: "
+                f"torchrun --nnodes {several} {recipe}"
+            )
         return train_own_loop(recipe, given, run, nproc, force, sys.stderr)
     if outside:
+        refused = "--dry-run" if dry_run else f"--nproc {nproc}" if nproc not in (None, _number(world)) else None
+        if refused:
+            raise UsageError(
+                f"{refused}: RANK={rank} and WORLD_SIZE={world} are set, so this is one worker of a launcher's, "
+                "which says how many there are; for a run of its own: env -u RANK -u WORLD_SIZE phalanx train ..."
+            )
         return train_outside(recipe, given, run, force, sys.stderr)
     membership = Membership.from_environment(os.environ)
     if membership.node:
-        return follow_leader(recipe, given, membership, sys.stderr)
+        return follow_leader(recipe, given, membership, sys.stderr, run, nproc, dry_run)
     return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr, membership)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None

@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,36 +46,33 @@ def train_here(
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
-    try:
-        with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
-            crew = stack.enter_context(crew_of(nursery, membership))
-            workers = workers_of(loaded, nproc, membership.nodes)
-            with preparing() as progress:
-                ready = stack.enter_context(
-                    starting(
-                        loaded,
-                        run,
-                        workers,
-                        nursery.call,
-                        force,
-                        progress,
-                        write=not dry,
-                        preload=nursery.preload,
-                        patience=TAKING_OVER if membership.nodes > 1 else 0.0,
-                        nodes=membership.nodes,
-                    )
+    with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
+        crew = stack.enter_context(crew_of(nursery, membership))
+        workers = workers_of(loaded, nproc, membership.nodes)
+        with preparing() as progress:
+            ready = stack.enter_context(
+                starting(
+                    loaded,
+                    run,
+                    workers,
+                    nursery.call,
+                    force,
+                    progress,
+                    write=not dry,
+                    preload=nursery.preload,
+                    patience=TAKING_OVER if membership.nodes > 1 else 0.0,
+                    nodes=membership.nodes,
                 )
-            print(introduction(ready), file=out)
-            if dry:
-                print(dump_recipe(ready.recipe), end="")
-                return int(ExitCode.DONE)
-            display = display_for(out, ready.recipe.steps, facts_of(run))
-            stack.callback(display.close)
-            outcome = supervise(ready, nursery, display.show, force, crew)
-            crew.code = outcome.code
-    except TrialError as error:
-        print(f"{error.trace or ''}error: {error}", file=sys.stderr)
-        return 1
+            )
+        print(introduction(ready), file=out)
+        if dry:
+            print(dump_recipe(ready.recipe), end="")
+            crew.code = ExitCode.DONE
+            return int(ExitCode.DONE)
+        display = display_for(out, ready.recipe.steps, facts_of(run))
+        stack.callback(display.close)
+        outcome = supervise(ready, nursery, display.show, force, crew)
+        crew.code = outcome.code
     if outcome.message:
         print(f"error: {outcome.message}", file=out)
     print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
@@ -115,11 +111,23 @@ def workers_of(loaded: Loaded, nproc: int | None, nodes: int) -> int | None:
     return total
 
 
-def follow_leader(path: Path, overrides: Sequence[str], membership: Membership, out: TextIO) -> int:
+def follow_leader(
+    path: Path,
+    overrides: Sequence[str],
+    membership: Membership,
+    out: TextIO,
+    run_path: Path | None = None,
+    nproc: int | None = None,
+    dry: bool = False,
+) -> int:
     """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
-    wrong: the leading node ends of it before anybody can ask."""
-    load_recipe(path, overrides)
-    with Member(membership, token_from(), out) as member:
+    wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
+    loaded = load_recipe(path, overrides)
+    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    if not dry and (done := finished(run, loaded.recipe)):
+        print(done, file=out)
+        return int(ExitCode.DONE)
+    with Member(membership, token_from(), out, nproc=nproc) as member:
         return int(member.work())
 
 
@@ -211,7 +219,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                         nodes=nodes_told(place),
                     )
                 )
-        except PhalanxError as error:
+        except (PhalanxError, TrialError) as error:
             announce(place, {"error": str(error), "code": int(error.code)})
             raise
         payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}

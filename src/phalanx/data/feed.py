@@ -76,6 +76,8 @@ class Feed(Iterator[list[Batch]]):
             raise StopIteration
         if not self._ready:
             assert self._error is not None
+            if isinstance(self._error, StopIteration):  # here it would say that the run is over
+                raise RuntimeError("reading a sample raised StopIteration") from self._error
             raise self._error
         step = self._ready.popleft()
         if self._low():

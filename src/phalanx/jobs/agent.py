@@ -16,11 +16,11 @@ from typing import Any, Self
 
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
-from phalanx.jobs.attempt import Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
 from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
@@ -31,7 +31,7 @@ from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
 
 LOOK = 1.0
-"""Seconds between two looks at signs of life."""
+"""Seconds between two looks at signs of life, however much there is to hear meanwhile."""
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
 RETURNING = 60.0
@@ -124,8 +124,10 @@ class Agent:
                 return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
             assert message is not None
             self.emit("fault", **fault(attempt), detail=message)
-            if attempt.steps == 0 and number == first_attempt and first_to_fall(attempt.codes)[1] == 1:
-                # An exception before the first step is a mistake in code, which another attempt would only repeat.
+            fell = first_to_fall(attempt.codes, attempt.early)[1]
+            if attempt.steps == 0 and number == first_attempt and fell in (1, *IN_ORDER):
+                # An exception, or an exit, before the first step is a mistake in code, which another attempt would only
+                # repeat.
                 return Outcome(ExitCode.GAVE_UP, None, message)
             if attempt.storage and not attempt.steps:
                 outage = outage or Outage(self.clock())
@@ -202,7 +204,7 @@ class Agent:
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
-        except ConnectionError:
+        except (ConnectionError, NurseryLost):
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
@@ -228,12 +230,10 @@ class Agent:
                         selector.unregister(sock)
                     self.lose(node, attempt, how)
 
+            looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
-                waiting = selector.select(LOOK)
-                if not waiting:  # who works has something to tell
-                    self.look(attempt)
-                for key, _ in waiting:
+                for key, _ in selector.select(max(0.0, looked + LOOK - self.clock())):
                     if key.data is None:
                         assert isinstance(key.fileobj, socket.socket)
                         key.fileobj.recv(4096)
@@ -254,8 +254,12 @@ class Agent:
                             selector.register(sock, selectors.EVENT_READ, new)
                 if self.replicas is not None and self.replicas.late() and attempt.ending is None:
                     self.end(attempt, "the workers that were left did not meet again in time")
+                if self.clock() - looked < LOOK:
+                    continue
+                looked = self.clock()
+                self.look(attempt)
                 self.compare(attempt)
-                for silent in self.crew.silent(self.clock()):
+                for silent in self.crew.silent(looked):
                     if silent in attempt.places:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
@@ -328,7 +332,8 @@ class Agent:
         if quiet(beats.values(), now) <= HEARTBEAT:
             attempt.hung = None
             return
-        found = stuck(beats, now, attempt.step_seconds, held())
+        suspect = None if attempt.hung is None else attempt.hung.rank
+        found = stuck(beats, now, attempt.step_seconds, held(), suspect)
         if found is None:
             attempt.hung = None
         elif attempt.hung is None or attempt.hung.rank != found.rank:
@@ -380,11 +385,17 @@ class Agent:
             self.signals.received.append(signal.SIGUSR1)
         elif kind == "exited":
             self.took_leave(message["rank"], message["status"], attempt)
+        elif kind == "store lost":
+            self.lost_store(message["attempt"], attempt)
+        elif kind == "leaving":
+            attempt.left[message["rank"]] = message["code"]
         elif kind == "error":
             attempt.error = attempt.error or message
         elif kind == "result":
             attempt.result = message["value"]
         else:
+            if kind == "worker":
+                attempt.came.add(message["rank"])
             if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
             if kind == "start" and attempt.begun is None:  # later ones may go on from memory
@@ -393,6 +404,18 @@ class Agent:
                 attempt.steps += 1
                 attempt.step_seconds = message.get("seconds")
             self.emit(**message)
+
+    def lost_store(self, number: int, attempt: Attempt) -> None:
+        """The process through which workers find each other died. Those that have met need it no more; others would
+        wait for it in vain."""
+        what = "the process through which workers find each other died"
+        if attempt.world == 1 or number not in attempt.logs.values() or attempt.ending is not None or attempt.over:
+            return
+        if attempt.begun is None:
+            attempt.storeless = True
+            self.end(attempt, f"{what} before they had met")
+        else:
+            self.emit("warning", text=f"{what}; they have met, and go on")
 
     def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""
@@ -407,7 +430,7 @@ class Agent:
             self.replicas.again(rank)
             return
         attempt.codes[rank] = status
-        bad = status not in (0, ExitCode.UNFINISHED)
+        bad = status not in IN_ORDER or rank in attempt.early
         if self.replicas is not None and not bad:
             self.replicas.ends()
         if not attempt.over and (bad or attempt.codes.keys() >= attempt.members):

@@ -1,7 +1,7 @@
 """One attempt at a run: what its workers have shown so far, and what their ends mean for the run."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from phalanx.run.pulse import Beat
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Codes of a worker after which starting it again would only repeat them."""
+IN_ORDER = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
+"""Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
+NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
 
 
 @dataclass
@@ -29,6 +32,10 @@ class Attempt:
     logs: dict[int, int] = field(default_factory=dict)
     """By rank, the number under which its worker was started."""
     codes: dict[int, int] = field(default_factory=dict)
+    came: set[int] = field(default_factory=set)
+    """Workers that have said that they began to get ready."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Workers that have said that they come to their end, and with which code."""
     away: dict[int, int] = field(default_factory=dict)
     """Workers that were lost, by the status with which they ended, and whose work the others do."""
     joining: set[int] = field(default_factory=set)
@@ -45,6 +52,7 @@ class Attempt:
     compared: float = 0.0  # when workers were last compared, by their signs at that time
     paces: Mapping[int, Beat] = field(default_factory=dict)
     slow: set[int] = field(default_factory=set)  # stragglers that were named
+    storeless: bool = False  # the process through which they find each other died before they had met
     ending: str | None = None  # why its workers were killed
     error: Message | None = None
     result: dict[str, Any] | None = None
@@ -53,6 +61,11 @@ class Attempt:
     def members(self) -> set[int]:
         """Ranks that train together."""
         return set(range(self.world)) - self.away.keys()
+
+    @property
+    def early(self) -> set[int]:
+        """Workers whose status looks like a proper end that they never came to: something in them ended the process."""
+        return {rank for rank, code in self.codes.items() if code in IN_ORDER and self.left.get(rank) != code}
 
     @property
     def over(self) -> bool:
@@ -72,7 +85,14 @@ class Attempt:
     @property
     def storage(self) -> bool:
         """Whether it ended because storage failed."""
-        return self.ending is None and not self.lost and first_to_fall(self.codes)[1] == STORAGE
+        return self.ending is None and not self.lost and first_to_fall(self.codes, self.early)[1] == STORAGE
+
+    def step_of(self, rank: int) -> int | None:
+        """The step of a worker's last sign, where it gave one."""
+        for node, ranks in self.places.items():
+            if rank in ranks and (beat := node.beats(ranks)[rank]) is not None:
+                return beat.step
+        return None
 
     def node_of(self, rank: int) -> str | None:
         """The host of a worker."""
@@ -83,8 +103,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
     again, and why."""
     codes = attempt.codes
-    if all(code == 0 for code in codes.values()):
-        return ExitCode.DONE, None
+    if attempt.result is not None and all(code == 0 for code in codes.values()):
+        return ExitCode.UNFINISHED if attempt.result.get("status") == "stopped" else ExitCode.DONE, None
     if attempt.ending is not None:
         return None, attempt.ending
     for node, how in attempt.lost.items():
@@ -93,9 +113,18 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
         final = ExitCode(attempt.error["code"])
         if final in FINAL_CODES:
             return final, attempt.error["text"]
-    if all(code in (0, ExitCode.UNFINISHED) for code in codes.values()):
+    if attempt.early - attempt.came:
+        return ExitCode.USAGE, NEVER_CAME
+    if not attempt.early and all(code in IN_ORDER for code in codes.values()):
+        if not any(codes.values()):
+            return None, "the workers ended without telling how the run ended"
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
-    rank, code = first_to_fall(codes)
+    rank, code = first_to_fall(codes, attempt.early)
+    if rank in attempt.early:
+        step = attempt.step_of(rank)
+        when = "" if step is None else f" in step {step}"
+        why = "something in it ended the process (os._exit, say)"
+        return None, f"worker {rank} left{when} with exit code {code}, before the run was done: {why}"
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
     if code == STORAGE and attempt.error is not None:
         return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
@@ -116,10 +145,11 @@ def how_ended(code: int) -> str:
     return how
 
 
-def first_to_fall(codes: Mapping[int, int]) -> tuple[int, int]:
-    """Rank and status of the worker that failed first; those that the agent killed died after it, and who only lost a
-    peer did not fail by itself."""
-    fallen = [(rank, code) for rank, code in codes.items() if code not in (0, ExitCode.UNFINISHED)]
+def first_to_fall(codes: Mapping[int, int], early: Collection[int] = ()) -> tuple[int, int]:
+    """Rank and status of the worker that failed first, or left first before its end (`early`); those that the agent
+    killed died after it, and who only lost a peer did not fail by itself. Where none did, of the first that ended."""
+    fallen = [(rank, code) for rank, code in codes.items() if code not in IN_ORDER or rank in early]
+    fallen = fallen or list(codes.items())
     return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
 
 
@@ -127,9 +157,11 @@ def fault(attempt: Attempt) -> dict[str, Any]:
     """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
     if attempt.ending is not None and attempt.hung is not None:
         return {"rank": attempt.hung.rank, "what": "hang"}
+    if attempt.storeless:
+        return {"rank": 0, "what": "lost store"}
     for node in attempt.lost:
         return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
-    rank, code = first_to_fall(attempt.codes)
+    rank, code = first_to_fall(attempt.codes, attempt.early)
     what = {LOST_PEER: "lost peer", STORAGE: "storage"}.get(code, f"exit {code}")
     return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
 

@@ -8,7 +8,6 @@ its threads use no core meanwhile.
 import selectors
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from phalanx.jobs.attempt import Attempt, verdict
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Event, Run
 from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.steady import unix_now
 
 WARM_UP = 3
 """Steps before the first bout: compilation, first allocations."""
@@ -41,7 +41,7 @@ class World:
         command: Message,
         *,
         patience: float = 600.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = unix_now,
     ):
         self.nursery = nursery
         self.run = run
@@ -120,6 +120,8 @@ class World:
     def _take(self, message: Message) -> None:
         if message["kind"] == "exited":
             self._attempt.codes[message["rank"]] = message["status"]
+        elif message["kind"] == "worker":
+            self._attempt.came.add(message["rank"])
         elif message["kind"] == "error":
             self._attempt.error = self._attempt.error or message
 

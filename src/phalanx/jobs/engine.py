@@ -4,8 +4,9 @@ Submitting has two steps. `render` turns a job into a `Request`, a value that ho
 sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every engine.
 """
 
+import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol, runtime_checkable
@@ -73,6 +74,43 @@ class ArrayEngine(Protocol):
 
     def submit_array(self, request: Request) -> list[str]:
         """Send it; returns the ids of its members. Nothing is left behind when it fails."""
+
+
+Reader = Callable[[bool], list[str]]
+"""To be called again and again: the lines that have come since the call before; True: and no more will come."""
+
+
+@runtime_checkable
+class FollowedEngine(Protocol):
+    """An engine that returns what is new in a job's log without reading the rest again."""
+
+    def follow_logs(self, job: str) -> Reader:
+        """Of what a job prints, from its first line on."""
+
+
+@runtime_checkable
+class ReleasingEngine(Protocol):
+    """An engine that holds a job whose node was unfit until somebody releases it."""
+
+    def release(self, job: str) -> bool:
+        """Let a job that is held for unfit nodes go on without these; whether it was held. UsageError when that does
+        not work."""
+
+
+def reader_of(engine: Engine, job: str) -> Reader:
+    """What reads a job's log on and on; where the engine has nothing for that, the lines after those returned
+    before."""
+    if isinstance(engine, FollowedEngine):
+        return engine.follow_logs(job)
+    returned = 0
+
+    def read(last: bool) -> list[str]:
+        nonlocal returned
+        lines = list(itertools.islice(engine.logs(job), returned, None))
+        returned += len(lines)
+        return lines
+
+    return read
 
 
 ENGINES = {

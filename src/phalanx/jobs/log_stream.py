@@ -6,7 +6,9 @@ the last line of each file: that is when the file last changed. What comes later
 gets the time at which its file changed.
 """
 
+import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -38,10 +40,11 @@ class Line:
 
 
 class Tail:
-    """Lines of a file as they are added to it."""
+    """Lines of a file as they are added to it; each byte is read once. One that was cut is read from its start.
+    `shown`: what is made of a line."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, shown: Callable[[bytes], str] | None = None):
+        self.path, self._shown = path, shown or as_shown
         self._offset, self._rest = 0, b""
 
     @property
@@ -49,11 +52,18 @@ class Tail:
         """Whether it ends within a line, as far as it was read."""
         return bool(self._rest)
 
+    def skip(self) -> None:
+        """Pass over what is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset = self.path.stat().st_size
+
     def read(self, whole: bool = False) -> list[str]:
         """Lines since the last call; one that is not finished comes when it is, or when `whole` says that the file
         grows no more."""
         try:
             with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
@@ -62,11 +72,12 @@ class Tail:
         *lines, self._rest = (self._rest + new).split(b"\n")
         if whole and self._rest:
             lines, self._rest = [*lines, self._rest], b""
-        return [_shown(line) for line in lines]
+        return [self._shown(line) for line in lines]
 
 
 class LogStream:
-    """The lines of a run that came after `since` (unix seconds)."""
+    """The lines of a run that came after `since` (unix seconds). Only what is there at the first look is judged by
+    that: what stands behind it in the events, or comes later, came after it, even if somebody has set the clock."""
 
     def __init__(self, run: Run, since: float, say: Say, clock: Callable[[], float] = time.time):
         self._run, self._since, self._say, self._clock = run, since, say, clock
@@ -90,8 +101,8 @@ class LogStream:
     def _happened(self) -> list[tuple[float, Line]]:
         found = []
         for text in self._events.read():
-            event = _event(text)
-            if event is None or event["t"] < self._since:
+            event = event_of(text)
+            if event is None or (self._looked is None and not self.begun and event["t"] < self._since):
                 continue
             self.begun = True
             if event["kind"] == "worker":
@@ -104,11 +115,13 @@ class LogStream:
         for path in sorted(self._run.logs.glob("attempt-*-rank-*.log")):
             named = LOG.fullmatch(path.name)
             changed = path.stat().st_mtime
-            if named is None or (path not in self._logs and changed < self._since):
+            if named is None:
                 continue
-            tail = self._logs.setdefault(path, Tail(path))
-            lines = tail.read(last)
             attempt, rank = int(named[1]), int(named[2])
+            tail = self._logs.setdefault(path, Tail(path))
+            if self._looked is None and changed < self._since and (attempt, rank) not in self._nodes:
+                tail.skip()
+            lines = tail.read(last)
             who = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
             who += f" attempt {attempt}" if attempt else ""
             if self._looked is None:  # all were printed before, and the file changed when the last one was
@@ -122,7 +135,7 @@ class LogStream:
         return found
 
 
-def _event(text: str) -> Event | None:
+def event_of(text: str) -> Event | None:
     """An event; None for a line that a crash has torn."""
     try:
         event = json.loads(text)
@@ -131,6 +144,11 @@ def _event(text: str) -> Event | None:
     return event if isinstance(event, dict) and "kind" in event and "t" in event else None
 
 
-def _shown(line: bytes) -> str:
+def as_printed(line: bytes) -> str:
+    """A line as it is."""
+    return line.decode(errors="replace")
+
+
+def as_shown(line: bytes) -> str:
     """A line as a terminal would leave it: what a carriage return overwrites is gone."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
@@ -43,8 +43,10 @@ class Member:
         out: TextIO,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        nproc: int | None = None,
     ):
         assert membership.leader is not None
+        self.nproc = nproc
         self.membership, self.leader, self.token = membership, membership.leader, token
         self.out, self.environment, self.clock = out, environment, clock
         self.signals = Signals()
@@ -115,7 +117,8 @@ class Member:
             while True:
                 try:
                     self._pass_signals(wire)
-                    ready = [key.fileobj for key, _ in selector.select(PING)]
+                    patience = max(0.0, told + PING - self.clock())
+                    ready = [key.fileobj for key, _ in selector.select(patience)]
                     now = self.clock()
                     if now - told >= PING:
                         wire.send(signs(here, self._ranks, now))
@@ -143,6 +146,11 @@ class Member:
         if message["kind"] == "ping":
             return
         if message["kind"] == "start":
+            if self.nproc not in (None, message["local"]):
+                raise UsageError(
+                    f"--nproc {self.nproc}: node 0 has {message['local']} workers started on each node; give the same "
+                    "--nproc on all nodes"
+                )
             payload = message["command"]["payload"]
             self._run = Run(Path(payload["run"])) if "run" in payload else None
             self._ranks = list(range(message["first"], message["first"] + message["local"]))

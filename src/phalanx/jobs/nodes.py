@@ -195,9 +195,10 @@ class Crew:
         found = []
         while self.door is not None and not self.door.arrived.empty():
             wire, hello = self.door.arrived.get()
-            wrong = misfit(hello, introduction(hello.get("node"), self.count))
-            if wrong is not None or hello["node"] in (0, None) or not 0 < hello["node"] < self.count:
-                told = wrong or f"there is no node {hello.get('node')} among {self.count}"
+            index = hello.get("node")
+            wrong = misfit(hello, introduction(0, self.count))
+            if wrong is not None or type(index) is not int or not 0 < index < self.count:
+                told = wrong or f"there is no node {index} among {self.count}"
                 with contextlib.suppress(ConnectionError):
                     wire.send({"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": told})
                 wire.close()

@@ -7,8 +7,9 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
 number of `local` workers, `master` address and port, `meeting`; for workers that take the places of lost ones `only`
 their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`), `store`,
-`signal{number}` (with `ranks` to these workers only), `call{function, payload}`, `preload{function, payload}`, `exit`.
-Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `returned{value}` or `raised{...}`. Workers write
+`signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`, `preload{function, payload}`,
+`exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `store lost{attempt}` (the newest, which may
+still have needed it), `returned{value, number}` or `raised{...}` in answer to the call of that number. Workers write
 their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life
 in memory that the agent made (`run/pulse.py`).
 """
@@ -44,7 +45,11 @@ STORAGE = 74
 or written. EX_IOERR of sysexits.h."""
 STORE = -1
 CALL = -2
-"""Ranks of the children that are not workers."""
+"""Ranks of the children that are not workers; that of the Nth call is CALL - N."""
+STORES = 3
+"""Processes that may die, one after another, before they host a store."""
+ANSWERED = 101
+"""Exit status of a call that has sent its answer: with 0 it may leave before."""
 
 
 class Nursery:
@@ -57,6 +62,9 @@ class Nursery:
         self.children: dict[int, int] = {}
         self.orders: dict[int, socket.socket] = {}
         self.port = 0
+        self.store = 0  # the process that hosts it
+        self.hosts = False  # for workers of several nodes
+        self.attempt = 0
         self.starts = 0
 
     def run(self) -> None:
@@ -93,7 +101,8 @@ class Nursery:
         if kind == "start":
             self.start(message)
         elif kind == "store":
-            self.port = self.port or self.start_store()
+            self.reap()  # one that has just died is none
+            self.hosts, self.port = True, self.port or self.start_store()
             send(self.agent, {"kind": "store", "port": self.port})
         elif kind == "signal":
             self.kill(message["number"], message.get("ranks"))
@@ -102,7 +111,7 @@ class Nursery:
                 with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
                     send(self.orders[rank], message["words"])
         elif kind == "call":
-            self.fork(CALL, lambda: self.call(message["function"], message["payload"]), {}, None)
+            self.fork(CALL - message["number"], partial(self.call, **message), {}, None)
         elif kind == "preload":
             _run(message["function"], message["payload"])
             share_memory()
@@ -114,12 +123,15 @@ class Nursery:
 
     def start(self, message: Message) -> None:
         """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
-        world = message["world"]
+        self.reap()  # a store that has just died is none
+        self.attempt, world = message["attempt"], message["world"]
         first, local = message.get("first", 0), message.get("local", world)
         later = "only" in message
         self.starts += not later
         if world > 1 and "master" not in message and not self.port:
             self.port = self.start_store()
+        if self.hosts and not self.port:
+            send(self.agent, {"kind": "store lost", "attempt": self.attempt})
         address, port = message.get("master", ("127.0.0.1", self.port))
         for rank in message["only"] if later else range(first, first + local):
             near, far = pair()
@@ -146,7 +158,14 @@ class Nursery:
             self.orders[rank] = near
 
     def start_store(self) -> int:
-        """Fork the process that hosts the rendezvous store; return its port."""
+        """Fork the process that hosts the rendezvous store; return its port. One that dies at once is followed by
+        another."""
+        for _ in range(STORES):
+            if port := self._start_store():
+                return port
+        raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
+
+    def _start_store(self) -> int:
         read, write = os.pipe()
 
         def host() -> None:
@@ -157,34 +176,38 @@ class Nursery:
             os.close(write)
             signal.pause()
 
-        self.fork(STORE, host, {}, None)
+        self.store = self.fork(STORE, host, {}, None)
         os.close(write)
         with os.fdopen(read) as pipe:
-            port = pipe.read()
-        if not port:
-            raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
-        return int(port)
+            return int(pipe.read() or 0)
 
-    def call(self, function: str, payload: Any) -> None:
-        """Run `module:function(payload)` in this (forked) process and send what it returns or raises."""
+    def call(self, function: str, payload: Any, number: int, **_: Any) -> NoReturn:
+        """Run `module:function(payload)` in this (forked) process, send what it returns or raises, and leave."""
         try:
             reply: Message = {"kind": "returned", "value": _target(function)(payload)}
         except PhalanxError as error:
             reply = {"kind": "raised", "text": str(error), "code": int(error.code), "trace": None}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
+        except SystemExit as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = (
+                f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
+            )
+            reply = {"kind": "raised", "text": text, "code": None, "trace": None}
+        except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
             text = f"{type(error).__name__}: {error}"
             reply = {"kind": "raised", "text": text, "code": None, "trace": traceback.format_exc()[-8000:]}
-        send(self.agent, reply)
+        send(self.agent, {**reply, "number": number})
+        raise SystemExit(ANSWERED)
 
-    def fork(self, rank: int, body: Callable[[], None], environment: dict[str, str], log: Path | None) -> None:
-        """Fork a child that runs `body` and exits with its code; it dies with us."""
+    def fork(self, rank: int, body: Callable[[], None], environment: dict[str, str], log: Path | None) -> int:
+        """Fork a child that runs `body` and exits with its code; it dies with us. Its process id."""
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
-        if pid:
-            self.children[pid] = rank
-            return
-        _become(body, environment, log)
+        if not pid:
+            _become(body, environment, log)
+        self.children[pid] = rank
+        return pid
 
     def reap(self) -> None:
         """Report children that ended. Adopted grandchildren are reaped and not reported."""
@@ -199,21 +222,26 @@ class Nursery:
             if rank is not None and (orders := self.orders.pop(rank, None)) is not None:
                 orders.close()
             if rank == STORE:
-                self.port = 0  # the next attempt gets another; workers that have met need it no more
+                if pid == self.store and self.port:
+                    self.port = 0  # the next attempt gets another; workers that have met need it no more
+                    send(self.agent, {"kind": "store lost", "attempt": self.attempt})
                 continue
-            if rank is None or rank == CALL:
+            if rank is None:
+                continue
+            if rank <= CALL:
                 # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
-                if rank == CALL and status != 0:
+                if os.waitstatus_to_exitcode(status) != ANSWERED:
                     text = f"the trial process ended with {describe(status)}"
                     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-                    send(self.agent, {"kind": "raised", "text": text, "code": None, "trace": None, "killed": killed})
+                    reply = {"kind": "raised", "text": text, "code": None, "trace": None, "killed": killed}
+                    send(self.agent, {**reply, "number": CALL - rank})
                 continue
             send(self.agent, {"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
     def kill(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
         for pid, rank in self.children.items():
-            if rank in ranks if ranks is not None else rank >= 0 or (number == signal.SIGKILL and rank == CALL):
+            if rank in ranks if ranks is not None else rank >= 0 or (number == signal.SIGKILL and rank <= CALL):
                 os.kill(pid, number)
 
     def end(self) -> None:
@@ -270,7 +298,9 @@ def _become(body: Callable[[], None], environment: dict[str, str], log: Path | N
         body()
         code = 0
     except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else 1
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
         code = LOST_PEER if _lost_peer(error) else STORAGE if storage_failed(error) else 1
         with contextlib.suppress(OSError):  # of the log

@@ -1,12 +1,15 @@
 """The nursery as its agent holds it: a process that has torch loaded, and two sockets to it. See `nursery.py`."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import Any, Self
 
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.run.channel import pair, receive, send
+from phalanx.jobs.nursery import signal_name
+from phalanx.run.channel import Message, pair, receive, send
 from phalanx.run.pulse import Pulses
 
 HUGE_PAGES = "glibc.malloc.hugetlb"
@@ -19,6 +22,10 @@ def with_huge_pages(tunables: str) -> str:
     return tunables if HUGE_PAGES in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES}=1")))
 
 
+LEAVING = 30.0
+"""Seconds in which a nursery that is not needed any more must have ended what lives below it."""
+
+
 class TrialError(Exception):
     """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
     SIGKILL, which is what the kernel does to a process when memory runs out."""
@@ -27,6 +34,17 @@ class TrialError(Exception):
         super().__init__(text)
         self.trace = trace
         self.killed = killed
+
+    @property
+    def code(self) -> ExitCode:
+        """What a command ends with of it: one that was killed may be started again."""
+        return ExitCode.UNFINISHED if self.killed else ExitCode.GAVE_UP
+
+
+class NurseryLost(PhalanxError):
+    """The process that loads torch and forks workers and trials died."""
+
+    code = ExitCode.UNFINISHED
 
 
 class Raised(PhalanxError):
@@ -57,53 +75,87 @@ class NurseryProcess:
         control_far.close()
         events_far.close()
         self._ready = False
+        self._calls = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.control.close()  # the nursery kills and reaps its children when it sees this
-        self.process.wait()
+        try:
+            self.process.wait(LEAVING)
+        except subprocess.TimeoutExpired:  # held still, say
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
+                self.process.wait(LEAVING)
         self.events.close()
         self.pulses.close()
 
     def wait_ready(self) -> None:
         """Block until torch is imported there."""
         if not self._ready:
-            messages = receive(self.control)
-            if messages is None:
-                raise TrialError("the process that loads torch died; its message stands above", None)
+            self._answer("ready")
             self._ready = True
 
     def store(self) -> int:
         """The port of the store where workers meet; it is there for all attempts."""
         self.wait_ready()
-        send(self.control, {"kind": "store"})
-        messages = receive(self.control)
-        if messages is None:
-            raise ConnectionError("the nursery is gone")
-        port: int = messages[0]["port"]
+        self._ask({"kind": "store"})
+        port: int = self._answer("store")["port"]
         return port
 
     def preload(self, function: str, payload: Any) -> None:
         """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
         them has to. It must start no thread, touch no tensor and raise nothing."""
         self.wait_ready()
-        send(self.control, {"kind": "preload", "function": function, "payload": payload})
+        self._ask({"kind": "preload", "function": function, "payload": payload})
 
     def call(self, function: str, payload: Any) -> Any:
         """Run `module:function(payload)` in a fork of the nursery and return its value.
 
-        Raises `Raised` for the user's errors and `TrialError` for anything else.
+        Raises `Raised` for the user's errors, `TrialError` for anything else, and `NurseryLost`.
         """
         self.wait_ready()
-        send(self.control, {"kind": "call", "function": function, "payload": payload})
-        messages = receive(self.control)
-        if messages is None:
-            raise TrialError("the process that runs trials died", None)
-        (reply,) = messages
+        self._calls += 1
+        self._ask({"kind": "call", "function": function, "payload": payload, "number": self._calls})
+        while (reply := self._answer("returned", "raised"))["number"] != self._calls:
+            pass  # to a call that was interrupted, or an end behind an answer
         if reply["kind"] == "returned":
             return reply["value"]
         if reply["code"] is not None:
             raise Raised(reply["text"], ExitCode(reply["code"]))
         raise TrialError(reply["text"], reply["trace"], reply.get("killed", False))
+
+    def _ask(self, message: Message) -> None:
+        try:
+            send(self.control, message)
+        except OSError:
+            raise self._lost() from None
+
+    def _answer(self, *kinds: str) -> Message:
+        """The next message of one of these kinds. What else comes is of workers that are no longer followed."""
+        while True:
+            try:
+                messages = receive(self.control)
+            except OSError:
+                messages = None
+            if messages is None:
+                raise self._lost()
+            for message in messages:
+                if message["kind"] in kinds:
+                    return message
+
+    def _lost(self) -> NurseryLost:
+        """Why it is gone."""
+        try:
+            code = self.process.wait(LEAVING)
+        except subprocess.TimeoutExpired:
+            code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
+        who = "the process that loads torch and starts workers"
+        if code < 0:
+            killed = " (if nobody did that, the machine ran out of memory)" if -code == signal.SIGKILL else ""
+            return NurseryLost(f"{who} was killed by {signal_name(-code)}{killed}; start again")
+        error = NurseryLost(f"{who} died with exit code {code}; its message stands above")
+        if not self._ready:  # it would die in the same way again
+            error.code = ExitCode.UNFIT_NODE
+        return error

@@ -56,21 +56,29 @@ def heartbeat(usual: float | None) -> float:
     return max(HEARTBEAT, STEPS * (usual or 0.0))
 
 
-def stuck(beats: Mapping[int, Beat | None], now: float, usual: float | None, stopped: Collection[int]) -> Stuck | None:
+def stuck(
+    beats: Mapping[int, Beat | None],
+    now: float,
+    usual: float | None,
+    stopped: Collection[int],
+    suspect: int | None = None,
+) -> Stuck | None:
     """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
-    are held still. None before all have begun, before the first step has ended (`usual` is None), and where the one
-    that is waited for is preparing something, unless it is held still while others are not."""
+    are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
+    other nodes were given is known to some milliseconds only. None before all have begun, before the first step has
+    ended (`usual` is None), and where the one that is waited for is preparing something, unless it is held still while
+    others are not."""
     known = {rank: beat for rank, beat in beats.items() if beat is not None}
     if len(known) < len(beats) or not known:
         return None
     quiet = now - max(beat.t for beat in known.values())
     if quiet <= heartbeat(usual):
         return None
-    rank = min(known, key=lambda each: (known[each].count, each not in stopped, known[each].t))
+    rank = min(known, key=lambda each: (known[each].count, each not in stopped, each != suspect, known[each].t))
     held = set(stopped) & set(known)
     certain = bool(held) and len(held) < len(known)
     if certain and rank not in held:
-        rank = min(held, key=lambda each: known[each].count)
+        rank = min(held, key=lambda each: (known[each].count, each != suspect))
     beat = known[rank]
     # nobody knows yet how long a step takes: the first may compile, or be that of a very large model
     if (beat.place in PREPARING or usual is None) and not certain:

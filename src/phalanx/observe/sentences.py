@@ -50,13 +50,20 @@ def sentence(event: Event, world: int, step: int, total: int) -> str:
     return ""
 
 
+CURRENT = "Current thread"
+"""How faulthandler begins with the thread that took the signal: the main one."""
+
+
 def hang_in_words(event: Event) -> str:
-    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one."""
+    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one: of
+    the thread that trains, which is printed as the current one, and not of those that read or save beside it."""
     get = event.get
     how = "is held still" if get("stopped") else "gives no sign of life"
     said = f"hang: worker {get('rank')} on {get('node')} {how} for {units.duration(get('silent'))}"
     said += f", in step {get('step')}, doing: {get('doing')}"
-    lines = [line.strip() for line in str(get("stack") or "").splitlines() if line.strip().startswith("File ")]
+    stack = str(get("stack") or "")
+    trains = stack.rpartition(CURRENT)[2]
+    lines = [line.strip() for line in trains.splitlines() if line.strip().startswith("File ")]
     own = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
     at = (own or lines)[:1]
     return said + (f"; {at[0]}" if at else "")

@@ -95,6 +95,17 @@ class Run:
         return value
 
 
+def not_done(run: Run) -> str | None:
+    """A sentence when the result of a run does not say that it is done, whatever the command left with that trained
+    it."""
+    try:
+        status = (run.read_json(run.result) or {}).get("status")
+    except DataError as error:
+        return str(error)
+    said = "there is no result" if status is None else f"its result says {status!r}"
+    return None if status == "done" else f"the command left with exit code 0, but {run.path} is not done: {said}"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

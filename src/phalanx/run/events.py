@@ -6,12 +6,12 @@ restart appear again, and the highest attempt counts.
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import storage_failed
+from phalanx.run.steady import unix_now
 
 Event = dict[str, Any]
 
@@ -24,7 +24,7 @@ class EventLog:
     them again, into the file opened anew: what was open before may be lost for good, as behind a server that restarted.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+    def __init__(self, path: Path, clock: Callable[[], float] = unix_now):
         self._path, self._clock = path, clock
         self._fd = self._open()
         self._failed = False
@@ -103,5 +103,5 @@ def training_seconds(events: Iterable[Event]) -> float:
         elif event["kind"] == "worker" and not event.get("later"):  # the next attempt gets ready
             last = None
         elif event["kind"] != "warning" and last is not None:  # some warnings are given before an attempt
-            seconds, last = seconds + event["t"] - last, event["t"]
+            seconds, last = seconds + max(0.0, event["t"] - last), event["t"]  # clocks of nodes differ
     return seconds

@@ -28,7 +28,7 @@ class Membership:
         if nodes == 1:
             return cls()
         host, _, port = environment.get("PHALANX_LEADER", "").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
                 f"PHALANX_NODES={nodes} needs PHALANX_LEADER=HOST:PORT, where node 0 listens; found "
                 f"{environment.get('PHALANX_LEADER', '')!r}"

@@ -14,15 +14,17 @@ import secrets
 import socket
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from phalanx.errors import UsageError
 from phalanx.run.channel import Message
 
 HANDSHAKE = 5.0
-"""Seconds that an end may take to prove itself."""
+"""Seconds that an end may take to prove itself, all in all."""
 SENDING = 10.0
 """Seconds after which an end that takes nothing is given up."""
 LARGEST = 16 << 20
@@ -32,6 +34,8 @@ AGENT = b"A"
 """The purpose of an agent's connection to its leader; other rooms have others."""
 WAITING = 64
 """How many may prove themselves at the same time."""
+AGAIN = 0.1
+"""Seconds after which a listener that could not take a connection, for want of descriptors, tries again."""
 _NONCE = 32
 _MAC = 32
 _LENGTH = struct.Struct("!I")
@@ -111,23 +115,24 @@ class Wire:
         return hmac.digest(self._key, who + _NUMBER.pack(number) + payload, "sha256")
 
 
-def introduce(sock: socket.socket, token: bytes, purpose: bytes) -> tuple[bytes, bytes]:
+def introduce(sock: socket.socket, token: bytes, purpose: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes]:
     """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
-    listener's first. `Refused` by, or of, a listener that does not know the token."""
-    theirs, mine = exactly(sock, _NONCE), secrets.token_bytes(_NONCE)
+    listener's first. `Refused` by, or of, a listener that does not know the token; TimeoutError after so long."""
+    until = time.monotonic() + seconds
+    theirs, mine = exactly(sock, _NONCE, until), secrets.token_bytes(_NONCE)
     sock.sendall(mine + purpose + hmac.digest(token, b"caller" + purpose + theirs + mine, "sha256"))
-    if not hmac.compare_digest(
-        exactly(sock, _MAC), hmac.digest(token, b"listener" + purpose + theirs + mine, "sha256")
-    ):
+    proof = exactly(sock, _MAC, until)
+    if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + theirs + mine, "sha256")):
         raise Refused("who listens there does not know the token")
     return theirs, mine
 
 
-def welcome(sock: socket.socket, token: bytes) -> tuple[bytes, bytes, bytes]:
+def welcome(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes, bytes]:
     """The listener's half of `introduce`: what the connection is for, and both random numbers, its own first."""
+    until = time.monotonic() + seconds
     mine = secrets.token_bytes(_NONCE)
     sock.sendall(mine)
-    theirs, purpose, proof = exactly(sock, _NONCE), exactly(sock, 1), exactly(sock, _MAC)
+    theirs, purpose, proof = exactly(sock, _NONCE, until), exactly(sock, 1, until), exactly(sock, _MAC, until)
     if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + mine + theirs, "sha256")):
         raise Refused("the caller does not know the token")
     sock.sendall(hmac.digest(token, b"listener" + purpose + mine + theirs, "sha256"))
@@ -138,7 +143,7 @@ def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE) -> 
     """Connect to the leader. ConnectionError when nobody is there, `Refused` when it does not know the token."""
     sock = socket.create_connection(address, timeout)
     try:
-        return _wire(sock, token, *introduce(sock, token, AGENT), leads=False)
+        return _wire(sock, token, *introduce(sock, token, AGENT, timeout), leads=False)
     except TimeoutError:
         sock.close()
         raise Refused("who listens there does not answer as an agent does") from None
@@ -151,7 +156,7 @@ def answer(sock: socket.socket, token: bytes, timeout: float = HANDSHAKE) -> Wir
     """The leader's half of `dial`. `Refused` for whoever does not prove that it knows the token in time."""
     sock.settimeout(timeout)
     try:
-        purpose, mine, theirs = welcome(sock, token)
+        purpose, mine, theirs = welcome(sock, token, timeout)
     except TimeoutError:
         raise Refused("it did not prove itself in time") from None
     if purpose != AGENT:
@@ -159,21 +164,94 @@ def answer(sock: socket.socket, token: bytes, timeout: float = HANDSHAKE) -> Wir
     return _wire(sock, token, mine, theirs, leads=True)
 
 
+Guest = TypeVar("Guest")
+
+
+class Greeter(Generic[Guest]):
+    """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `prove`
+    gets each, and the moment until which it has time (of the monotonic clock); `arrive` gets what that returns.
+
+    A stranger costs one of WAITING places for so many `seconds`, and no other caller waits for it. Where all are taken,
+    the oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        prove: Callable[[socket.socket, float], Guest],
+        arrive: Callable[[Guest], None],
+        seconds: float = HANDSHAKE,
+    ):
+        self.listener = listener
+        self._prove, self._arrive, self._seconds = prove, arrive, seconds
+        self._proving: dict[socket.socket, str] = {}  # the oldest first, with their addresses
+        self._lock = threading.Lock()
+        self._over = False
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        for each in (self.listener, *self._waiting()):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        self.listener.close()
+
+    def _waiting(self) -> list[socket.socket]:
+        with self._lock:
+            return list(self._proving)
+
+    def _listen(self) -> None:
+        while not self._over:
+            try:
+                sock, address = self.listener.accept()
+            except OSError:
+                if not self._over:  # a caller that has gone, or no descriptor is free
+                    time.sleep(AGAIN)
+                continue
+            with self._lock:
+                if len(self._proving) >= WAITING:
+                    self._give_way()
+                self._proving[sock] = str(address[0])
+            threading.Thread(target=self._greet, args=(sock,), name="handshake", daemon=True).start()
+
+    def _give_way(self) -> None:
+        (most, _), *_ = Counter(self._proving.values()).most_common(1)
+        oldest = next(sock for sock, address in self._proving.items() if address == most)
+        del self._proving[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            guest = self._prove(sock, time.monotonic() + self._seconds)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # a stranger, or gone again, or it talks nonsense: none of ours
+            sock.close()
+            return
+        finally:
+            with self._lock:
+                self._proving.pop(sock, None)
+        self._arrive(guest)
+
+
 class Door:
     """Where the leader listens. Members that have proved themselves, and said what they are, stand in `arrived`;
-    `wake` is called for each. A stranger costs a thread for some seconds, and nothing else waits for it."""
+    `wake` is called for each."""
 
     def __init__(self, address: tuple[str, int], token: bytes):
         try:
-            self._listener = socket.create_server((listening_at(address[0]), address[1]), backlog=WAITING)
+            listener = socket.create_server((listening_at(address[0]), address[1]), backlog=WAITING)
         except OSError as error:
             # Python adds to the reason what it was about, which stands here already
             why = str(error.strerror).partition(" (while")[0]
             raise UsageError(f"cannot listen on {address[0]}:{address[1]}: {why}") from None
         self.arrived: queue.SimpleQueue[tuple[Wire, Message]] = queue.SimpleQueue()
         self.near, self._far = socket.socketpair()
-        self._token, self._proving = token, threading.Semaphore(WAITING)
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
+        self._token, self._listener = token, listener
+        self._greeter = Greeter(listener, self._prove, self._arrive)
 
     @property
     def port(self) -> int:
@@ -191,40 +269,25 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        for each in (self._listener, self.near, self._far):
+        self._greeter.__exit__()
+        for each in (self.near, self._far):
             each.close()
         while not self.arrived.empty():
             self.arrived.get()[0].close()
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._proving.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._prove, args=(sock,), name="handshake", daemon=True).start()
+    def _prove(self, sock: socket.socket, until: float) -> tuple[Wire, Message]:
+        wire = answer(sock, self._token, until - time.monotonic())
+        said: list[Message] | None = []
+        while said == []:
+            sock.settimeout(max(0.001, until - time.monotonic()))
+            said = wire.receive()
+        if not said or said[0].get("kind") != "hello":
+            raise Refused("it did not say what it is")
+        sock.settimeout(SENDING)
+        return wire, said[0]
 
-    def _prove(self, sock: socket.socket) -> None:
-        try:
-            wire = answer(sock, self._token)
-            wire.sock.settimeout(HANDSHAKE)
-            said: list[Message] | None = []
-            while said == []:
-                said = wire.receive()
-            if not said or said[0].get("kind") != "hello":
-                raise Refused("it did not say what it is")
-            wire.sock.settimeout(SENDING)
-        except OSError:  # a stranger, or gone again: none of ours
-            sock.close()
-            return
-        finally:
-            self._proving.release()
-        self.arrived.put((wire, said[0]))
+    def _arrive(self, guest: tuple[Wire, Message]) -> None:
+        self.arrived.put(guest)
         with contextlib.suppress(OSError):  # closing meanwhile
             self._far.send(b"x")
 
@@ -259,12 +322,20 @@ def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads
     return Wire(sock, hmac.digest(token, b"key" + leader + member, "sha256"), leads)
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes. `Refused` when the other end hangs up before."""
-    found = b""
-    while len(found) < count:
-        chunk = sock.recv(count - len(found))
-        if not chunk:
-            raise Refused("the other end hung up")
-        found += chunk
+def exactly(sock: socket.socket, count: int, until: float | None = None) -> bytes:
+    """So many bytes. `Refused` when the other end hangs up before; TimeoutError when they have not come `until` then
+    (of the monotonic clock), however slowly they come."""
+    found, patience = b"", sock.gettimeout()
+    try:
+        while len(found) < count:
+            if until is not None:
+                sock.settimeout(max(0.001, until - time.monotonic()))
+            chunk = sock.recv(count - len(found))
+            if not chunk:
+                raise Refused("the other end hung up")
+            found += chunk
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError("timed out")
+    finally:
+        sock.settimeout(patience)
     return found

@@ -5,6 +5,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.train.place import Place, open_store
 
@@ -19,10 +21,19 @@ def announce(place: Place, payload: dict[str, Any]) -> None:
 
 
 def await_announcement(place: Place) -> dict[str, Any]:
-    """What the leading worker told. PhalanxError when it failed."""
-    store = open_store(place)
-    store.wait([_key(place)], PATIENCE)
-    payload: dict[str, Any] = json.loads(store.get(_key(place)))
+    """What the leading worker told. PhalanxError when it failed, and where no agent looks after this worker also when
+    it is gone."""
+    try:
+        store = open_store(place)
+        store.wait([_key(place)], PATIENCE)
+        payload: dict[str, Any] = json.loads(store.get(_key(place)))
+    except dist.DistError as lost:
+        if "PHALANX_EVENTS" in os.environ:
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        gone = PhalanxError(f"the leading worker was lost before it said what to train (at {where}); start again")
+        gone.code = ExitCode.UNFINISHED
+        raise gone from lost
     if "error" in payload:
         error = PhalanxError(f"the leading worker could not make the run ready: {payload['error']}")
         error.code = ExitCode(payload["code"])

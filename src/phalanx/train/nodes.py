@@ -56,7 +56,7 @@ class Nodes:
 def nodes_told(place: Place, environment: Mapping[str, str] = os.environ) -> int:
     """On how many nodes the workers are, as their launcher says before they have met; 1 where it does not."""
     try:
-        beside = int(environment.get("LOCAL_WORLD_SIZE", place.world))
+        beside = int(environment.get("LOCAL_WORLD_SIZE") or place.world)
     except ValueError as error:
         raise UsageError(f"LOCAL_WORLD_SIZE must be a number: {error}") from None
     return -(-place.world // max(1, beside))

@@ -8,6 +8,7 @@ part goes as its record and its file's bytes, is compared with its checksums whe
 import contextlib
 import hmac
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -19,6 +20,7 @@ from pathlib import Path
 import psutil
 import xxhash
 
+from phalanx.run.wire import Greeter, Refused, exactly
 from phalanx.train.checkpoint.format import CHUNK, CorruptError
 from phalanx.train.checkpoint.parts import Part, copy_name, decode_part, encode_part, put_part
 from phalanx.train.checkpoint.staging import Bytes
@@ -63,7 +65,6 @@ class Keeper:
     def listen(self, address: str) -> Address:
         """Be ready for connections; where, and the secret."""
         self._listener = socket.create_server((address, 0))
-        self._listener.settimeout(PATIENCE)
         host, port = self._listener.getsockname()[:2]
         return host, port, self._secret
 
@@ -71,25 +72,24 @@ class Keeper:
         """Take so many connections, and serve each from now on. OSError when they do not come in time."""
         assert self._listener is not None
         until = time.monotonic() + PATIENCE
-        while len(self._connections) < count and time.monotonic() < until:
-            connection, _ = self._listener.accept()
-            connection.settimeout(PATIENCE)
-            try:
-                told = _receive_exactly(connection, len(self._secret))
-            except OSError:
-                told = bytearray()
-            if not hmac.compare_digest(told, self._secret.encode()):
-                connection.close()  # a stranger
-                continue
-            connection.settimeout(None)
-            self._connections.append(connection)
-            number = len(self._threads)
-            thread = threading.Thread(target=self._serve, args=(connection, number), name="keeper", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        self._listener.close()
-        if len(self._connections) < count:
-            raise TimeoutError("the worker whose part this one keeps did not come")
+        arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        with Greeter(self._listener, self._prove, arrived.put):
+            while len(self._connections) < count:
+                try:
+                    connection = arrived.get(timeout=max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError("the worker whose part this one keeps did not come") from None
+                self._connections.append(connection)
+                number = len(self._threads)
+                thread = threading.Thread(target=self._serve, args=(connection, number), name="keeper", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _prove(self, connection: socket.socket, until: float) -> socket.socket:
+        if not hmac.compare_digest(exactly(connection, len(self._secret), until), self._secret.encode()):
+            raise Refused("it does not know the secret")
+        connection.settimeout(None)
+        return connection
 
     def close(self) -> None:
         """Stop keeping, at once: whoever sends notices."""

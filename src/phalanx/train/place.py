@@ -28,6 +28,9 @@ from phalanx.errors import DataError, UsageError
 PATIENCE = timedelta(minutes=10)
 """How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
 
+CONNECTING = timedelta(seconds=30)
+"""How long it may take to reach a store that was there before its workers were started."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -48,9 +51,9 @@ class Place:
 def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
     """The place that the environment gives; alone on this machine when it says nothing."""
     try:
-        rank, world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
-        local_rank = int(environment.get("LOCAL_RANK", 0))
-        attempt = int(environment.get("PHALANX_ATTEMPT", environment.get("TORCHELASTIC_RESTART_COUNT", 0)))
+        rank, world = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
+        local_rank = int(environment.get("LOCAL_RANK") or 0)
+        attempt = int(environment.get("PHALANX_ATTEMPT") or environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and PHALANX_ATTEMPT must be numbers: {error}") from None
     if not 0 <= rank < world:
@@ -134,8 +137,10 @@ def check_interfaces(place: Place, environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def _connect(address: str, port: int, hosts: bool) -> TCPStore:
-    return TCPStore(address, port, None, hosts, PATIENCE)
+def _connect(address: str, port: int, hosts: bool, patience: timedelta) -> TCPStore:
+    store = TCPStore(address, port, None, hosts, patience)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCPStore:
@@ -145,7 +150,7 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCP
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
     hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
-    return _connect(address, int(port), place.leads and not hosted)
+    return _connect(address, int(port), place.leads and not hosted, CONNECTING if hosted else PATIENCE)
 
 
 def store_of(place: Place, environment: Mapping[str, str] = os.environ) -> PrefixStore:

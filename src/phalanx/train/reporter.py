@@ -8,7 +8,6 @@ never kept back longer than `patience`; every other event goes out at once and t
 import os
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 from phalanx.run import Event, EventLog, Run, read_events, training_seconds
 from phalanx.run.channel import send
 from phalanx.run.directory import write_json
+from phalanx.run.steady import unix_now
 
 KEPT = 256
 """Steps that are remembered; the leading worker holds back those of a tenth of a second at most."""
@@ -54,7 +54,7 @@ class Reporter(Protocol):
 class ToAgent:
     """Sends to the agent."""
 
-    def __init__(self, fd: int, patience: float = 0.1, clock: Callable[[], float] = time.time):
+    def __init__(self, fd: int, patience: float = 0.1, clock: Callable[[], float] = unix_now):
         self._socket = socket.socket(fileno=os.dup(fd))
         self._patience = patience
         self._clock = clock

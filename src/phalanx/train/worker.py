@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -83,6 +84,12 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     except PhalanxError as error:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
+    except SystemExit as error:
+        early = left_early(error, f"worker {place.rank}, in step {pulse.step}")
+        if os.environ.get("PHALANX_EVENTS"):  # to the agent it is an exception like others
+            raise RuntimeError(early) from error
+        report.error(early, int(ExitCode.GAVE_UP))
+        code = ExitCode.GAVE_UP
     except OSError as error:
         if storage_failed(error):
             report.error(words_of(error), int(ExitCode.UNFINISHED))
@@ -90,7 +97,15 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     finally:
         report.close()
     leave()
+    report.say("leaving", place.rank, code=int(code))
     return code
+
+
+def left_early(error: SystemExit, who: str) -> str:
+    """The message for `sys.exit` in the middle of a run, and where it was called."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    called = f"sys.exit({'' if error.code is None else repr(error.code)})"
+    return f"{who}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
 def _train(

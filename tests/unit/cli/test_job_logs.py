@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.job_logs import lines_of
+from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.spec import State, Status
 from phalanx.run import EventLog, Run
 
@@ -96,3 +97,23 @@ def test_other_jobs_and_raw_ones_are_as_the_engine_has_them(run: Run, raw: bool)
     begin(run)
     engine = Scripted(run if raw else None, [State.RUNNING], ["0| one", "1| two"])
     assert shown(engine, raw=raw) == ["0| one", "1| two"]
+
+
+def test_the_log_of_a_followed_job_is_read_once(tmp_path: Path) -> None:
+    class Followed(Scripted):
+        """An engine that tells what is new."""
+
+        def logs(self, job: str) -> Iterator[str]:
+            raise AssertionError("all of it again")
+
+        def follow_logs(self, job: str) -> Callable[[bool], list[str]]:
+            return Tail(tmp_path / "log", as_printed).read
+
+    (tmp_path / "log").write_text("one\ntw")
+
+    def sleep(seconds: float) -> None:
+        with open(tmp_path / "log", "a") as file:
+            file.write("o\nthree")
+
+    engine = Followed(None, [State.RUNNING, State.RUNNING, State.DONE], [])
+    assert shown(engine, follow=True, sleep=sleep) == ["one", "two", "threeo", "three"]

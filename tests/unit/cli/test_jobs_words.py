@@ -76,9 +76,15 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
     [
         (("submit", "exp/one.yaml", "--at-most", "2"), "--at-most is for arrays"),
         (("submit", "--framework", "torch", "--vary", "a=1,2", "--", "python", "x.py"), "--vary is for recipes"),
+        (("submit", "--framework", "torch", "--run", "x", "--", "python", "x.py"), "--run is for recipes"),
+        (("submit", "--framework", "torch", "--force", "--", "python", "x.py"), "--force is for recipes"),
         (("submit", "exp/one.yaml", "--code", "v1"), "--code v1: "),
         (("ls", "nobody"), "knows no array of this name"),
         (("stop", "nobody"), "knows no such job"),
+        (("show", "99999999999999999999"), "knows no such job"),
+        (("show", "²"), "knows no such job"),
+        (("signal", "٣", "USR1"), "knows no such job"),
+        (("logs", "9" * 5000), "knows no such job"),
     ],
 )
 def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) -> None:
@@ -116,7 +122,7 @@ def test_what_ended_long_ago_is_forgotten_and_nothing_else(own: Type, tmp_path: 
         own("stop", job)
     own("submit", "exp/two.yaml")
     store = Local(tmp_path / "state" / "queue", ensure=lambda *_: None).store
-    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400)
+    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400, over=None)
     assert own("forget", "--older", "7d") == "1 job forgotten\n"
     assert names(own) == [("one", "cancelled"), ("two", "queued")]
 

@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.cli.submitting import SILENCE, follow, framework_job, pairs, recipe_job, seconds_of
 from phalanx.errors import RecipeError, UsageError
+from phalanx.jobs.log_stream import Tail
 from phalanx.jobs.spec import State, Status
 from phalanx.joining import Shown
 from phalanx.run import EventLog, Run
@@ -120,6 +121,10 @@ class Scripted:
         return found
 
 
+HAPPENED: dict[Run, Tail] = {}
+"""What has happened in a run since somebody began to follow it."""
+
+
 def status(state: State, **more: Any) -> Status:
     return Status("7", "job", state, **more)
 
@@ -131,6 +136,9 @@ def run(tmp_path: Path) -> Run:
     write_json(run.result, {"status": "done", "digest": "abc"})
     log = EventLog(run.events)
     log.write("warning", text="an older one")
+    happened = Tail(run.events)
+    happened.skip()
+    HAPPENED[run] = happened
     log.write("fault", rank=0, what="SIGKILL", detail="a newer one")
     log.close()
     return run
@@ -138,8 +146,9 @@ def run(tmp_path: Path) -> Run:
 
 def followed(run: Run, *said: Status | UsageError) -> tuple[Status, str]:
     out = io.StringIO()
+    engine: Any = Scripted(*said)
     with Shown(run, out) as shown:
-        found = follow(Scripted(*said), "7", run, 1, shown, out, sleep=lambda seconds: None)  # type: ignore[arg-type]
+        found = follow(engine, "7", HAPPENED[run], shown, out, sleep=lambda seconds: None)
     return found, out.getvalue()
 
 
@@ -148,6 +157,20 @@ def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
     assert found.state is State.DONE
     assert "a newer one" in said
     assert "an older one" not in said
+
+
+def test_events_of_a_followed_run_are_read_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    made = Tail.read
+
+    def counting(self: Tail, whole: bool = False) -> list[str]:
+        lines = made(self, whole)
+        read.append(len(lines))
+        return lines
+
+    monkeypatch.setattr(Tail, "read", counting)
+    followed(run, *[status(State.RUNNING)] * 5, status(State.DONE, code=0))
+    assert read == [1, 0, 0, 0, 0, 0]
 
 
 def test_how_a_job_ended_is_told_with_its_code_and_why(run: Run) -> None:

@@ -1,16 +1,18 @@
 """The link between two nodes, measured over this machine's loopback: both sides must know the token."""
 
+import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from phalanx.cluster.health import Verdict
-from phalanx.cluster.health.links import Link, answer, evaluate, examined, measure
+from phalanx.cluster.health.links import Caller, Link, answer, callers, evaluate, examined, greeted, measure
 from phalanx.errors import UsageError
-from phalanx.run.wire import Refused
+from phalanx.run.wire import HANDSHAKE, Refused
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def listening(serve: Callable[[socket.socket], None], connections: int) -> Itera
 
 
 def test_a_link_is_measured_both_ways() -> None:
-    with listening(lambda sock: answer(sock, b"token"), 3) as address:
+    with listening(lambda sock: answer(sock, greeted(sock, b"token")), 3) as address:
         found = measure(address, b"token", seconds=0.05)
     assert 0 < found.round_trip < 1
     assert found.out > 0
@@ -47,7 +49,7 @@ def test_a_link_is_measured_both_ways() -> None:
 
 
 def test_a_caller_without_the_token_is_refused() -> None:
-    with listening(lambda sock: answer(sock, b"token"), 1) as address, pytest.raises((Refused, OSError)):
+    with listening(lambda sock: answer(sock, greeted(sock, b"token")), 1) as address, pytest.raises((Refused, OSError)):
         measure(address, b"another", seconds=0.05)
 
 
@@ -87,3 +89,25 @@ def test_an_address_that_is_none_is_told(where: str) -> None:
 )
 def test_links_are_judged(link: Link, verdict: Verdict) -> None:
     assert evaluate("node7:4000", link).verdict is verdict
+
+
+def test_slow_strangers_hold_no_measurement_up() -> None:
+    arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+    with callers(socket.create_server(("127.0.0.1", 0)), b"token", arrived.put) as greeter:
+        address = greeter.listener.getsockname()
+        strangers = [socket.create_connection(address) for _ in range(5)]
+
+        def serve() -> None:
+            for _ in range(3):
+                sock, what = arrived.get()
+                with sock:
+                    answer(sock, what)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        assert measure(address, b"token", seconds=0.05).out > 0
+        thread.join()
+        assert time.monotonic() - begun < HANDSHAKE
+        for each in strangers:
+            each.close()

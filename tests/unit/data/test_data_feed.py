@@ -106,3 +106,12 @@ def test_close_ends_the_thread_and_the_steps():
 def test_a_batch_that_cannot_be_divided_is_refused():
     with pytest.raises(ValueError, match="global batch of 12"):
         feed(Counting(), micro=5)
+
+
+def test_a_sample_that_raises_stop_iteration_does_not_end_the_steps_silently():
+    class Ending(Counting):
+        def train(self, consumed, count):
+            raise StopIteration
+
+    with feed(Ending()) as steps, pytest.raises(RuntimeError, match="reading a sample raised StopIteration"):
+        next(steps)

@@ -98,6 +98,9 @@ class Double:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
+        self.sent: dict[str, int] = {}
+        self.breaks: list[int] = []
+        self.stopping = threading.Event()
         self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
         self.kinds = {"jobsets", "trainjobs", "secrets", "pods", "jobs"}
         self.commands: list[tuple[str, list[str]]] = []
@@ -113,6 +116,9 @@ class Double:
                 url = urlsplit(self.path)
                 query = parse_qs(url.query)
                 try:
+                    if url.path.endswith("/log") and query.get("follow", [""])[0].lower() == "true":
+                        self.stream(url.path.split("/")[-2])
+                        return
                     if url.path.endswith("/exec"):
                         self.exec(url.path.split("/")[-2], query)
                         return
@@ -129,6 +135,27 @@ class Double:
                 self.wfile.write(data)
 
             do_GET = do_POST = do_DELETE = answer
+
+            def stream(self, pod: str) -> None:
+                """A log as it grows, until its pod is over, or it is to break off: that is in `breaks`, by length."""
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.close_connection = True
+                sent = 0
+                while not double.stopping.is_set():
+                    until = min((place for place in double.breaks if place > sent), default=None)
+                    text = double.logs[pod][sent:until]
+                    self.wfile.write(text.encode())
+                    sent += len(text)
+                    double.sent[pod] = double.sent.get(pod, 0) + len(text)
+                    if sent == until:
+                        double.breaks.remove(sent)
+                        return
+                    if double.phase(pod) in ("Succeeded", "Failed", None) and sent == len(double.logs[pod]):
+                        return
+                    double.stopping.wait(0.01)
 
             def exec(self, pod: str, query: dict[str, list[str]]) -> None:
                 """A container's command over a web socket: its words are kept, and its end is told on channel 3."""
@@ -168,9 +195,15 @@ class Double:
         try:
             yield f"http://127.0.0.1:{self._server.server_address[1]}"
         finally:
+            self.stopping.set()
             self._server.shutdown()
             thread.join()
             self._server.server_close()
+
+    def phase(self, pod: str) -> str | None:
+        """Of a pod that is there."""
+        found = (thing for (kind, _, name), thing in self.objects.items() if (kind, name) == ("pods", pod))
+        return next((thing["status"]["phase"] for thing in found), None)
 
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         place = re.fullmatch(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]+)/([^/]+)(?:/([^/]+)(/log)?)?", path)

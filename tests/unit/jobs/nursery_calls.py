@@ -55,6 +55,15 @@ def leave(code: int) -> None:
     sys.exit(code)
 
 
+def vanish(code: int) -> None:
+    os._exit(code)
+
+
+def kill_nursery(_: Any) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
 def kill_oneself(number: int) -> None:
     os.kill(os.getpid(), number)
 

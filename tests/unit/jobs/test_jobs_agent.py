@@ -10,7 +10,7 @@ import pytest
 from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
-from phalanx.jobs.attempt import Attempt, fault, first_to_fall, last_words, verdict
+from phalanx.jobs.attempt import NEVER_CAME, Attempt, fault, first_to_fall, last_words, verdict
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
@@ -18,8 +18,11 @@ from phalanx.run.channel import drain, pair, send
 from phalanx.run.pulse import Pulse, Pulses
 
 
-def attempt(codes: dict[int, int], **fields: Any) -> Attempt:
-    return Attempt(len(codes), codes=codes, **fields)
+def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attempt:
+    """Workers that ended with these codes, after they said so unless they left early. One that is done has a result."""
+    if not any(codes.values()) and not early:
+        fields = {"result": {"status": "done"}, **fields}
+    return Attempt(len(codes), codes=codes, came=set(codes), left={} if early else dict(codes), **fields)
 
 
 def error(code: ExitCode, text: str = "what the worker said") -> dict[str, Any]:
@@ -27,12 +30,19 @@ def error(code: ExitCode, text: str = "what the worker said") -> dict[str, Any]:
 
 
 CRASHED = {0: -11, 1: -9}
+EARLY = "before the run was done: something in it ended the process (os._exit, say)"
 
 
 @pytest.mark.parametrize(
     ("ended", "code", "message"),
     [
         (attempt({0: 0, 1: 0}), ExitCode.DONE, None),
+        (attempt({0: 0, 1: 0}, result=None), None, "the workers ended without telling how the run ended"),
+        (attempt({0: 0, 1: 0}, result={"status": "stopped"}), ExitCode.UNFINISHED, None),
+        (attempt({0: 0}, early=True), None, f"worker 0 left with exit code 0, {EARLY}"),
+        (attempt({0: LOST_PEER, 1: 0}, early=True), None, f"worker 1 left with exit code 0, {EARLY}"),
+        (attempt({1: 75, 0: -9}, early=True), None, f"worker 1 left with exit code 75, {EARLY}"),
+        (Attempt(2, codes={1: 0, 0: -9}, came={0}), ExitCode.USAGE, NEVER_CAME),
         (attempt({0: 75, 1: 75}), ExitCode.UNFINISHED, None),
         (attempt({0: 0, 1: 75}), ExitCode.UNFINISHED, None),
         (attempt({0: 75}, error=error(ExitCode.UNFINISHED)), ExitCode.UNFINISHED, "what the worker said"),
@@ -274,11 +284,16 @@ def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: 
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
 
 
+def leaving(rank: int, code: int) -> dict[str, Any]:
+    return {"kind": "leaving", "rank": rank, "code": code}
+
+
 def exited(rank: int, status: int) -> dict[str, Any]:
     return {"kind": "exited", "rank": rank, "status": status}
 
 
 def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Agent, stage: Stage) -> None:
+    send(stage.workers, leaving(1, 0), leaving(0, 0))
     send(stage.says, exited(1, 0), exited(0, 0))
     ended = agent.attempt(4, 2, {"function": "f"}, {"A": "b"})
     assert ended.codes == {0: 0, 1: 0}
@@ -317,10 +332,31 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
 
     monkeypatch.setattr(agent, "show", show)
     result = [{"kind": "result", "t": 2.0, "value": {"steps": 7}}] if told else []
-    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, *result)
+    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, *result, leaving(1, 0), leaving(2, 0))
     ended = agent.attempt(0, 3, {}, {})
     assert verdict(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
     assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
+
+
+@pytest.mark.parametrize(
+    ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
+)
+def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], begun: bool, number: int, ended: bool
+) -> None:
+    if begun:
+        send(stage.workers, {"kind": "start", "t": 1.0, "attempt": 3, "world": 2, "from_step": 0})
+    send(stage.workers, leaving(0, 75), leaving(1, 75))
+    send(stage.says, {"kind": "store lost", "attempt": number}, exited(0, 75), exited(1, 75))
+    found = agent.attempt(3, 2, {}, {})
+    assert found.storeless == ended
+    assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
+    assert [event["text"] for event in shown if event["kind"] == "warning"] == (
+        ["the process through which workers find each other died; they have met, and go on"] if begun else []
+    )
+    if ended:
+        assert fault(found) == {"rank": 0, "what": "lost store"}
+        assert verdict(found, agent.run.logs, 3) == (None, found.ending)
 
 
 def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
@@ -343,9 +379,39 @@ def test_when_a_worker_fails_the_others_are_killed(agent: Agent, stage: Stage) -
 
 @pytest.mark.parametrize("status", [0, 75])
 def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage: Stage, status: int) -> None:
+    send(stage.workers, leaving(1, status), leaving(0, status))
     send(stage.says, exited(1, status), exited(0, status))
     agent.attempt(0, 2, {}, {})
     assert sent_signals(stage) == []
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_when_a_worker_leaves_before_its_end_the_others_are_killed(agent: Agent, stage: Stage, status: int) -> None:
+    send(stage.workers, leaving(0, status))
+    send(stage.says, exited(1, status), exited(0, -9))
+    assert agent.attempt(0, 2, {}, {}).early == {1}
+    assert sent_signals(stage) == [signal.SIGKILL]
+
+
+def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse = Pulse(agent.nursery.pulses.fd, 1)
+    pulse.step = 5
+    pulse.beat("forward")
+    ends = [attempt({0: -9, 1: 0}, early=True, steps=5, places={agent.crew.here: range(2)}), attempt({0: 0})]
+    ends[0].codes = {1: 0, 0: -9}
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert (shown[0]["rank"], shown[0]["what"]) == (1, "exit 0")
+    assert shown[0]["detail"] == f"worker 1 left in step 5 with exit code 0, {EARLY}"
+
+
+def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: 0}, early=True)], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

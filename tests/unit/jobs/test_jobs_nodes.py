@@ -123,6 +123,9 @@ def test_nodes_come_in_any_order_and_get_their_ranks_by_index(crew: Crew, here: 
         ({"node": 3}, "there is no node 3 among 3"),
         ({"node": 0}, "there is no node 0 among 3"),
         ({"node": None}, "there is no node None among 3"),
+        ({"node": "1"}, "there is no node 1 among 3"),
+        ({"node": True}, "there is no node True among 3"),
+        ({"node": [1]}, "there is no node [1] among 3"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_why_and_sent_away(crew: Crew, other: dict[str, Any], why: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lab import wait_until
 from phalanx.errors import ExitCode
 from phalanx.jobs.nursery import STORAGE, describe
-from phalanx.jobs.nursery_process import NurseryProcess, Raised, TrialError, with_huge_pages
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, TrialError, with_huge_pages
 from phalanx.run.channel import receive, send
 
 
@@ -92,6 +92,59 @@ def test_a_function_that_does_not_exist_comes_back_as_an_error(nursery: NurseryP
 def test_code_that_leaves_the_process_comes_back_as_an_error(nursery: NurseryProcess, code: int) -> None:
     with pytest.raises(TrialError, match=f"SystemExit: {code}"):
         nursery.call("nursery_calls:leave", code)
+
+
+def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(nursery: NurseryProcess) -> None:
+    with pytest.raises(TrialError, match="the trial process ended with exit code 0") as caught:
+        nursery.call("nursery_calls:vanish", 0)
+    assert caught.value.code is ExitCode.GAVE_UP
+
+
+def test_a_call_gets_no_answer_that_was_meant_for_another(nursery: NurseryProcess) -> None:
+    call = {"kind": "call", "function": "nursery_calls:double", "payload": 1, "number": 0}
+    send(nursery.control, call)  # one that was interrupted, and whose answer nobody has taken
+    assert nursery.call("nursery_calls:double", 4) == 8
+
+
+def store_of(nursery: NurseryProcess) -> psutil.Process:
+    """The process below it that listens."""
+    return next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
+
+
+def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: NurseryProcess) -> None:
+    port = nursery.store()
+    assert nursery.store() == port
+    store_of(nursery).kill()
+    wait_until(lambda: nursery.store() != port)  # as soon as the kernel is done with it
+    store_of(nursery).kill()
+    assert receive(nursery.control) == [{"kind": "store lost", "attempt": 0}]
+
+
+@pytest.mark.parametrize("what", ["call", "store", "preload"])
+def test_a_nursery_that_is_killed_is_told_as_not_finished(what: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        process = NurseryProcess()
+    with process:
+        if what != "call":
+            process.process.kill()
+        with pytest.raises(NurseryLost, match="was killed by SIGKILL") as caught:
+            {
+                "call": lambda: process.call("nursery_calls:kill_nursery", None),
+                "store": process.store,
+                "preload": lambda: process.preload("nursery_calls:keep", 1),
+            }[what]()
+        assert caught.value.code is ExitCode.UNFINISHED
+
+
+def test_a_nursery_that_cannot_load_torch_is_told_as_an_unfit_node(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        process = NurseryProcess()
+    with process, pytest.raises(NurseryLost, match="died with exit code 1; its message stands above") as caught:
+        process.wait_ready()
+    assert caught.value.code is ExitCode.UNFIT_NODE
 
 
 def test_a_trial_that_is_killed_comes_back_as_an_error(nursery: NurseryProcess) -> None:

@@ -87,3 +87,11 @@ def test_it_is_told_in_words() -> None:
 
 def test_the_first_step_may_take_as_long_as_it_likes() -> None:
     assert stuck({0: beat(ago=300, step=1)}, NOW, None, ()) is None
+
+
+def test_who_was_suspected_stays_so_while_nobody_is_further_back() -> None:
+    beats = {0: beat(50, ago=30.0), 1: beat(50, ago=30.001), 2: beat(51)}
+    for suspect, expected in ((None, 1), (0, 0), (2, 1)):
+        found = stuck(beats, NOW, 0.1, (), suspect)
+        assert found is not None
+        assert found.rank == expected

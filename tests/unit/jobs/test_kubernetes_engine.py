@@ -3,7 +3,7 @@ what every refusal is called. No cluster is needed, and none was at hand."""
 
 import io
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import pytest
 import yaml
 from kubernetes_double import SCHEMAS, Double, job_of, kubeconfig
 
+from lab import wait_until
 from phalanx.cli.submitting import follow
 from phalanx.errors import UsageError
 from phalanx.jobs.array import array_of, members, render_array, submit_array
 from phalanx.jobs.code import Code
 from phalanx.jobs.engines.kubernetes import Kubernetes
+from phalanx.jobs.log_stream import Tail
 from phalanx.jobs.spec import Job, State
 from phalanx.joining import Shown
 from phalanx.run import Run
@@ -267,7 +269,9 @@ def test_who_follows_a_job_that_another_deletes_is_told_its_end(
     found = submitted(engine)
     assert engine.poll(found).state is State.QUEUED
     server.delete("jobsets", "team-a", "gpt")
-    ended = follow(engine, found, Run(tmp_path / "run"), 0, Shown(Run(tmp_path / "run"), io.StringIO()), io.StringIO())
+    ended = follow(
+        engine, found, Tail(Run(tmp_path / "run").events), Shown(Run(tmp_path / "run"), io.StringIO()), io.StringIO()
+    )
     assert (ended.state, ended.reason) == (State.CANCELLED, "it was deleted")
 
 
@@ -298,3 +302,63 @@ def test_a_job_that_is_not_there_is_an_error_in_words(engine: Kubernetes, name: 
     for ask in (engine.poll, engine.cancel, lambda job: engine.signal(job, 15), lambda job: list(engine.logs(job))):
         with pytest.raises(UsageError, match="kubernetes knows no such job; `phalanx jobs ls --on kubernetes`"):
             ask(name)
+
+
+def stamped(*seconds: int) -> str:
+    return "".join(f"2026-11-22T07:00:{second:02d}.000000000Z t={second}\n" for second in seconds)
+
+
+def collected(read: Callable[[bool], list[str]], count: int) -> list[str]:
+    """So many lines, as they come."""
+    lines: list[str] = []
+
+    def enough() -> bool:
+        lines.extend(read(False))
+        return len(lines) >= count
+
+    wait_until(enough, 10)
+    return lines
+
+
+def test_a_followed_log_has_each_line_once_also_one_that_comes_late(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine, nodes=2)
+    first, second = add_pod(server, 0, stamped(1, 2, 5)), add_pod(server, 1, stamped(3))
+    read = engine.follow_logs(found)
+    assert sorted(collected(read, 4)) == ["[node 0] t=1", "[node 0] t=2", "[node 0] t=5", "[node 1] t=3"]
+    server.logs[second] += stamped(4, 4)
+    assert collected(read, 2) == ["[node 1] t=4"] * 2
+    server.logs[first] += stamped(6)
+    for pod in (first, second):
+        server.objects["pods", "team-a", pod]["status"]["phase"] = "Succeeded"
+    assert read(True) == ["[node 0] t=6"]
+    assert max(server.sent[pod] / len(server.logs[pod]) for pod in (first, second)) <= 2  # and once more at the end
+
+
+def test_a_followed_log_that_breaks_off_goes_on_where_it_was(
+    engine: Kubernetes, server: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.kubernetes_logs.AGAIN", 0.01)
+    found = submitted(engine)
+    text = stamped(1, 2, 2, 2, 3)
+    server.breaks = [len(text) * 2 // 5, len(text) * 3 // 5]  # after the first and the second of the same moment
+    pod = add_pod(server, 0, text)
+    read = engine.follow_logs(found)
+    assert collected(read, 5) == ["t=1", "t=2", "t=2", "t=2", "t=3"]
+    server.objects["pods", "team-a", pod]["status"]["phase"] = "Succeeded"
+    assert read(True) == []
+
+
+def test_a_pod_that_a_restart_brings_is_followed_from_its_first_line(engine: Kubernetes, server: Double) -> None:
+    found = submitted(engine)
+    old = add_pod(server, 0, stamped(1))
+    read = engine.follow_logs(found)
+    assert collected(read, 1) == ["t=1"]
+    thing = server.objects.pop(("pods", "team-a", old))
+    labels = thing["metadata"]["labels"] | {"jobset.sigs.k8s.io/restart-attempt": "1"}
+    new = thing | {"metadata": thing["metadata"] | {"name": "again", "labels": labels}, "status": {"phase": "Running"}}
+    server.objects["pods", "team-a", "again"] = new
+    server.logs["again"] = stamped(2)
+    assert collected(read, 1) == ["t=2"]
+    new["status"]["phase"] = "Failed"
+    server.logs[old] = ""
+    assert read(True) == []

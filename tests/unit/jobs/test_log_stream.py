@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.log_stream import Line, LogStream, Tail
+from phalanx.jobs.log_stream import Line, LogStream, Tail, as_printed
 from phalanx.run import Event, EventLog, Run
 
 
@@ -158,3 +158,25 @@ def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPat
     assert str(Line(None, "n1 rank 0", "x")) == "--:--:--  n1 rank 0  x"
     monkeypatch.undo()
     time.tzset()
+
+
+def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: EventLog, clock: Clock) -> None:
+    prints(run, 0, "old\n", 900.0)
+    events.write("worker", t=901.0, rank=0, node="n0", attempt=0, pid=1)
+    events.write("worker", t=960.0, rank=0, node="n1", attempt=1, pid=2)
+    events.write("start", t=1.0)
+    prints(run, 0, "new\n", 2.0, attempt=1)
+    stream = LogStream(run, 950.0, say, clock)
+    assert {line.text for line in stream.look()} == {"start", "new"}
+    events.write("end", t=3.0)
+    prints(run, 0, "newer\n", 4.0, attempt=2)
+    assert {line.text for line in stream.look()} == {"end", "newer"}
+
+
+def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log", as_printed)
+    assert tail.read() == []
+    (tmp_path / "log").write_text("one\ntwo\n")
+    assert tail.read() == ["one", "two"]
+    (tmp_path / "log").write_text("new\n")
+    assert tail.read() == ["new"]

@@ -206,28 +206,42 @@ def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tm
     answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
     slurm, recorded, folder = submitted(tmp_path, answers)
     (folder / "unfit").write_text("n2\nn3\n")
-    slurm.poll("6")
+    assert slurm.release("6")
     assert recorded.asked[1:3] == ["scontrol update JobId=6 ExcNodeList=n4,n2,n3", "scontrol release 6"]
     assert not (folder / "unfit").exists()
 
 
-def test_healing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look", ["poll", "jobs", "logs"])
+def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_path: Path, look: str) -> None:
+    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
+    slurm, recorded, folder = submitted(tmp_path, {**answers, "squeue": (0, "6\n", "")})
+    (folder / "unfit").write_text("n2\nn3\n")
+    found = {"poll": lambda: [slurm.poll("6")], "jobs": slurm.jobs, "logs": lambda: list(slurm.logs("6"))}[look]()
+    assert not [line for line in recorded.asked if line.split()[1] not in ("show", "--me")]
+    assert (folder / "unfit").exists()
+    for each in found:
+        assert each.reason == (
+            "is held, since n2, n3 did not fit it: `phalanx jobs release 6 --on slurm` lets it go on elsewhere"
+        )
+
+
+def test_releasing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
     slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
     (folder / "unfit").write_text("n2\n")
-    slurm.poll("6")
+    assert not slurm.release("6")
     assert not [line for line in recorded.asked if "update" in line]
     assert (folder / "unfit").exists()
 
 
-def test_healing_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> None:
     answers = {
         "scontrol show job 6": mine(tmp_path, "PENDING", nodes=""),
         "scontrol update": (1, "", "slurm_update error: Access/permission denied\n"),
     }
     slurm, _, folder = submitted(tmp_path, answers)
     (folder / "unfit").write_text("n2\n")
-    status = slurm.poll("6")
-    assert (status.state, status.reason) == (State.QUEUED, "job 6: slurm_update error: Access/permission denied")
+    with pytest.raises(UsageError, match="job 6: slurm_update error: Access/permission denied"):
+        slurm.release("6")
     assert (folder / "unfit").exists()
 
 

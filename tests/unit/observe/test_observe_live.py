@@ -282,3 +282,13 @@ def test_a_straggler_is_told_with_what_it_costs() -> None:
     assert straggler_in_words(event) == (
         "straggler: worker 3 on n7 takes 1.50 x as long as its peers: they wait 120 ms a step for it, 30% of the time"
     )
+
+
+def test_a_hang_is_told_with_the_line_of_the_thread_that_trains() -> None:
+    stack = (
+        'Thread 0x00007f1 (most recent call first):\n  File "/src/phalanx/data/feed.py", line 90 in _work\n\n'
+        'Current thread 0x00007f2 (most recent call first):\n  File "/usr/lib/python3.11/queue.py", line 5 in get\n'
+        '  File "/home/me/model.py", line 12 in forward\n'
+    )
+    event = {"rank": 0, "node": "n1", "silent": 6.0, "step": 3, "doing": "forward", "stack": stack}
+    assert hang_in_words(event).endswith('; File "/home/me/model.py", line 12 in forward')

@@ -1,17 +1,30 @@
 """The control channel: who knows the token talks, who does not is sent away, nobody on the way can change a word."""
 
+import contextlib
 import json
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.run.wire import Door, Refused, Wire, answer, dial, introduce, listening_at, token_from
+from phalanx.run.wire import (
+    WAITING,
+    Door,
+    Greeter,
+    Refused,
+    Wire,
+    answer,
+    dial,
+    introduce,
+    listening_at,
+    token_from,
+)
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 
@@ -189,3 +202,83 @@ def test_messages_are_plain_json_for_whoever_debugs(ends: tuple[Wire, Wire]) -> 
     leader, member = ends
     leader.send({"kind": "ping"})
     assert json.loads(member.sock.recv(1000)[36:]) == [{"kind": "ping"}]
+
+
+def slow_caller(address: tuple[str, int], over: threading.Event) -> None:
+    """Somebody who says a byte now and then, and so never falls silent."""
+    with socket.create_connection(address) as sock, contextlib.suppress(OSError):
+        while not over.wait(0.05):
+            sock.sendall(b"x")
+
+
+@contextlib.contextmanager
+def slow_callers(address: tuple[str, int], count: int) -> Iterator[list[threading.Thread]]:
+    over = threading.Event()
+    threads = [threading.Thread(target=slow_caller, args=(address, over)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    yield threads
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_more_slow_callers_than_there_are_places_keep_nobody_out(door: Door) -> None:
+    with slow_callers((door.address, door.port), WAITING + 10):
+        for _ in range(3):
+            begun = time.monotonic()
+            enter(door).close()
+            door.arrived.get(timeout=5)[0].close()
+            assert time.monotonic() - begun < 2.0
+
+
+def test_a_slow_caller_has_one_deadline_for_all_that_it_has_to_say() -> None:
+    near, far = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.02):
+            far.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    begun = time.monotonic()
+    with near, pytest.raises(Refused, match="did not prove itself in time"):
+        answer(near, TOKEN, timeout=0.3)
+    over.set()
+    thread.join()
+    far.close()
+    assert 0.3 <= time.monotonic() - begun < 1.0
+
+
+def test_a_listener_that_answers_slowly_does_not_hold_a_caller_for_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        over = threading.Event()
+
+        def drip() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                while not over.wait(0.02):
+                    sock.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(Refused):
+            dial(listener.getsockname(), TOKEN, timeout=0.3)
+        over.set()
+        thread.join()
+
+
+def test_where_all_places_are_taken_the_oldest_of_the_address_with_most_gives_way() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Greeter(listener, lambda sock, until: None, lambda guest: None) as greeter:
+        pairs = [socket.socketpair() for _ in range(5)]
+        for (near, _), address in zip(pairs, ("a", "b", "b", "c", "b"), strict=True):
+            greeter._proving[near] = address
+        greeter._give_way()
+        assert [near in greeter._proving for near, _ in pairs] == [True, False, True, True, True]
+        assert pairs[1][1].recv(1) == b""
+        for near, far in pairs:
+            near.close()
+            far.close()
+        greeter._proving.clear()

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.train import place as place_module
@@ -44,6 +45,24 @@ def test_a_leading_worker_that_failed_takes_the_others_along_with_its_code() -> 
     with pytest.raises(PhalanxError, match="the leading worker could not make the run ready: no such file") as caught:
         await_announcement(Place(rank=1, world=2))
     assert caught.value.code is ExitCode.RECIPE
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_leading_worker_that_is_lost_ends_the_others_with_75(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    class Gone:
+        def wait(self, *_: object) -> None:
+            raise dist.DistNetworkError("Connection was likely closed")
+
+    monkeypatch.setattr("phalanx.train.meeting.open_store", lambda place: Gone())
+    if agent:
+        monkeypatch.setenv("PHALANX_EVENTS", "5")
+        with pytest.raises(dist.DistNetworkError):  # which the agent knows for the loss of a peer
+            await_announcement(Place(rank=1, world=2))
+        return
+    monkeypatch.delenv("PHALANX_EVENTS", raising=False)
+    with pytest.raises(PhalanxError, match="was lost before it said what to train") as caught:
+        await_announcement(Place(rank=1, world=2))
+    assert caught.value.code is ExitCode.UNFINISHED
 
 
 def test_a_worker_alone_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
 from phalanx.cluster.health.thresholds import judge
 from phalanx.errors import UsageError
-from phalanx.run.wire import Refused, exactly, introduce, welcome
+from phalanx.run.wire import HANDSHAKE, Greeter, Refused, exactly, introduce, welcome
 
 ECHO, SINK, SOURCE, JOIN = b"E", b"S", b"T", b"J"
 """What a connection is for: the listener sends back, takes in, sends out, or leads (pairs.py)."""
@@ -73,16 +73,24 @@ def called(address: tuple[str, int], token: bytes, what: bytes) -> socket.socket
     return sock
 
 
-def greeted(sock: socket.socket, token: bytes) -> bytes:
+def greeted(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE) -> bytes:
     """What a caller wants who knows the token. Refused when he does not, OSError when he falls silent."""
     sock.settimeout(PATIENCE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return welcome(sock, token)[0]
+    return welcome(sock, token, seconds)[0]
 
 
-def answer(sock: socket.socket, token: bytes, clock: Clock = time.perf_counter) -> None:
-    """The listener's side of one connection of a measurement. Refused and OSError as of `greeted`."""
-    what = greeted(sock, token)
+Caller = tuple[socket.socket, bytes]
+"""The connection of one who knows the token, and what it is for."""
+
+
+def callers(listener: socket.socket, token: bytes, arrive: Callable[[Caller], None]) -> Greeter[Caller]:
+    """Takes connections of measurements on a listener; a stranger delays no other caller."""
+    return Greeter(listener, lambda sock, until: (sock, greeted(sock, token, until - time.monotonic())), arrive)
+
+
+def answer(sock: socket.socket, what: bytes, clock: Clock = time.perf_counter) -> None:
+    """The listener's side of one connection of a measurement. OSError when the caller falls silent."""
     if what == ECHO:
         while part := sock.recv(1):
             sock.sendall(part)
@@ -131,7 +139,7 @@ def evaluate(where: str, link: Link) -> Finding:
 def examined(where: str, token: bytes) -> Finding:
     """The link to HOST:PORT. UsageError for an address that is none."""
     host, _, port = where.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{where}: expected HOST:PORT, as of a node on which `phalanx doctor --listen PORT` runs")
     try:
         return evaluate(where, measure((host.strip("[]"), int(port)), token))

@@ -8,6 +8,7 @@ what all links of a round share, such as switches, they share as in training.
 import contextlib
 import json
 import platform
+import queue
 import socket
 import statistics
 import time
@@ -16,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.cluster.health.finding import Figure, Finding, Verdict, finding, worst
-from phalanx.cluster.health.links import CONNECTIONS, JOIN, Link, answer, called, greeted, measure
+from phalanx.cluster.health.links import CONNECTIONS, JOIN, Caller, Link, answer, called, callers, greeted, measure
 from phalanx.cluster.health.product import PEERS, beside
 from phalanx.cluster.health.thresholds import judge
 from phalanx.errors import UsageError
 from phalanx.run.membership import Membership
-from phalanx.run.wire import Refused, token_from
+from phalanx.run.wire import WAITING, Greeter, Refused, token_from
 
 COMING = 60.0
 """Seconds within which all nodes must be there."""
@@ -69,6 +70,14 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return Place(found.node, found.nodes, found.leader, token_from(environ))
 
 
+@dataclass(frozen=True)
+class Own:
+    """Where this node can be reached by others that measure."""
+
+    port: int
+    arrived: "queue.SimpleQueue[Caller]"
+
+
 def rounds(nodes: int) -> Iterator[list[Pair]]:
     """Everybody meets everybody once: a round has each node in one pair at most (the circle method)."""
     ring: list[int] = list(range(nodes)) + ([-1] if nodes % 2 else [])
@@ -81,12 +90,14 @@ def rounds(nodes: int) -> Iterator[list[Pair]]:
 def pairs(place: Place, settled: Callable[[], None] = lambda: None) -> list[Finding]:
     """This node's findings, after all have measured. `settled` is called as soon as they are here; only when it has
     returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
-    with socket.create_server(("", 0), backlog=CONNECTIONS) as own:
+    arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+    with callers(socket.create_server(("", 0), backlog=WAITING), place.token, arrived.put) as greeter:
+        own = Own(greeter.listener.getsockname()[1], arrived)
         return _lead(place, own, settled) if place.node == 0 else _follow(place, own, settled)
 
 
-def _lead(place: Place, own: socket.socket, settled: Callable[[], None]) -> list[Finding]:
-    members = {0: Member(platform.node(), (place.leader[0], own.getsockname()[1]))}
+def _lead(place: Place, own: "Own", settled: Callable[[], None]) -> list[Finding]:
+    members = {0: Member(platform.node(), (place.leader[0], own.port))}
     with contextlib.ExitStack() as stack:
         _gather(place, members, stack)
         links: dict[Pair, Link | str] = {}
@@ -111,30 +122,29 @@ def _lead(place: Place, own: socket.socket, settled: Callable[[], None]) -> list
 def _gather(place: Place, members: dict[int, Member], stack: contextlib.ExitStack) -> None:
     """Wait until all nodes are there, or for so long as they may take."""
     until = time.monotonic() + COMING
-    with socket.create_server(("", place.leader[1]), backlog=place.nodes) as listener:
+    arrived: queue.SimpleQueue[tuple[int, Member]] = queue.SimpleQueue()
+
+    def prove(sock: socket.socket, until: float) -> tuple[int, Member]:
+        if greeted(sock, place.token, until - time.monotonic()) != JOIN:
+            raise Refused("it wants something else")
+        member = Member("", (sock.getpeername()[0], 0), sock)
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        said = _heard(member)
+        member.name, member.address = str(said["name"]), (member.address[0], int(said["port"]))
+        sock.settimeout(ROUND)
+        return int(said["node"]), member
+
+    listener = socket.create_server(("", place.leader[1]), backlog=WAITING)
+    with Greeter(listener, prove, arrived.put):
         while len(members) < place.nodes and (left := until - time.monotonic()) > 0:
-            listener.settimeout(left)
-            try:
-                sock, caller = listener.accept()
-            except TimeoutError:
-                return
-            try:
-                member = Member("", (caller[0], 0), sock)
-                if greeted(sock, place.token) != JOIN:
-                    raise Refused("it wants something else")
-                said = _heard(member)
-                member.name, member.address = str(said["name"]), (caller[0], int(said["port"]))
-            except (OSError, Refused, ValueError, KeyError):
-                sock.close()  # a stranger, or a node that died: it counts as not there
-                continue
-            sock.settimeout(ROUND)
-            members[int(said["node"])] = member
-            stack.callback(sock.close)
+            with contextlib.suppress(queue.Empty):
+                node, member = arrived.get(timeout=left)
+                assert member.control is not None
+                stack.callback(member.control.close)
+                members[node] = member
 
 
-def _round(
-    matches: Sequence[Pair], members: Mapping[int, Member], own: socket.socket, token: bytes
-) -> dict[Pair, Link | str]:
+def _round(matches: Sequence[Pair], members: Mapping[int, Member], own: "Own", token: bytes) -> dict[Pair, Link | str]:
     """One round's links, or why there is none. The leader's own part is done between asking and hearing."""
     found: dict[Pair, Link | str] = {}
     for one, other in matches:
@@ -146,7 +156,7 @@ def _round(
         if one == 0:
             found[one, other] = _measured(members[other].address, token)
         elif other == 0:
-            _answered(own, token)
+            _answered(own)
     for one, other in matches:
         for node in (other, one):
             if members[node].control is None:
@@ -161,15 +171,15 @@ def _round(
     return found
 
 
-def _follow(place: Place, own: socket.socket, settled: Callable[[], None]) -> list[Finding]:
+def _follow(place: Place, own: "Own", settled: Callable[[], None]) -> list[Finding]:
     try:
         with _leader(place) as control:
             leader = Member("the leader", place.leader, control)
             control.settimeout(COMING + ROUNDS * ROUND)
-            _tell(control, {"node": place.node, "name": platform.node(), "port": own.getsockname()[1]})
+            _tell(control, {"node": place.node, "name": platform.node(), "port": own.port})
             while (said := _heard(leader))["do"] != "end":
                 if said["do"] == "answer":
-                    _answered(own, place.token)
+                    _answered(own)
                     _tell(control, {})
                 else:
                     link = _measured(tuple(said["address"]), place.token)
@@ -203,16 +213,13 @@ def _measured(address: tuple[Any, ...], token: bytes) -> Link | str:
         return str(error)
 
 
-def _answered(own: socket.socket, token: bytes) -> None:
+def _answered(own: "Own") -> None:
     """Answer one measurement. Where it breaks off, the partner tells why."""
-    own.settimeout(ROUND / 4)
-    done = 0
-    with contextlib.suppress(OSError):
-        while done < CONNECTIONS:
-            sock, _caller = own.accept()
-            with sock, contextlib.suppress(Refused):  # a stranger does not count
-                answer(sock, token)
-                done += 1
+    with contextlib.suppress(OSError, queue.Empty):
+        for _ in range(CONNECTIONS):
+            sock, what = own.arrived.get(timeout=ROUND / 4)
+            with sock:
+                answer(sock, what)
 
 
 def _tell(sock: socket.socket, value: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from phalanx.jobs.chaos.inject import MARK, no_core
 from phalanx.jobs.chaos.story import Story
 from phalanx.jobs.engines.local import Local
 from phalanx.jobs.spec import State
+from phalanx.run.steady import unix_now
 
 BARREN = 5
 """Starts in a row that come to no attempt, after which nobody would try again."""
@@ -94,7 +95,7 @@ class Commands:
 
     def start(self) -> None:
         for node in range(len(self._environments)):
-            self._since.append(time.time())
+            self._since.append(unix_now())
             self._processes.append(self._begin(node))
         self.starts += 1
 
@@ -111,7 +112,7 @@ class Commands:
             if node == 0 and self._in_vain():
                 return code
             self._processes[node] = self._begin(node)
-            self._since[node] = time.time()
+            self._since[node] = unix_now()
             self.starts += node == 0
         return None
 

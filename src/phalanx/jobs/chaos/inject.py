@@ -19,6 +19,7 @@ import psutil
 
 from phalanx.jobs.chaos.plan import KINDS, Fault, Moment, Phase
 from phalanx.jobs.chaos.story import Story, Usual
+from phalanx.run.steady import unix_now
 
 MARK = "PHALANX_CHAOS"
 """Variable that marks every process of a run under faults."""
@@ -166,7 +167,7 @@ def tell(fault: Fault, scene: Scene, what: str, phase: Phase | None = None) -> N
     """Say that a fault has just struck, and what the run was doing: `phase`, or what it is doing still."""
     story = scene.story
     scene.struck = story.attempt
-    scene.told(Struck(fault, time.time(), story.attempt, story.step, phase or doing(story), what))
+    scene.told(Struck(fault, unix_now(), story.attempt, story.step, phase or doing(story), what))
 
 
 def doing(story: Story) -> Phase:

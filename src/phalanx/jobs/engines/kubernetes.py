@@ -20,10 +20,11 @@ from typing import Any
 import yaml
 
 from phalanx.errors import UsageError
-from phalanx.jobs.engine import Request, no_such_job
+from phalanx.jobs.engine import Reader, Request, no_such_job
 from phalanx.jobs.engines import kubernetes_manifest as manifest
 from phalanx.jobs.engines.kubernetes_client import Client, connect, send
 from phalanx.jobs.engines.kubernetes_errors import NotThere, explained
+from phalanx.jobs.engines.kubernetes_logs import Streams
 from phalanx.jobs.engines.kubernetes_options import KINDS, LABEL, options_of
 from phalanx.jobs.engines.kubernetes_status import index_of, latest, status_of
 from phalanx.jobs.spec import Job, State, Status
@@ -164,6 +165,14 @@ class Kubernetes:
         for _, line in heapq.merge(*lines, key=lambda one: one[0]):
             yield line
 
+    def follow_logs(self, job: str) -> Reader:
+        """What its pods print, also those that a restart brings."""
+        namespace, _, name = _parts(job)
+        self._workload(job)
+        return Streams(
+            lambda: self._pods(namespace, name), lambda pod, since: self._lines(namespace, pod, "", True, since)
+        ).read
+
     def cancel(self, job: str) -> None:
         """Delete it; its pods may save for as long as the job's warning is, and its Secret goes with it."""
         namespace, kind, name = _parts(job)
@@ -213,8 +222,12 @@ class Kubernetes:
         client, _ = self._connect()
         return latest(_listed(client.core.list_namespaced_pod, namespace, name))
 
-    def _lines(self, namespace: str, pod: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-        """A pod's lines so far, each with the moment at which it was printed."""
+    def _lines(
+        self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """A pod's lines so far, each with the moment at which it was printed; with `follow` all until it ends, of which
+        `since` leaves those of so many seconds."""
+        more: dict[str, Any] = {} if since is None else {"since_seconds": since}
         client, _ = self._connect()
         name = pod["metadata"]["name"]
         with explained(f"reading the log of pod {name}"):
@@ -223,8 +236,10 @@ class Kubernetes:
                 namespace,
                 container=manifest.CONTAINER,
                 timestamps=True,
+                follow=follow,
                 _preload_content=False,
                 _request_timeout=PATIENCE,
+                **more,
             )
             answer.auto_close = False  # the wrapper closes it
             for raw in io.TextIOWrapper(answer, encoding="utf-8", errors="replace", newline="\n"):

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from phalanx.cluster import Machine, this_machine
 from phalanx.errors import UsageError
-from phalanx.jobs.engine import Request, no_such_job
+from phalanx.jobs.engine import Reader, Request, no_such_job
+from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import ASKED, Row, Store, state_root
-from phalanx.jobs.queue.supervisor import ensure, runner_of
+from phalanx.jobs.queue.supervisor import ensure, mark_of, runner_of
 from phalanx.jobs.spec import DIGEST, Job, State, Status
 from phalanx.recipe.travelled import CODE, CODE_OF
 
@@ -28,6 +29,8 @@ INHERITED_GROUPS = (
     *("LC_", "XDG_", "CONDA_", "PYTHON", "CUDA_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_"),
     "PHALANX_",
 )
+LONGEST = 19
+"""Digits that no number of a job has: SQLite's end before."""
 AGAIN = 5.0
 """Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
 HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
@@ -100,7 +103,7 @@ class Local:
         """Send a signal to what a job runs."""
         self._look_after()
         row = self._row(job)
-        process = runner_of(row)
+        process = runner_of(row, mark_of(self.store.home(row.id)))
         if row.state is not State.RUNNING or process is None:
             raise UsageError(f"job {job} ({row.name}) is {row.state}: there is nothing to send a signal to")
         process.send_signal(number)
@@ -113,11 +116,17 @@ class Local:
             for line in file:
                 yield line.rstrip("\n")
 
+    def follow_logs(self, job: str) -> Reader:
+        """What it prints, in all attempts."""
+        self._look_after()
+        return Tail(self.store.home(self._row(job).id) / OUTPUT, as_printed).read
+
     def cancel(self, job: str) -> None:
         """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
         row = self._row(job)
         if row.state is State.QUEUED:
             values = {"state": State.CANCELLED, "cancelled": 1, "reason": "cancelled", "ended": self.store.clock()}
+            values["over"] = self.store.steady.mark()
             if self.store.change(row.id, State.QUEUED, **values):
                 (self.store.home(row.id) / "secrets.json").unlink(missing_ok=True)
                 return
@@ -132,6 +141,17 @@ class Local:
         if not self.store.forget(row.id):
             raise UsageError(f"job {job} ({row.name}) is {row.state}: only jobs that are over can be forgotten")
 
+    def over_for(self, seconds: float) -> list[str]:
+        """Jobs that have been over for longer than this."""
+        found = []
+        for row in self.store.rows(*(state for state in State if state.over)):
+            ago = self.store.steady.since(row.over)
+            if ago is None:  # before this boot
+                ago = self.store.clock() - (row.ended or 0.0)
+            if ago > seconds:
+                found.append(str(row.id))
+        return found
+
     def _look_after(self) -> None:
         """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
         is to go on. One that lives is found by its lock, in microseconds."""
@@ -140,7 +160,8 @@ class Local:
             self._started = self._clock()
 
     def _row(self, job: str) -> Row:
-        row = self.store.get(int(job)) if job.isdigit() else None
+        known = job.isascii() and job.isdigit() and len(job) < LONGEST
+        row = self.store.get(int(job)) if known else None
         if row is None:
             raise no_such_job(self.name, job)
         return row

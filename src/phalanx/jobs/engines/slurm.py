@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.jobs.code import unpack
-from phalanx.jobs.engine import Request, no_such_job
+from phalanx.jobs.engine import Reader, Request, no_such_job
 from phalanx.jobs.engines.slurm_options import Version
 from phalanx.jobs.engines.slurm_script import (
     BATCH,
@@ -34,6 +34,7 @@ from phalanx.jobs.engines.slurm_script import (
     secret_file,
 )
 from phalanx.jobs.engines.slurm_status import Result, fields, live_status, past_status, read_result
+from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.queue.store import state_root
 from phalanx.jobs.spec import Job, State, Status
 
@@ -92,8 +93,8 @@ class Slurm:
         return self._send(request, job.array or job.name, members)
 
     def poll(self, job: str) -> Status:
-        """What Slurm knows of a job or, when it has forgotten it, what the job left. Heals it, too."""
-        return self._healed(job, self._find(job))
+        """What Slurm knows of a job or, when it has forgotten it, what the job left."""
+        return self._status(job, self._find(job))
 
     def jobs(self) -> list[Status]:
         """The jobs that have a folder here."""
@@ -102,22 +103,23 @@ class Slurm:
             return []
         known = set(self._ask(["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i"]).split())
         ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
-        return [self._healed(id, folders[id], id in known) for id in ordered]
+        return [self._status(id, folders[id], id in known) for id in ordered]
 
-    def heal(self, job: str) -> None:
-        """Keep a job that waits because nodes were unfit off them from now on, and let it go on. Nothing happens to any
-        other."""
+    def release(self, job: str) -> bool:
+        """Keep a job that is held because nodes were unfit off them from now on, and let it go on. Nothing happens to
+        any other."""
         folder = self._find(job)
         marker = folder / UNFIT
         if not marker.exists():
-            return
+            return False
         found = self._show(job, folder)
         if found is None or found.get("JobState") != "PENDING":
-            return  # its script is still at its end
+            return False  # its script is still at its end
         unfit = [*found.get("ExcNodeList", "").split(), *marker.read_text().split()]
         self._ask(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(unfit)}"], f"job {job}")
         self._ask(["scontrol", "release", job], f"job {job}")
         marker.unlink(missing_ok=True)
+        return True
 
     def signal(self, job: str, number: int) -> None:
         """Send a signal to every process of the step; the batch script does not get it."""
@@ -133,6 +135,10 @@ class Slurm:
             with open(log, errors="replace", newline="\n") as lines:
                 for line in lines:
                     yield line.rstrip("\n")
+
+    def follow_logs(self, job: str) -> Reader:
+        """What all its nodes print."""
+        return Tail(self._find(job) / LOG, as_printed).read
 
     def cancel(self, job: str) -> None:
         """End a job for good, wherever it is in its life."""
@@ -197,16 +203,6 @@ class Slurm:
                 raise
         return list(ids.values())
 
-    def _healed(self, id: str, folder: Path, known: bool = True) -> Status:
-        trouble = None
-        if known and (folder / UNFIT).exists():
-            try:
-                self.heal(id)
-            except UsageError as error:  # it waits on; the next look tries again
-                trouble = str(error)
-        status = self._status(id, folder, known)
-        return status if trouble is None or status.state.over else replace(status, reason=trouble)
-
     def _status(self, id: str, folder: Path, known: bool = True) -> Status:
         name = self._whole(folder).name.rpartition("-")[0]
         name = name if folder.parent == self.folder else f"{name}.{folder.name}"
@@ -219,7 +215,14 @@ class Slurm:
         nodes = found.get("NodeList", "")
         if set("[,") & set(nodes):
             nodes = self._ask(["scontrol", "show", "hostnames", nodes])
-        return replace(live_status(id, name, found, tuple(nodes.split()), submitted, result), run=run)
+        status = live_status(id, name, found, tuple(nodes.split()), submitted, result)
+        if status.state is State.QUEUED and (folder / UNFIT).exists():
+            unfit = ", ".join((folder / UNFIT).read_text().split())
+            told = (
+                f"is held, since {unfit} did not fit it: `phalanx jobs release {id} --on slurm` lets it go on elsewhere"
+            )
+            status = replace(status, reason=told)
+        return replace(status, run=run)
 
     def _show(self, id: str, folder: Path) -> dict[str, str] | None:
         """Slurm's fields of a job; None when it has forgotten it, or another one has the number now."""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import psutil
 
 from phalanx.compat import adopt_orphans, die_with_parent
 from phalanx.run.directory import write_json
+from phalanx.run.steady import ticks
 
 GRACE = 30.0
 """Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
@@ -39,7 +41,7 @@ def main() -> None:
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(each, lambda number, _: received.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    begun = time.time()
+    begun = Begun()
     try:
         process = subprocess.Popen(
             orders["command"],
@@ -100,9 +102,18 @@ def end_all() -> None:
             os.wait()
 
 
-def finish(home: Path, attempt: int, begun: float, code: int, reason: str | None) -> None:
+@dataclass(frozen=True)
+class Begun:
+    """When an attempt began: for people, and by the clock that is never set."""
+
+    wall: float = field(default_factory=time.time)
+    ticks: float = field(default_factory=ticks)
+
+
+def finish(home: Path, attempt: int, begun: Begun, code: int, reason: str | None) -> None:
     """Write how the attempt ended, whole."""
-    write_json(ending(home, attempt), {"code": code, "reason": reason, "begun": begun, "ended": time.time()})
+    told = {"code": code, "reason": reason, "begun": begun.wall, "ended": time.time()}
+    write_json(ending(home, attempt), {**told, "lived": ticks() - begun.ticks})
 
 
 def ending(home: Path, attempt: int) -> Path:

@@ -19,28 +19,42 @@ from phalanx.errors import UsageError
 from phalanx.jobs.code import unpack
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.spec import Job, State, Status, placed
+from phalanx.run.steady import Steady
 
-FORMAT = 2
-"""Of the file. 1 had no `early`; it is taken over."""
+FORMAT = 3
+"""Of the file. 1 had no `early`, and 2 kept moments by the wall clock; both are taken over."""
 CODE = "code"
 """Where a job's folder holds the code that came with it."""
 ASKED, TOLD = 1, 2
-_SCHEMA = """
+_TABLE = """
 CREATE TABLE jobs (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL,
   devices INTEGER NOT NULL, cores INTEGER NOT NULL, priority INTEGER NOT NULL, submitted REAL NOT NULL,
-  not_before REAL NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
-  given TEXT NOT NULL DEFAULT '[]', runner INTEGER, runner_since REAL, started REAL, ended REAL, code INTEGER,
+  came TEXT, due TEXT, began TEXT, over TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+  given TEXT NOT NULL DEFAULT '[]', runner INTEGER, runner_born TEXT, started REAL, ended REAL, code INTEGER,
   reason TEXT, cancelled INTEGER NOT NULL DEFAULT 0, early INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX one_name ON jobs (name) WHERE state IN ('queued', 'running');
+CREATE INDEX by_state ON jobs (state);
+"""
+_KEPT = (
+    "id, name, spec, state, devices, cores, priority, submitted, attempts, deaths, given, runner, started, ended, code"
+)
+_OVER = """
+ALTER TABLE jobs RENAME TO former;
+DROP INDEX one_name;
+{table}
+INSERT INTO jobs ({kept}) SELECT {kept} FROM former;
+DROP TABLE former;
 """
 
 
 @dataclass(frozen=True)
 class Row:
     """A job in the queue. `given`: indices of its devices while it runs; `deaths`: how often in a row it was killed
-    without progress; `early`: how many attempts in a row ended without it (see `supervisor.PROGRESS`)."""
+    without progress; `early`: how many attempts in a row ended without it (see `supervisor.PROGRESS`). `came`, `due`,
+    `began`, `over`: marks (`run/steady.py`) of when it came, from when on it may start, when its last attempt started,
+    and when it was over; unix seconds are for people."""
 
     id: int
     name: str
@@ -49,13 +63,16 @@ class Row:
     size: Size
     priority: int
     submitted: float
-    not_before: float
+    came: str | None
+    due: str | None
+    began: str | None
+    over: str | None
     attempts: int
     deaths: int
     early: int
     given: tuple[int, ...]
     runner: int | None
-    runner_since: float | None
+    runner_born: str | None
     started: float | None
     ended: float | None
     code: int | None
@@ -84,8 +101,8 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
 class Store:
     """The queue in `folder`, made when it is not there. UsageError for a file that is no queue."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
-        self.folder, self.clock = folder, clock
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, steady: Steady | None = None):
+        self.folder, self.clock, self.steady = folder, clock, steady or Steady()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / "queue.db"
         try:
@@ -94,18 +111,17 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._changing():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if version == 0:
-                    for statement in _SCHEMA.split(";"):
+                if version < FORMAT:
+                    kept = f"{_KEPT}, reason, cancelled" + (", early" if version == 2 else "")
+                    script = _TABLE if version == 0 else _OVER.format(table=_TABLE, kept=kept)
+                    for statement in script.split(";"):
                         self._db.execute(statement)
-                if version == 1:
-                    self._db.execute("ALTER TABLE jobs ADD COLUMN early INTEGER NOT NULL DEFAULT 0")
-                if version in (0, 1):
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.Error as error:
             raise UsageError(
                 f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
             ) from None
-        if version not in (0, 1, FORMAT):
+        if version > FORMAT:
             raise UsageError(f"{self.path}: format {version}; this version of Phalanx knows {FORMAT}")
 
     def close(self) -> None:
@@ -131,11 +147,10 @@ class Store:
                     f"job {named['id']} is called {job.name} and {named['state']}: give this one another --name, or "
                     f"end that one (`phalanx jobs stop {named['id']}`)"
                 )
-            now = self.clock()
             cursor = self._db.execute(
-                "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted, not_before) "
+                "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted, came) "
                 "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?)",
-                (job.name, "", size.devices, size.cores, job.priority, now, now),
+                (job.name, "", size.devices, size.cores, job.priority, self.clock(), self.steady.mark()),
             )
             ident = cursor.lastrowid
             assert ident is not None
@@ -160,8 +175,13 @@ class Store:
 
     def rows(self, *states: State) -> list[Row]:
         """Jobs in these states (all without any), in the order in which they came."""
-        found = self._db.execute("SELECT * FROM jobs ORDER BY id").fetchall()
-        return [self._row(row) for row in found if not states or row["state"] in states]
+        where = f"WHERE state IN ({', '.join('?' * len(states))})" if states else ""
+        return [self._row(row) for row in self._db.execute(f"SELECT * FROM jobs {where} ORDER BY id", states)]
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Differs after every change by any process."""
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0]), self._db.total_changes
 
     def unfinished(self) -> bool:
         """Whether any job waits or runs."""
@@ -207,7 +227,9 @@ class Store:
             raise UsageError(
                 f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
             ) from None
-        names = "priority submitted not_before attempts deaths early runner runner_since started ended code reason"
+        names = (
+            "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"
+        )
         rest = {name: row[name] for name in names.split()}
         size = Size(row["devices"], row["cores"])
         return Row(row["id"], row["name"], job, state, size, given=given, cancelled=row["cancelled"], **rest)

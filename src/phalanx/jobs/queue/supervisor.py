@@ -27,8 +27,10 @@ from phalanx.jobs.queue.runner import OUTPUT, read_ending
 from phalanx.jobs.queue.schedule import Running, Size, Waiting, devices_for, starts
 from phalanx.jobs.queue.store import ASKED, TOLD, Row, Store
 from phalanx.jobs.spec import State, state_of
-from phalanx.run.directory import write_json
+from phalanx.run import Run
+from phalanx.run.directory import not_done, write_json
 from phalanx.run.lock import taken
+from phalanx.run.steady import Steady, born
 
 LOOK = 0.2
 """Seconds between two looks at the queue."""
@@ -61,23 +63,50 @@ class Supervisor:
         clock: Callable[[], float] = time.time,
     ):
         self.store, self.machine, self.spawn, self.clock = store, machine, spawn, clock
+        self._running: list[Row] = []
+        self._queued = False
+        self._seen: tuple[int, int] | None = None
+        """The queue's stamp when no further job could start, and ..."""
+        self._wake: float | None = None
+        """... when a job that waits is due: until either changes no job can start."""
 
     def look(self) -> bool:
         """Take note of ends, start who can start; whether anything waits or runs."""
-        for row in self.store.rows(State.RUNNING):
+        if self.store.stamp != self._seen:
+            self._running = self.store.rows(State.RUNNING)
+        for row in self._running:
             self.reap(row)
-        now = self.clock()
+        if self.store.stamp != self._seen or (self._wake is not None and self.store.steady.ticks() >= self._wake):
+            self._start_all()
+        return bool(self._queued or self._running)
+
+    def _start_all(self) -> None:
+        """Start who can start. Moments are in seconds from now, negative in the past."""
+        seen = self.store.stamp
         queued, running = self.store.rows(State.QUEUED), self.store.rows(State.RUNNING)
-        ready = within_arrays([row for row in queued if row.not_before <= now], running)
+        waits = {row.id: -(self.store.steady.since(row.due) or 0.0) for row in queued}
+        ready = within_arrays([row for row in queued if waits[row.id] <= 0], running)
         chosen = starts(
-            [Waiting(row.id, row.size, row.priority, row.submitted, row.job.limit) for row in ready],
-            [Running(row.id, row.size, _until(row)) for row in running],
+            [Waiting(row.id, row.size, row.priority, -self._waited(row), row.job.limit) for row in ready],
+            [Running(row.id, row.size, self._left(row)) for row in running],
             self.machine,
-            now,
+            0.0,
         )
         for row in sorted((row for row in ready if row.id in chosen), key=lambda row: chosen.index(row.id)):
             self.start(row)
-        return bool(queued or running)
+        self._running, self._queued, self._seen = running, bool(queued), seen
+        coming = min((wait for wait in waits.values() if wait > 0), default=None)
+        self._wake = None if coming is None else self.store.steady.ticks() + coming
+
+    def _waited(self, row: Row) -> float:
+        """Seconds that a job has waited; one of an earlier boot at least since this one."""
+        waited = self.store.steady.since(row.came)
+        return waited if waited is not None else max(self.store.steady.ticks(), self.clock() - row.submitted)
+
+    def _left(self, row: Row) -> float | None:
+        """Seconds that a job may still run, where it has a limit."""
+        ran = self.store.steady.since(row.began)
+        return None if row.job.limit is None else row.job.limit - (ran or 0.0)
 
     def start(self, row: Row) -> None:
         """Start an attempt of a job, unless it was cancelled meanwhile."""
@@ -85,6 +114,7 @@ class Supervisor:
         given = devices_for(row.size.devices, self.machine.devices, taken)
         attempt, now = row.attempts + 1, self.clock()
         values: dict[str, Any] = {"attempts": attempt, "given": json.dumps(given), "started": now, "ended": None}
+        values |= {"began": self.store.steady.mark(), "runner": None, "runner_born": None}
         if not self.store.change(row.id, State.QUEUED, state=State.RUNNING, reason=None, code=None, **values):
             return
         home = self.store.home(row.id)
@@ -99,14 +129,11 @@ class Supervisor:
         orders |= {"limit": row.job.limit, "warning": row.job.warning}
         write_json(home / f"attempt-{attempt}.json", orders)
         runner = self.spawn(home, attempt)
-        since = None
-        with contextlib.suppress(psutil.NoSuchProcess):  # over already
-            since = psutil.Process(runner).create_time()
-        self.store.change(row.id, State.RUNNING, runner=runner, runner_since=since)
+        self.store.change(row.id, State.RUNNING, runner=runner, runner_born=born(runner))  # None: it is over already
 
     def reap(self, row: Row) -> None:
         """Take note of a job whose attempt is over, or whose runner is gone."""
-        runner = runner_of(row)
+        runner = runner_of(row, mark_of(self.store.home(row.id)))
         found = read_ending(self.store.home(row.id), row.attempts)
         if runner is not None and found is None:
             if row.cancelled == ASKED and self.store.change(row.id, State.RUNNING, cancelled=TOLD):
@@ -116,8 +143,10 @@ class Supervisor:
             found = read_ending(self.store.home(row.id), row.attempts)  # it may have ended between the two looks
         sweep(mark_of(self.store.home(row.id)))
         ended = found or {"code": -int(signal.SIGKILL), "reason": "the process above it was killed", "ended": None}
-        state, values = after(row, ended, self.clock())
-        self.store.change(row.id, State.RUNNING, state=state, given="[]", runner=None, runner_since=None, **values)
+        state, values = after(row, ended, self.clock(), self.store.steady)
+        if state.over:
+            values["over"] = self.store.steady.mark()
+        self.store.change(row.id, State.RUNNING, state=state, given="[]", runner=None, runner_born=None, **values)
         if state.over:
             (self.store.home(row.id) / "secrets.json").unlink(missing_ok=True)
 
@@ -133,16 +162,22 @@ def within_arrays(ready: list[Row], running: list[Row]) -> list[Row]:
     return may
 
 
-def after(row: Row, ended: dict[str, Any], now: float) -> tuple[State, dict[str, Any]]:
+def after(row: Row, ended: dict[str, Any], now: float, steady: Steady) -> tuple[State, dict[str, Any]]:
     """What becomes of a job whose attempt ended like this: its state, and what changes in its row. An attempt that left
-    no word of its end counts as having lived until `now` (unix seconds)."""
-    code, reason = ended["code"], ended["reason"]
+    no word of its end counts as having lived until now (`now` in unix seconds, where it began before this boot)."""
+    shown, reason = ended["code"], ended["reason"]
+    code = signalled(shown)
     told = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
     over = ended["ended"] or now
-    progress = row.started is not None and over - row.started >= PROGRESS
+    lived = ended.get("lived")
+    if lived is None:
+        lived = steady.since(row.began)
+    if lived is None:
+        lived = 0.0 if row.started is None else over - row.started
+    progress = lived >= PROGRESS
     early = 0 if progress else row.early + 1
     deaths = 0 if progress else row.deaths
-    values = {"code": code, "ended": over, "reason": told, "early": early}
+    values = {"code": shown, "ended": over, "reason": told, "early": early}
     if row.cancelled:
         return State.CANCELLED, {**values, "reason": "cancelled"}
     if row.attempts >= MOST_ATTEMPTS:
@@ -152,24 +187,35 @@ def after(row: Row, ended: dict[str, Any], now: float) -> tuple[State, dict[str,
         return State.QUEUED, {
             **values,
             "deaths": 0,
-            "not_before": now + wait,
+            "due": steady.mark(wait),
             "reason": told or "not finished: goes on",
         }
     if code < 0 and deaths + 1 < DEATHS:
-        return State.QUEUED, {**values, "deaths": deaths + 1, "not_before": now, "reason": f"{told}: starts again"}
+        return State.QUEUED, {**values, "deaths": deaths + 1, "due": None, "reason": f"{told}: starts again"}
     if code == ExitCode.UNFIT_NODE:
         return State.UNFINISHED, {**values, "reason": told or "this machine is unfit for it (`phalanx doctor`)"}
+    if code == ExitCode.DONE and row.job.run is not None and (wrong := not_done(Run(row.job.run))) is not None:
+        return State.FAILED, {**values, "reason": wrong}
     return state_of(code), values
 
 
-def runner_of(row: Row) -> psutil.Process | None:
-    """The process above a job; None when it is gone. A number that another process has got since is none of ours."""
-    if row.runner is None or row.runner_since is None:
+def signalled(code: int) -> int:
+    """An exit code; of a signal, as -N, also where a shell or a launcher says 128 + N."""
+    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
+
+
+def runner_of(row: Row, mark: str) -> psutil.Process | None:
+    """The process above a job; None when it is gone. A number that another process has got since is none of ours: its
+    start is compared, or the job's mark where a queue of the format before did not keep that."""
+    if row.runner is None:
         return None
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process = psutil.Process(row.runner)
-        if process.create_time() == row.runner_since and process.status() != psutil.STATUS_ZOMBIE:
-            return process
+        if row.runner_born is None:
+            ours = process.environ().get(MARK) == mark
+        else:
+            ours = born(row.runner) == row.runner_born
+        return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
     return None
 
 
@@ -184,10 +230,6 @@ def sweep(mark: str) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark:
                 process.kill()
-
-
-def _until(row: Row) -> float | None:
-    return None if row.job.limit is None or row.started is None else row.started + row.job.limit
 
 
 def spawn(home: Path, attempt: int) -> int:

@@ -174,7 +174,7 @@ def _mixture(text: str) -> dict[str, int]:
     found = {}
     for part in filter(None, text.split("/")):
         name, _, number = part.partition(":")
-        if not number.strip().isdigit():
+        if not number.strip().isdecimal():
             raise CannotPredict(f"moe={text} in note: expected whole numbers as in experts:128/topk:8/moe_ffn:1536")
         found[name.strip()] = int(number)
     return found

@@ -67,7 +67,7 @@ def list_copies(folder: Path) -> list[tuple[int, str]]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         words = path.name.split("-")
-        if len(words) == 3 and words[0] == "step" and words[1].isdigit():
+        if len(words) == 3 and words[0] == "step" and words[1].isdecimal():
             found.append((int(words[1]), words[2]))
     return sorted(found, reverse=True)
 

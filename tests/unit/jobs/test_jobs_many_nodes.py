@@ -1,0 +1,175 @@
+"""The leading agent of many nodes: it looks at its workers by the clock, however much the other agents say meanwhile.
+
+Nothing here takes time: agents and selector are stand-ins that share a clock, and each agent sends its workers' signs
+once a second, at a moment of its own and a few milliseconds early or late, as real ones do.
+"""
+
+import random
+import selectors
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.jobs.agent import Agent
+from phalanx.jobs.nodes import PING
+from phalanx.jobs.pace import WINDOW
+from phalanx.run import Run
+from phalanx.run.channel import pair
+from phalanx.run.pulse import Beat, Pulses
+
+HANGS = 40.0
+"""When a worker does not come out of its step any more."""
+STEP = 0.1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.begun = self.now
+
+    def __call__(self) -> float:
+        return self.now
+
+    @property
+    def passed(self) -> float:
+        return self.now - self.begun
+
+
+class FakeNode:
+    """One node with one worker; `speed`: how many times as long it is busy in a step as the others."""
+
+    def __init__(self, clock: Clock, rank: int, speed: float = 1.0):
+        self.name, self.rank, self._clock = f"n{rank}", rank, clock
+        self._rng = random.Random(rank)
+        self.due = clock.now + self._rng.random()
+        self.speed = speed
+        self.over = self._told = False
+        self._known = self._last()
+
+    def _last(self) -> Beat:
+        """Its worker's last sign; rank 1 falls silent, and the others wait for it."""
+        until = min(self._clock.passed, HANGS)
+        steps = int(until / STEP)
+        count = 10 * steps + (self.rank != 1)
+        return Beat(1, count, steps, "forward", self._clock.begun + until, self.speed * 0.3 * until)
+
+    def sockets(self) -> Sequence[Any]:
+        return (self,)
+
+    def send(self, *messages: Mapping[str, Any]) -> None:
+        pass
+
+    def receive(self, sock: Any) -> list[dict[str, Any]]:
+        self.due = self._clock.now + PING + self._rng.uniform(-0.002, 0.004)
+        self._known = self._last()
+        if self.over:
+            return [{"kind": "exited", "rank": self.rank, "status": -9}]
+        if self._told or self.rank:
+            return []
+        self._told = True
+        start = {"kind": "start", "t": 0.0, "attempt": 0, "world": 2, "from_step": 0}
+        return [start, {"kind": "step", "t": 0.0, "step": 1, "seconds": STEP}]
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+        """As far back as they are told."""
+        return dict.fromkeys(ranks, self._known)
+
+    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+        return set()
+
+    def clear(self) -> None:
+        pass
+
+
+class FakeCrew:
+    count, doorbell = 1, ()
+
+    def __init__(self, nodes: list[FakeNode]):
+        self.nodes, self.here = nodes, nodes[0]
+
+    def ranks(self, world: int) -> Iterator[tuple[FakeNode, range]]:
+        for rank, node in enumerate(self.nodes):
+            yield node, range(rank, rank + 1)
+
+    def admit(self) -> list[Any]:
+        return []
+
+    def silent(self, now: float) -> list[Any]:
+        return []
+
+
+class Stage:
+    """What is left of a nursery."""
+
+    def __init__(self) -> None:
+        self.pulses = Pulses()
+        self.control, self.says = pair()
+        self.events, self.workers = pair()
+
+
+def selector_of(clock: Clock) -> type:
+    class FakeSelector:
+        """The next of the nodes to say something, unless patience ends before; each call takes a moment."""
+
+        def __init__(self) -> None:
+            self._keys: list[selectors.SelectorKey] = []
+
+        def __enter__(self) -> "FakeSelector":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def register(self, sock: Any, events: int, data: Any = None) -> None:
+            self._keys.append(selectors.SelectorKey(sock, 0, events, data))
+
+        def select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+            nodes = [key for key in self._keys if isinstance(key.fileobj, FakeNode)]
+            first = min(nodes, key=lambda key: key.data.due)
+            clock.now = min(max(clock.now, first.data.due), clock.now + timeout) + 1e-5
+            assert clock.passed < HANGS + 120.0, "nothing was told in two minutes"
+            return [(key, 1) for key in nodes if key.data.due <= clock.now]
+
+    return FakeSelector
+
+
+def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch, slow: int | None = None) -> float:
+    """Seconds after which the agent has told an event of this kind."""
+    clock, stage, told = Clock(), Stage(), list[float]()
+    nodes = [FakeNode(clock, rank, 2.0 if rank == slow else 1.0) for rank in range(count)]
+    run = Run(folder)
+    run.create()
+
+    def show(event: Mapping[str, Any]) -> None:
+        if event["kind"] == until:
+            told.append(clock.passed)
+            for node in nodes:
+                node.over = True
+
+    with Agent(run, stage, show, attempts=1, clock=clock) as agent:  # type: ignore[arg-type]
+        agent.crew = FakeCrew(nodes)  # type: ignore[assignment]
+        agent.silence = 60.0
+        monkeypatch.setattr("phalanx.jobs.agent.selectors.DefaultSelector", selector_of(clock))
+        monkeypatch.setattr(Agent, "end", lambda *_: None)
+        agent.attempt(0, count, {}, {})
+    for sock in (stage.control, stage.says, stage.events, stage.workers):
+        sock.close()
+    stage.pulses.close()
+    assert told, f"no {until} was told"
+    return told[0]
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_a_hang_is_told_within_ten_seconds_on_any_number_of_nodes(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert HANGS + 5.0 < follow(tmp_path, count, "hang", monkeypatch) < HANGS + 10.0
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_a_straggler_is_told_within_ten_seconds_of_its_window_on_any_number_of_nodes(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert follow(tmp_path, count, "straggler", monkeypatch, slow=1) < 2 * WINDOW + 10.0
