@@ -28,7 +28,7 @@ from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
-from phalanx.train.causality import check_causal
+from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.memory import is_out_of_memory
 from phalanx.train.model import build_model
 from phalanx.train.objective import Objective, Scoring
@@ -87,6 +87,8 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     device = from_environment({}).device if values else torch.device("cpu")
     if not values:
         huggingface.materialise(model, device)
+    if values and isinstance(task, LanguageModeling):
+        check_documents(model, task, to_device(data.train(0, 1), device))
     flops = []
     for samples in (1, 2):
         counter = FlopCounterMode(display=False)
