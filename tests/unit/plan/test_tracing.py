@@ -105,6 +105,18 @@ def test_parameters_are_those_of_the_module() -> None:
     assert untied().parameters == sum(each.numel() for each in decoder(tie=False).parameters())
 
 
+def test_logits_may_be_the_value_of_a_key() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformer(VOCAB, SEQUENCE, layers=LAYERS, width=WIDTH, heads=4)
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.inner(tokens)}
+
+    assert of(build(Holding)).parameters == sum(p.numel() for p in Holding().parameters())
+
+
 def test_tied_weights_count_once_and_are_told() -> None:
     assert small().parameters == untied().parameters - VOCAB * WIDTH
     assert small().tied == VOCAB * WIDTH

@@ -8,7 +8,7 @@ since on the meta device it would choose the mathematical kernel, which stores s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def language_loss(vocab: int, sequence: int) -> Forward:
     def forward(model: nn.Module, samples: int) -> Tensor:
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device_of(model))
         logits = model(tokens)
-        logits = getattr(logits, "logits", logits)
+        logits = logits["logits"] if isinstance(logits, Mapping) else getattr(logits, "logits", logits)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     return forward
