@@ -164,6 +164,14 @@ def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, re
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    tiny.saved(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    meta["model"]["huggingface"]["converted"] = [{"tensors": ["experts"], "held": ["expert.0", "expert.1"]}]
+    with pytest.raises(DataError, match="says that experts was made of other tensors"):
+        export(tmp_path, model_tensors(model), meta)
+
+
 def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
     tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
     meta = {"recipe": {"adapter": Adapter(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}

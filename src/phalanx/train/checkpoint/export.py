@@ -109,6 +109,9 @@ def _planned(manifest: Manifest, origin: Mapping[str, Any], folder: Path) -> _Te
     names = sorted(name for name in manifest.tensors if is_weight(name) and not is_adapter(name))
     adapted = {f"{name.rpartition('.')[0]}.weight" for name in manifest.tensors if is_adapter(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
+    for name in (name for group in converted for name in group):
+        if name not in manifest.tensors:
+            raise DataError(f"the checkpoint says that {name} was made of other tensors, and does not hold it")
     shared: Mapping[str, str] | None = origin.get("tied")  # checkpoints of before have none
     model = _model(folder) if converted or (adapted and origin and shared is None) else None
     if shared is None:
