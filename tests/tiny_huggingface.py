@@ -50,3 +50,109 @@ def saved(folder: Path, kind: str, seed: int = 0, **options: Any) -> nn.Module:
 def tokens(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:
     """Random tokens [batch, length]."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+_TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_OLD = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+WINDOW = 5
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("Bloom", _OLD),
+    "cohere2": ("Cohere2", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "deepseek-v2": ("DeepseekV2", _LATENT),
+    "deepseek-v3": ("DeepseekV3", _LATENT),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    ),
+    "falcon": ("Falcon", {}),
+    "flex-olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": WINDOW}),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "glm4-moe": ("Glm4Moe", {**_LATENT, "n_shared_experts": 1, "head_dim": 8}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW},
+    ),
+    "gpt2": ("GPT2", _OLD),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "jamba": ("Jamba", {"num_experts": 4, "mamba_d_state": 4, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama4": (
+        "Llama4",
+        {
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 64,
+            "head_dim": 8,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "mamba": ("Mamba", {"state_size": 4}),
+    "minimax": ("MiniMax", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 4}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 8}),
+    "smollm3": ("SmolLM3", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
+}
+"""Families of transformers, by the first part of their class's name and what makes them tiny. Those with windows have
+some that are shorter than a sample."""
+
+
+def built(name: str, seed: int = 0) -> nn.Module:
+    """A tiny causal model of an architecture, with weights far from their usual start, in evaluation mode."""
+    family, values = ARCHITECTURES[name]
+    wanted = next(
+        getattr(transformers, f"{family}{suffix}")
+        for suffix in ("TextConfig", "Config")
+        if hasattr(transformers, f"{family}{suffix}")
+    )
+    kind = next(
+        getattr(transformers, f"{family}{suffix}")
+        for suffix in ("ForCausalLM", "LMHeadModel")
+        if hasattr(transformers, f"{family}{suffix}")
+    )
+    torch.manual_seed(seed)
+    model: nn.Module = kind(wanted(**{**_TINY, **values})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model

@@ -23,6 +23,7 @@ from phalanx.plan.budget import Budget, budget
 from phalanx.plan.energy import Energy, Slowdown, capped_slowdown, device_power, run_energy
 from phalanx.plan.fitting import what_would_fit
 from phalanx.plan.footprint import Footprint, footprint
+from phalanx.plan.holdings import keeping
 from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
 from phalanx.plan.opening import Opening, opening_of
 from phalanx.plan.profile import Product, Profile
@@ -199,6 +200,8 @@ def _searched(
     def needed(setup: Setup) -> float:
         return memory_of(recipe, setup).total
 
+    offload = recipe.memory.offload == "optimizer"
+    kept = keeping(recipe.optim.name, recipe.optim.state, offload, recipe.optim.momentum)
     best: tuple[Found, Rates] | None = None
     for precision in _precisions(recipe, device.tflops):
         rates = rates_of(device, precision, ours)
@@ -215,7 +218,7 @@ def _searched(
         )
         if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
             continue  # nothing else differs but that it takes more memory
-        found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room)
+        found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room, kept)
         if best is None or (found.options and (not best[0].options or _first(found) < WORTH * _first(best[0]))):
             best = found, rates
     assert best is not None
@@ -260,6 +263,7 @@ def trained_how(recipe: Recipe, setup: Setup) -> dict[str, Any]:
         "state": recipe.optim.state,
         "offload": recipe.memory.offload == "optimizer",
         "loss": loss,
+        "momentum": recipe.optim.momentum,
     }
 
 

@@ -166,6 +166,22 @@ def test_a_model_that_fits_nowhere_says_by_how_much(folder: Path) -> None:
         planned(folder, *huge, cluster="h100:8")
 
 
+EIGHT_BILLION = ("model.args.layers=40", "model.args.width=4096", "model.args.heads=32", "batch.global=16")
+
+
+def test_a_model_of_eight_billion_parameters_is_tuned_with_adapters_on_one_device(folder: Path) -> None:
+    tuned = planned(folder, *EIGHT_BILLION, "adapter={rank: 8}", cluster="h100:1")
+    assert tuned.best.memory == tuned.footprint.total <= 76 * GIB
+    with pytest.raises(RecipeError, match=r"which is [1-9][\d.]* GiB above .* It needs .* too many"):
+        planned(folder, *EIGHT_BILLION, cluster="h100:1")
+
+
+def test_sgd_without_momentum_has_no_state(folder: Path) -> None:
+    with_it, without = (planned(folder, "optim.name=sgd", f"optim.momentum={each}") for each in (0.9, 0))
+    assert with_it.footprint.optimizer > 0
+    assert without.footprint.optimizer == 0
+
+
 def test_a_precision_that_the_device_lacks_is_refused(folder: Path) -> None:
     with pytest.raises(RecipeError, match="precision: fp8 is not among"):
         planned(folder, "precision=fp8", cluster="a100:64")

@@ -99,11 +99,14 @@ def export(
 
     write = {Format.HF: export_huggingface}[to]
     checkpoint = _chosen(path, step)
-    files = sorted(file.name for file in write(checkpoint, out).iterdir())
+    notes: list[str] = []
+    files = sorted(file.name for file in write(checkpoint, out, notes=notes.append).iterdir())
     if as_json:
-        print(json.dumps({"path": str(checkpoint), "out": str(out), "files": files}))
+        print(json.dumps({"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}))
     else:
         print(f"{out}: {', '.join(files)} from {checkpoint.name}")
+        for note in notes:
+            print(note)
 
 
 def _checkpoints(path: Path) -> list[Path]:

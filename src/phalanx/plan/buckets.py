@@ -34,7 +34,7 @@ def best_bucket(setup: Setup, rates: Rates) -> float | None:
     if layout.replicate == 1 or not whole or not setup.wire.hides or setup.wire.keeps:
         return None
     (model,) = chunks(setup)
-    size = sum(costs.elements(segment) * count for segment, count in model.segments) * setup.stack.gradient_bytes
+    size = sum(costs.trained(segment) * count for segment, count in model.segments) * setup.stack.gradient_bytes
     backward = through(costs, model, "backward").total
     over = costs.replicas
     on_cpu = setup.cluster.node.accelerator.generation == "cpu"

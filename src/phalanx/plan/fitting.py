@@ -35,10 +35,11 @@ class How:
     state: str = "fp32"
     offload: bool = False
     loss: Loss = "whole"
+    momentum: float = 0.9
 
     def footprint(self, setup: Setup) -> Footprint:
         """Of a setup trained so."""
-        return footprint(setup, optimizer=self.optimizer, state=self.state, offload=self.offload, loss=self.loss)
+        return footprint(setup, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,12 @@ def what_would_fit(
     state: str = "fp32",
     offload: bool = False,
     loss: Loss = "whole",
+    momentum: float = 0.9,
     capacity: float | None = None,
 ) -> Fit:
     """Whether a run fits into `capacity` bytes (those of the cluster's device), and else what would help. The other
     arguments are those of `footprint`."""
-    how = How(optimizer, state, offload, loss)
+    how = How(optimizer, state, offload, loss, momentum)
     room = setup.cluster.node.accelerator.memory_gib * GIB if capacity is None else capacity
     needed = how.footprint(setup)
     if needed.total <= room:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cluster.description import Accelerator
-from phalanx.plan.holdings import Keeping, elements, held, keeping
+from phalanx.plan.holdings import LEAST, Elements, Held, Keeping, elements, held, keeping
 from phalanx.plan.passage import GIB, Loss, Passage, passage
 from phalanx.plan.pipeline import Kind, Schedule, order
 from phalanx.plan.setup import Setup
@@ -101,33 +101,63 @@ class Footprint:
 
 
 def footprint(
-    setup: Setup, *, optimizer: str = "adamw", state: str = "fp32", offload: bool = False, loss: Loss = "whole"
+    setup: Setup,
+    *,
+    optimizer: str = "adamw",
+    state: str = "fp32",
+    offload: bool = False,
+    loss: Loss = "whole",
+    momentum: float = 0.9,
 ) -> Footprint:
-    """Of the pipeline rank that needs most. `optimizer`, `state` (fp32, bf16, 8bit: of adamw's moments) and `offload`
-    (of the optimizer, to the host) as in a recipe; `loss`: whether logits exist in fp32 (whole), in 16 bits alone
-    (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
-    found = footprints(setup, optimizer=optimizer, state=state, offload=offload, loss=loss)
+    """Of the pipeline rank that needs most. `optimizer`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's moments)
+    and `offload` (of the optimizer, to the host) as in a recipe; `loss`: whether logits exist in fp32 (whole), in 16
+    bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
+    found = footprints(setup, optimizer=optimizer, state=state, offload=offload, loss=loss, momentum=momentum)
     return max(found, key=lambda each: each.total)
 
 
+def least_bytes(setup: Setup, kept: Keeping = LEAST) -> float:
+    """Bytes that the same setup needs at least with any micro-batch, loss and way of recomputing: its footprint without
+    activations and what comes and goes."""
+    of_model, pipeline = chunks(setup), setup.layout.pipeline
+    states = [_state(setup, rank, of_model[rank::pipeline], kept)[1] for rank in range(pipeline)]
+    return max(_made(setup, rank, state, 0.0, 0.0).total for rank, state in enumerate(states))
+
+
 def footprints(
-    setup: Setup, *, optimizer: str = "adamw", state: str = "fp32", offload: bool = False, loss: Loss = "whole"
+    setup: Setup,
+    *,
+    optimizer: str = "adamw",
+    state: str = "fp32",
+    offload: bool = False,
+    loss: Loss = "whole",
+    momentum: float = 0.9,
 ) -> list[Footprint]:
     """Of each pipeline rank, in order; see `footprint`."""
     if setup.stack.name == "phalanx" and setup.layout.tensor > 1 and loss == "whole":
         loss = "chunked"  # ranks that divide the vocabulary never have all logits
-    kept, of_model = keeping(optimizer, state, offload), chunks(setup)
+    kept, of_model = keeping(optimizer, state, offload, momentum), chunks(setup)
     pipeline = setup.layout.pipeline
     return [_of_rank(setup, rank, of_model[rank::pipeline], kept, loss) for rank in range(pipeline)]
 
 
 def _of_rank(setup: Setup, rank: int, mine: Sequence[Chunk], kept: Keeping, loss: Loss) -> Footprint:
+    parts, state = _state(setup, rank, mine, kept)
+    activations, temporaries = _fullest(setup, rank, [passage(setup, chunk, parts, loss) for chunk in mine])
+    return _made(setup, rank, state, activations, temporaries)
+
+
+def _state(setup: Setup, rank: int, mine: Sequence[Chunk], kept: Keeping) -> tuple[Elements, Held]:
+    """Parameters of a rank, and the bytes of its training state."""
     layout = setup.layout
     parts = elements(setup, [pair for chunk in mine for pair in chunk.segments])
     if 0 < rank == layout.pipeline - 1:  # a tied weight stands at both ends
         parts = replace(parts, dense=parts.dense + setup.profile.tied / layout.tensor)
-    state = held(setup, parts, kept)
-    activations, temporaries = _fullest(setup, rank, [passage(setup, chunk, parts, loss) for chunk in mine])
+    return parts, held(setup, parts, kept)
+
+
+def _made(setup: Setup, rank: int, state: Held, activations: float, temporaries: float) -> Footprint:
+    layout = setup.layout
     allocated = state.parameters + state.gradients + state.optimizer + activations + temporaries
     around = OUTSIDE.get(setup.stack.name, Outside())
     on_cpu = is_cpu(setup.cluster.node.accelerator)

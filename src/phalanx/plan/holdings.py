@@ -10,8 +10,11 @@ for the cast. ZeRO: Rajbhandari et al. 2020, section 5.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from phalanx.plan.profile import Segment
 from phalanx.plan.setup import Setup
+from phalanx.plan.work import Array
 
 CAST = ("phalanx", "torch", "xla")
 """Stacks whose weights are held in fp32 and cast when they are used; others hold 16 bits and an fp32 copy."""
@@ -59,10 +62,16 @@ class Keeping:
     offload: bool
 
 
-def keeping(optimizer: str, state: str, offload: bool) -> Keeping:
+LEAST = Keeping(0.0, True)
+"""Of all optimizers the one that keeps least."""
+
+
+def keeping(optimizer: str, state: str, offload: bool, momentum: float = 0.9) -> Keeping:
     """By the names of a recipe. KeyError: there is no optimizer or format of that name."""
     kept = STATE_BYTES[state] if optimizer == "adamw" else STATE_BYTES["fp32"]
-    return Keeping(MOMENTS[optimizer] * kept, offload)
+    # lars and muon have their buffer at momentum 0, too
+    moments = 0 if optimizer == "sgd" and not momentum else MOMENTS[optimizer]
+    return Keeping(moments * kept, offload)
 
 
 def elements(setup: Setup, segments: Iterable[tuple[Segment, int]]) -> Elements:
@@ -112,8 +121,13 @@ def divided(setup: Setup, parts: Elements, level: int) -> float:
     layout = setup.layout
     # Copies of a sharded model (hybrid sharding) divide nothing among each other.
     ranks = layout.context * (layout.shard if setup.zero == 3 else setup.parts)
-    # An expert is where its rank of expert parallelism is, so fewer ranks have the same.
-    return parts.dense / ranks + parts.expert / max(1.0, ranks / layout.expert)
+    return float(among(parts.dense, parts.expert, ranks, layout.expert))
+
+
+def among(dense: Array, expert: Array, ranks: Array, of_experts: Array) -> Array:
+    """Elements on each of `ranks` that divide those of one: an expert is where its rank of expert parallelism is, so
+    fewer ranks have the same. Numbers or arrays."""
+    return dense / ranks + expert / np.maximum(1.0, ranks / of_experts)
 
 
 def gathered(setup: Setup, parts: Elements) -> float:
@@ -131,7 +145,8 @@ def fresh(setup: Setup, parts: Elements) -> float:
     SimuMax's runs of Megatron-LM on B200 just what is missing without."""
     width = 2.0 if setup.precision in LOW else 4.0
     if setup.zero < 3 and setup.stack.name in CAST:
-        return (width + (4.0 if setup.precision in LOW else 0.0)) * parts.largest
+        trained = parts.count * (1.0 - parts.frozen)
+        return (width + (4.0 if setup.precision in LOW else 0.0)) * min(parts.largest, trained)
     return width * parts.count * (1.0 - parts.frozen)
 
 

@@ -73,7 +73,7 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
     if recipe.memory.offload == "optimizer" and device != "cpu":
         kept = 0
     elif optim.name in ("sgd", "lars"):
-        kept = 4 if optim.momentum else 0
+        kept = 4 if optim.momentum or optim.name == "lars" else 0  # lars has its buffer at momentum 0, too
     else:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1

@@ -128,6 +128,11 @@ class Weights:
         """All of them."""
         return self.divided + self.whole + self.expert
 
+    @property
+    def trained(self) -> float:
+        """Those that are not frozen, as a share."""
+        return 1.0 - self.frozen / self.count if self.count else 1.0
+
 
 @dataclass(frozen=True)
 class Kept:

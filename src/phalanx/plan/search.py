@@ -16,19 +16,23 @@ import numpy as np
 from phalanx.cluster.description import Cluster
 from phalanx.plan.collectives import Kind, collective_seconds, links
 from phalanx.plan.experts import PHASES
+from phalanx.plan.footprint import least_bytes
+from phalanx.plan.holdings import LEAST, Keeping, among
 from phalanx.plan.pipeline import Schedule
-from phalanx.plan.profile import Attention, Kept, Profile
+from phalanx.plan.profile import Attention, Profile
 from phalanx.plan.rates import Rates
 from phalanx.plan.setup import Setup
-from phalanx.plan.step import SLOWED, Parts
-from phalanx.plan.work import Division, Price, work
+from phalanx.plan.step import SLOWED, Parts, exposed, passing, update_seconds
+from phalanx.plan.work import Array, Division, Price, Work, work
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.schema import Layout
 
 SIMULATED = 50
 """So many of the best estimates that fit are simulated."""
 LOOKED_AT = 600
-"""So many of the best estimates are asked whether they fit, exactly."""
+"""So many of the best estimates are asked whether they fit, exactly; more as long as none does."""
+ROUNDED = 1 + 1e-9
+"""Bounds and what they bound are added up in another order."""
 WORSE = 1.25
 """An estimate so much above the best simulated time cannot win any more: estimates are within a tenth of it mostly."""
 WAYS = ("none", "selective", "full")
@@ -132,93 +136,94 @@ def _runs(schedule: int, chunks: int, micros: int, pipeline: int) -> bool:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of each configuration: seconds of a step, and bytes on a device."""
+    """Of each configuration: seconds of a step, and bytes that it needs on a device at least, whatever its activations
+    take; exact as far as it goes (`footprint.least_bytes`)."""
 
     seconds: np.ndarray
     memory: np.ndarray
 
 
-def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, state_bytes: float = 16.0) -> Estimate:
-    """All configurations at once. `base` gives profile, cluster, batch, precision and stack; `state_bytes` are those of
-    training state for each parameter: weight, gradient and what the optimizer keeps."""
+def estimate(base: Setup, rates: Rates, price: Price, columns: Columns, kept: Keeping = LEAST) -> Estimate:
+    """All configurations at once. `base` gives profile, cluster, batch, precision and stack; `kept` is what the
+    optimizer keeps for each parameter."""
     c = columns
     parts = c["replicate"] * c["shard"]
     micros = base.batch // (parts * c["micro"])
     stages = c["pipeline"]
     divided = {name: c[name].astype(float) for name in ("tensor", "context", "expert")}
     samples = c["micro"] / c["context"]
-    same = ("micro", "context", "tensor", "expert")
-    alike = np.ravel_multi_index(tuple(c[name] for name in same), tuple(int(c[name].max()) + 1 for name in same))
-    _, rows, back = np.unique(alike, return_index=True, return_inverse=True)
+    rows, back = _distinct(c, ("micro", "context", "tensor", "expert"))
     unique = np.stack([samples, *divided.values()])[:, rows]
+    stack, sharing = base.stack, c["shard"] * c["context"]
     division = Division(
         samples=unique[0],
         tensor=unique[1],
         context=unique[2],
         expert=unique[3],
-        fused=base.stack.fused,
-        sequence_parallel=base.stack.sequence_parallel,
+        fused=stack.fused,
+        sequence_parallel=stack.sequence_parallel,
     )
-    stack, ranks = base.stack, unique[1]
-    reach = _Reach(base.cluster, stack.communicating)
+    reach = _Reach(base.cluster, stack.communicating, stack.latency)
+    one, ranks = np.ones(unique.shape[1]), unique[1]
+    groups = {"tensor": (ranks, one), "context": (unique[2], ranks), "expert": (unique[3], ranks)}
+
+    def send(kind: Kind, group: str, size: Array, copies: float) -> np.ndarray:
+        return reach.each(kind, *groups[group], size, copies)
+
+    mixed = any(segment.experts for segment in base.profile.segments)
     count = base.profile.blocks or 1
     at_once = np.ceil(count / (stages * c["chunks"])) * c["chunks"] / count
-    ways = len(WAYS)
-    zeros = np.zeros(unique.shape[1])
-    forward, backward, elements, kept, largest = (np.zeros(len(back)) for _ in range(5))
+    shape = (2, 2, len(back))  # forward and backward; the device's and the host's seconds
+    passes, elements, trained, local = np.zeros(shape), *(np.zeros(len(back)) for _ in range(3))
     for segment in base.profile.segments:
-        share = at_once if segment.is_block else 1.0
-        slower = stack.computing * (stack.experts if segment.experts else 1.0)
-        one, two = (work(segment, phase, division, price) for phase in PHASES)
-        passes = []
-        for done in (one, two):
-            shown = reach.each("all_gather", unique[2], ranks, done.keys_and_values)
-            waited = np.maximum(0.0, shown - done.seconds.attention * slower)
-            summed = done.reduces * reach.each("all_reduce", ranks, 1 + zeros, done.reduced) * (1 - stack.tensor_hidden)
-            sent = reach.each("all_to_all", unique[3], ranks, done.dispatched, done.copies)
-            passes.append(done.seconds.total * slower + summed + done.dispatches * sent + waited)
-        first, second = passes
-        # by way of recomputing: nothing, what is bound by memory, everything
-        again = np.stack([zeros, zeros + one.seconds.memory * slower, first]) * segment.is_block
-        among = ranks if stack.sequence_parallel else 1.0
-        full = _kept(segment.fused if stack.fused else segment.kept, unique[0], ranks, among)
-        boundary = (segment.boundary.fixed + segment.boundary.each * unique[0]) / among
-        some = np.minimum(_kept(segment.selective, unique[0], ranks, among) + boundary, full)
-        held = np.stack([full, some, zeros + boundary] if segment.is_block else [full] * ways)
-        each = share * segment.repeats
-        forward = forward + each * first[back]
-        backward = backward + each * (second[back] + again[c["way"], back])
-        kept = kept + each * held[c["way"], back]
-        largest = np.maximum(largest, full[back])
+        share = (at_once if segment.is_block else 1.0) * segment.repeats
+        ahead, backwards = (work(segment, phase, division, price) for phase in PHASES)
+
+        def seconds(done: Work, again: Work | None, way: str) -> list[np.ndarray]:
+            made = passing(stack, done, again, way, mixed, rates.quantised, send)
+            return [(made.total - made.launching) * one, made.launching * one]
+
+        there = np.array(seconds(ahead, None, "none"))
+        by_way = [seconds(backwards, ahead if way != "none" and segment.is_block else None, way) for way in WAYS]
+        passes[0] += share * there[:, back]
+        passes[1] += share * np.array(by_way)[c["way"], :, back].T
         weights = segment.weights
-        elements = elements + each * (weights.divided / c["tensor"] + weights.whole + weights.expert / c["expert"])
-    sharded = c["shard"] * c["context"] > 1
-    sharing = c["shard"] * c["context"]
+        dense, expert = weights.divided / c["tensor"] + weights.whole, weights.expert / c["expert"]
+        elements = elements + share * (dense + expert)
+        trained = trained + share * (dense + expert) * weights.trained
+        local = local + share * among(dense, expert, sharing, c["expert"]) * weights.trained
+    # The host runs ahead of the device; see step.through.
+    forward, backward = np.hypot(passes[:, 0], passes[:, 1])
     gathered = reach.each("all_gather", sharing, c["tensor"], elements * 2.0)
-    scattered = reach.each("all_gather", sharing, c["tensor"], elements * stack.gradient_bytes)
+    scattered = reach.each("all_gather", sharing, c["tensor"], trained * stack.gradient_bytes)
     behind = np.minimum(gathered, forward) + np.minimum(gathered + scattered, backward)
     waiting = np.maximum(0.0, gathered - forward) + np.maximum(0.0, gathered + scattered - backward)
     slowest = forward + backward + waiting + SLOWED * behind + (gathered + scattered) / np.maximum(1, count / stages)
     bubble = np.where(stages > 1, (stages - 1) / c["chunks"], 0.0)
     bubble = np.where(c["schedule"] == SCHEDULES.index("zero-bubble"), bubble / 3, bubble)
-    local = elements / sharing
-    apart = c["tensor"] * c["context"] * c["shard"]
-    exchange = reach.each("all_reduce", c["replicate"], apart, local * stack.gradient_bytes * base.wire.share)
-    hidden = np.minimum(exchange * (stack.hidden if base.wire.hides else 0.0), backward)
-    update = local * 30.0 / (rates.bandwidth * 0.8)
-    seconds = (micros + bubble) * slowest + exchange - hidden * (1 - SLOWED) + update + stack.step_seconds
-    in_flight = np.where(c["schedule"] == SCHEDULES.index("gpipe"), micros, np.minimum(micros, stages))
-    in_flight = in_flight * np.where(c["chunks"] > 1, 1 + (stages - 1) / (stages * c["chunks"]), 1.0)
-    unsharded = np.where(sharded, 2.0 * elements / np.maximum(1, count / stages) * 2.0, 0.0)
-    memory = local * state_bytes + kept * in_flight + largest + unsharded
-    return Estimate(np.asarray(seconds), np.asarray(memory))
+    size = local * stack.gradient_bytes * base.wire.share
+    adding = reach.each("all_reduce", c["replicate"], c["tensor"] * sharing, size)
+    adding = exposed(adding, backward, stack.hidden if base.wire.hides else 0.0)
+    update = update_seconds(base.optimizer, rates, local)
+    seconds_of = (micros + bubble) * slowest + adding + update + stack.step_seconds
+    rows, back = _distinct(c, ("replicate", "shard", "tensor", "pipeline", "context", "expert", "chunks"))
+    memory = np.array([least_bytes(each, kept) for each in setups(base, c, list(rows))])[back]
+    return Estimate(np.asarray(seconds_of), memory)
+
+
+def _distinct(columns: Columns, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that differ in some of these columns, one of each kind, and which of them each row is like."""
+    _, rows, back = np.unique(
+        np.stack([columns[name] for name in names]), axis=1, return_index=True, return_inverse=True
+    )
+    return rows, back.reshape(-1)
 
 
 class _Reach:
     """Seconds of collectives for arrays of layouts: links are the same for all that share group and stride."""
 
-    def __init__(self, cluster: Cluster, scale: float) -> None:
-        self._cluster, self._scale = cluster, scale
+    def __init__(self, cluster: Cluster, scale: float, late: float) -> None:
+        self._cluster, self._scale, self._late = cluster, scale, late
 
     def each(self, kind: Kind, ranks: Any, stride: Any, size: Any, copies: float = 1.0) -> np.ndarray:
         """Of one collective of `size` bytes for each group of `ranks`, `stride` devices apart."""
@@ -229,15 +234,9 @@ class _Reach:
             n, between = divmod(int(code), 2**32)
             if n > 1:
                 here = codes == code
-                over = links(self._cluster, n, between)
+                over = links(self._cluster, n, between, self._late)
                 found[here] = collective_seconds(kind, size[here], over, self._scale, copies)
         return found
-
-
-def _kept(kind: Kept, samples: np.ndarray, tensor: np.ndarray, among: Any) -> np.ndarray:
-    whole = kind.whole.fixed + kind.whole.each * samples
-    divided = kind.divided.fixed + kind.divided.each * samples
-    return np.asarray(whole / among + divided / tensor)
 
 
 @dataclass(frozen=True)
@@ -257,8 +256,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search: what fits, the fastest first; how many were valid, and how many of them fit by the
-    estimate; the least memory that any takes."""
+    """The outcome of a search: what fits, the fastest first; how many were valid, and of how many of them the training
+    state fits; the least memory that any takes."""
 
     options: tuple[Option, ...]
     valid: int
@@ -299,32 +298,49 @@ def search(
     simulate: Callable[[Setup], Parts],
     memory: Callable[[Setup], float],
     room: float,
+    kept: Keeping = LEAST,
 ) -> Found:
-    """The fastest configurations that fit into `room` bytes of a device. `simulate` and `memory` are exact."""
+    """The fastest configurations that fit into `room` bytes of a device. `simulate` and `memory` are exact. `kept`,
+    what the optimizer keeps for each parameter, spares asking `memory` where the training state alone is too large."""
     columns = candidates(base.profile, space)
     valid = len(columns["micro"])
     if not valid:
         return Found((), 0, 0, None)
-    guess = estimate(base, rates, price, columns)
-    # The estimate of memory is rough: what misses by a third may still fit.
-    near = np.flatnonzero(guess.memory <= 1.33 * room)
+    guess = estimate(base, rates, price, columns, kept)
+    near = np.flatnonzero(guess.memory <= room * ROUNDED)
     order = near[np.argsort(guess.seconds[near], kind="stable")]
     options: list[Option] = []
     best = math.inf
-    for row in order[:LOOKED_AT]:
-        if len(options) >= SIMULATED or guess.seconds[row] > WORSE * best:
+    for asked, row in enumerate(order):
+        if options and (len(options) >= SIMULATED or asked >= LOOKED_AT or guess.seconds[row] > WORSE * best):
             break
         (setup,) = setups(base, columns, [int(row)])
         needed = memory(setup)
         if needed <= room:
             options.append(Option(setup, simulate(setup), needed))
             best = min(best, options[-1].seconds)
-    least = None
-    if not options:
-        closest = setups(base, columns, [int(np.argmin(guess.memory))])[0]
-        least = Option(closest, simulate(closest), memory(closest))
+    least = None if options else _closest(base, columns, guess.memory, simulate, memory)
     options.sort(key=_rank)
     return Found(tuple(options), valid, len(near), least)
+
+
+def _closest(
+    base: Setup,
+    columns: Columns,
+    bounds: np.ndarray,
+    simulate: Callable[[Setup], Parts],
+    memory: Callable[[Setup], float],
+) -> Option:
+    """What needs least memory, where each needs `bounds` at least."""
+    closest, least = None, math.inf
+    for row in np.argsort(bounds, kind="stable"):
+        if bounds[row] > least * ROUNDED:
+            break
+        (setup,) = setups(base, columns, [int(row)])
+        if (needed := memory(setup)) < least:
+            closest, least = setup, needed
+    assert closest is not None
+    return Option(closest, simulate(closest), least)
 
 
 def _rank(option: Option) -> tuple[float, int, bool, int, float]:

@@ -3,17 +3,20 @@ them. Two streams a rank, one that computes and one that communicates, simulated
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from phalanx.plan.collectives import collective_seconds, links
+import numpy as np
+
+from phalanx.plan.collectives import Kind, collective_seconds, links
+from phalanx.plan.holdings import among
 from phalanx.plan.measured import Here
 from phalanx.plan.pipeline import Schedule, Stage, seconds
 from phalanx.plan.profile import Segment
 from phalanx.plan.rates import Rates
-from phalanx.plan.setup import Setup
-from phalanx.plan.work import Division, Price, Work, priced_by, work
+from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.work import Array, Division, Price, Work, priced_by, work
 
 SLOWED = 0.15
 """By how much computing slows down while something is communicated: 19 % on average on A100, H100, MI250 and MI210
@@ -59,23 +62,63 @@ class Parts:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch through one chunk, one way: seconds by cause."""
+    """One micro-batch through one chunk, one way: seconds by cause, numbers or arrays of layouts."""
 
-    products: float
-    attention: float
-    memory: float
-    recomputing: float
-    tensor: float
-    context: float
-    expert: float
-    sharding: float
-    launching: float
+    products: Array
+    attention: Array
+    memory: Array
+    recomputing: Array
+    tensor: Array
+    context: Array
+    expert: Array
+    sharding: Array
+    launching: Array
     """By how much the host, which launches kernels, holds the device up."""
 
     @property
-    def total(self) -> float:
+    def total(self) -> Array:
         """Of all."""
-        return float(sum(vars(self).values()))
+        return sum(vars(self).values())
+
+
+Sending = Callable[[Kind, str, Array, float], Array]
+"""Seconds of a collective among "tensor", "context" or "expert" ranks, by its kind, bytes and copies."""
+
+
+def passing(
+    stack: Stack, done: Work, again: Work | None, way: str, experts: bool, quantised: bool, send: Sending
+) -> Pass:
+    """What a segment does one way and what is computed `again` for it, in seconds, without sharding; `way` of
+    recomputing. `experts`: whether any segment of the model has them. Numbers or arrays of layouts."""
+    recomputing: Array = 0.0
+    reduces, dispatches, launching = done.reduces, done.dispatches, _launching(stack, done)
+    if again is not None:
+        launching = launching + _launching(stack, again)
+        recomputing = again.seconds.memory if way == "selective" else again.seconds.total
+        if way != "selective":
+            reduces, dispatches = reduces + again.reduces, dispatches + again.dispatches
+    slower = stack.experts if experts else 1.0
+    computing = slower * stack.computing
+    reduced = done.reduced if done.reduces or again is None else again.reduced
+    dispatched = done.dispatched if done.dispatches or again is None else again.dispatched
+    shown = send("all_gather", "context", done.keys_and_values, 1.0)
+    return Pass(
+        products=done.seconds.products * computing * (stack.eight if quantised else 1.0),
+        attention=done.seconds.attention * computing,
+        memory=done.seconds.memory * computing,
+        recomputing=recomputing * computing,
+        tensor=reduces * send("all_reduce", "tensor", reduced, 1.0) * (1 - stack.tensor_hidden),
+        context=np.maximum(0.0, shown - done.seconds.attention * stack.computing),
+        expert=dispatches * send("all_to_all", "expert", dispatched, done.copies) * slower,
+        sharding=0.0,
+        launching=launching,
+    )
+
+
+def _launching(stack: Stack, done: Work) -> Array:
+    """Seconds that the host needs for what a pass through a segment launches."""
+    launches = done.launches + done.of_experts * stack.expert_launches
+    return launches * stack.launch + done.dispatches * stack.routing
 
 
 def chunks(setup: Setup) -> list[Chunk]:
@@ -123,11 +166,15 @@ class Costs:
         self._price = price or priced_by(rates)
         layout, cluster = setup.layout, setup.cluster
         inner, late = layout.tensor * layout.context, setup.stack.latency
-        self.tensor = links(cluster, layout.tensor, 1, late)
-        self.context = links(cluster, layout.context, layout.tensor, late)
-        self.expert = links(cluster, layout.expert, layout.tensor, late)
+        self._groups = {
+            "tensor": links(cluster, layout.tensor, 1, late),
+            "context": links(cluster, layout.context, layout.tensor, late),
+            "expert": links(cluster, layout.expert, layout.tensor, late),
+        }
         self.shard = links(cluster, layout.shard * (layout.context if setup.zero == 3 else 1), layout.tensor, late)
-        self.replicas = links(cluster, setup.parts * layout.context, layout.tensor, late)
+        sharded = layout.shard * layout.context if setup.zero == 3 else 1
+        adding = setup.parts * layout.context // sharded
+        self.replicas = links(cluster, adding, layout.tensor * sharded, late)
         self.stages = links(cluster, layout.pipeline, inner * setup.parts, late)
         self.division = Division(
             samples=setup.micro / layout.context,
@@ -138,7 +185,6 @@ class Costs:
             sequence_parallel=setup.stack.sequence_parallel,
         )
         self._known: dict[tuple[int, str], Any] = {}
-        self._eight = setup.stack.eight if rates.quantised else 1.0
         self._mixed = any(segment.experts for segment in setup.profile.segments)
 
     def of(self, segment: Segment, way: str) -> Pass:
@@ -159,42 +205,13 @@ class Costs:
         return self._pass(work(segment, "backward", self.division, self._price), again)
 
     def _pass(self, done: Work, again: Work | None) -> Pass:
-        stack = self.setup.stack
-        recomputing = 0.0
-        reduces, dispatches = done.reduces, done.dispatches
-        if again is not None:
-            only_memory = self.setup.recompute == "selective"
-            recomputing = again.seconds.memory if only_memory else again.seconds.total
-            if not only_memory:
-                reduces, dispatches = reduces + again.reduces, dispatches + again.dispatches
-        scale = stack.communicating
-        size = done.reduced if done.reduces else (again.reduced if again else 0.0)
-        tensor = reduces * float(collective_seconds("all_reduce", size, self.tensor, scale)) * (1 - stack.tensor_hidden)
-        size = done.dispatched if done.dispatches else (again.dispatched if again else 0.0)
-        expert = dispatches * float(collective_seconds("all_to_all", size, self.expert, scale, done.copies))
-        context = 0.0
-        if self.context.ranks > 1:
-            shown = float(collective_seconds("all_gather", done.keys_and_values, self.context, scale))
-            context = max(0.0, shown - float(done.seconds.attention) * stack.computing)
-        slower = stack.experts if self._mixed else 1.0
-        computing = slower * stack.computing
-        return Pass(
-            products=float(done.seconds.products) * computing * self._eight,
-            attention=float(done.seconds.attention) * computing,
-            memory=float(done.seconds.memory) * computing,
-            recomputing=float(recomputing) * computing,
-            tensor=tensor,
-            context=context,
-            expert=expert * slower,
-            sharding=0.0,
-            launching=self._launching(done) + (self._launching(again) if again is not None else 0.0),
+        made = passing(
+            self.setup.stack, done, again, self.setup.recompute, self._mixed, self.rates.quantised, self._sent
         )
+        return Pass(**{name: float(value) for name, value in vars(made).items()})
 
-    def _launching(self, done: Work) -> float:
-        """Seconds that the host needs for what a pass through a segment launches."""
-        stack = self.setup.stack
-        launches = done.launches + float(done.of_experts) * stack.expert_launches
-        return launches * stack.launch + done.dispatches * stack.routing
+    def _sent(self, kind: Kind, group: str, size: Array, copies: float) -> Array:
+        return collective_seconds(kind, size, self._groups[group], self.setup.stack.communicating, copies)
 
     def gathered(self, segment: Segment) -> float:
         """Seconds to gather the weights of a segment among the ranks that divide them; 0 where none do."""
@@ -207,13 +224,26 @@ class Costs:
         """Seconds to add the gradients of a segment and leave each rank its part."""
         if self.setup.zero < 3 or self.shard.ranks == 1:
             return 0.0
-        size = self.elements(segment) * float(self.setup.stack.gradient_bytes)
+        size = self.trained(segment) * float(self.setup.stack.gradient_bytes)
         return float(collective_seconds("reduce_scatter", size, self.shard, self.setup.stack.communicating))
 
     def elements(self, segment: Segment) -> float:
         """Parameters of a segment on one rank, before data-parallel ranks divide them."""
+        return sum(self._elements(segment))
+
+    def trained(self, segment: Segment) -> float:
+        """Those of them that are trained, which alone have gradients and an update."""
+        return self.elements(segment) * segment.weights.trained
+
+    def updated(self, segment: Segment) -> float:
+        """Those of them that one rank updates."""
+        setup, layout = self.setup, self.setup.layout
+        ranks = layout.context * (layout.shard if setup.zero == 3 else setup.parts) if setup.zero else 1
+        return float(among(*self._elements(segment), ranks, layout.expert)) * segment.weights.trained
+
+    def _elements(self, segment: Segment) -> tuple[float, float]:
         weights, layout = segment.weights, self.setup.layout
-        return weights.divided / layout.tensor + weights.whole + weights.expert / layout.expert
+        return weights.divided / layout.tensor + weights.whole, weights.expert / layout.expert
 
 
 def through(costs: Costs, chunk: Chunk, way: str) -> Pass:
@@ -282,7 +312,7 @@ def step_here(setup: Setup, rates: Rates, here: Here) -> Parts:
     costs = Costs(setup, rates, here.price)
     chunk = chunks(setup)[0]
     passes = [through(costs, chunk, way) for way in ("forward", "backward")]
-    weights = sum(costs.elements(segment) * count for segment, count in chunk.segments)
+    weights = sum(costs.trained(segment) * count for segment, count in chunk.segments)
     ranks = setup.layout.replicate
     sums = {name: setup.micros * sum(getattr(each, name) for each in passes) for name in Pass.__dataclass_fields__}
     sums["memory"] += (setup.micros - 1) * here.accumulate(weights)
@@ -309,39 +339,32 @@ def step(setup: Setup, rates: Rates, price: Price | None = None) -> Parts:
     )
     mine = [*forward[busiest :: layout.pipeline], *backward[busiest :: layout.pipeline]]
     sums = {name: setup.micros * sum(getattr(each, name) for each in mine) for name in Pass.__dataclass_fields__}
-    weights = [
-        sum(
-            costs.elements(segment) * count
-            for chunk in parts_of_model[rank :: layout.pipeline]
-            for segment, count in chunk.segments
-        )
-        for rank in range(layout.pipeline)
+    ranks = [
+        [pair for each in parts_of_model[at :: layout.pipeline] for pair in each.segments]
+        for at in range(layout.pipeline)
     ]
+    updated = max(sum(costs.updated(segment) * count for segment, count in mine) for mine in ranks)
+    gradients = (
+        updated if setup.zero == 3 else max(sum(costs.trained(of) * count for of, count in mine) for mine in ranks)
+    )
     last = max(sum(each.total for each in backward[rank :: layout.pipeline]) for rank in range(layout.pipeline))
     first = max(sum(each.total for each in forward[rank :: layout.pipeline]) for rank in range(layout.pipeline))
     return Parts(
         **sums,
         bubble=made - sum(sums.values()),
-        gradients=_gradients(costs, max(weights), first, last),
-        optimizer=_update(setup, rates, max(weights)),
+        gradients=_gradients(costs, gradients, first, last),
+        optimizer=update_seconds(setup.optimizer, rates, updated),
         rest=setup.stack.step_seconds,
     )
 
 
 def _gradients(costs: Costs, weights: float, first: float, last: float) -> float:
-    """Exposed seconds of adding gradients over replicas, behind the `last` backward, and, where replicas divide the
-    optimizer's state, of gathering the new weights, behind the `first` forward."""
-    setup, layout = costs.setup, costs.setup.layout
+    """Exposed seconds of adding gradients of so many `weights` over replicas, behind the `last` backward, and, where
+    replicas divide the optimizer's state, of gathering the new weights, behind the `first` forward."""
+    setup, over = costs.setup, costs.replicas
     stack = setup.stack
-    sharded = layout.shard if setup.zero == 3 else 1
-    over = (
-        links(setup.cluster, setup.parts * layout.context // sharded, layout.tensor * sharded)
-        if sharded > 1
-        else costs.replicas
-    )
-    if over.ranks == 1 or (setup.zero == 3 and layout.replicate == 1):
+    if over.ranks == 1:
         return 0.0
-    weights = weights / sharded
     scale = stack.communicating
     if setup.zero in (1, 2):
         adding = float(collective_seconds("reduce_scatter", weights * stack.gradient_bytes, over, scale))
@@ -351,16 +374,15 @@ def _gradients(costs: Costs, weights: float, first: float, last: float) -> float
         adding = float(collective_seconds("all_reduce", size, over, scale))
         gathering = 0.0
     hidden = stack.hidden if setup.wire.hides else 0.0
-    return _left(adding, last, hidden) + _left(gathering, first, stack.hidden)
+    return float(exposed(adding, last, hidden) + exposed(gathering, first, stack.hidden))
 
 
-def _left(travelling: float, computing: float, hidden: float) -> float:
-    """What does not hide, and by how much it slows down what it hides behind."""
-    behind = min(travelling * hidden, computing)
+def exposed(travelling: Array, computing: Array, hidden: float) -> Array:
+    """What does not hide, and by how much it slows down what it hides behind. Numbers or arrays."""
+    behind = np.minimum(travelling * hidden, computing)
     return travelling - behind + SLOWED * behind
 
 
-def _update(setup: Setup, rates: Rates, weights: float) -> float:
-    """Seconds of the optimizer on one rank's part of the weights."""
-    divided = setup.parts * setup.layout.context if setup.zero else 1
-    return weights / divided * OPTIMIZER_BYTES[setup.optimizer] / (rates.bandwidth * 0.8)
+def update_seconds(optimizer: str, rates: Rates, weights: Array) -> Array:
+    """Seconds of the optimizer on so many weights."""
+    return weights * OPTIMIZER_BYTES[optimizer] / (rates.bandwidth * 0.8)

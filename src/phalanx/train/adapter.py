@@ -54,6 +54,7 @@ def add_adapters(model: nn.Module, spec: Adapter, generator: torch.Generator | N
     """Freeze the model and put adapters beside the chosen layers. Changes the model in place; A is drawn on the CPU, so
     that it does not depend on the device. RecipeError when no layer fits or `spec.rank` is too large for one."""
     layers = chosen(model, spec)
+    _check_ties(model, layers)
     for name, module in layers.items():
         smaller = min(_weight(module).shape)
         if spec.rank >= smaller:
@@ -72,6 +73,24 @@ def add_adapters(model: nn.Module, spec: Adapter, generator: torch.Generator | N
             held = (value.T if transposed else value).contiguous().to(device, weight.dtype)
             module.register_parameter(name, nn.Parameter(held))
         module.register_forward_hook(partial(_add, scale=scale_of(spec), dropout=spec.dropout, transposed=transposed))
+
+
+def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """RecipeError when a chosen layer shares its weight with another module: what its adapter learns is not what the
+    other should get, so it could never be folded in. Models of transformers can be untied (`checkpoint/export.py`)."""
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(name)
+    for name, module in layers.items():
+        others = [other for other in users[id(_weight(module))] if other != name]
+        if others:
+            raise RecipeError(
+                f"adapter.modules: {name} shares its weight with {others[0]}, so an adapter there could not be folded "
+                f"into it; leave {name} out, or build a model that does not tie them"
+            )
 
 
 def scale_of(spec: Adapter) -> float:

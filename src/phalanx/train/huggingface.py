@@ -24,8 +24,9 @@ from phalanx.recipe.explain import nearest
 from phalanx.recipe.imports import CONFIG, told
 from phalanx.train.adapter import is_adapter
 from phalanx.train.huggingface_calls import install
+from phalanx.train.huggingface_names import ConvertedSource, converted
 from phalanx.train.state import model_tensors
-from phalanx.train.weight_source import WeightSource, copy_into, weight_source
+from phalanx.train.weight_source import WeightSource, aliases, copy_into, plain_name, weight_source
 
 MOST = 5
 """So many tensors are named in an error."""
@@ -57,11 +58,16 @@ def build(directory: Path, args: Mapping[str, Any], facts: Facts | None = None) 
 def build_loaded(directory: Path, args: Mapping[str, Any], facts: Facts | None, device: torch.device) -> nn.Module:
     """The whole model of a directory, with its weights, on a device. Errors as of `build` and `tensor_names`."""
     model = build(directory, args, facts)
-    source = weight_source(directory)
+    source = source_for(model, directory)
     names = tensor_names(model, source)
     materialise(model, device)
     load(model, source, names)
     return model
+
+
+def source_for(model: nn.Module, directory: Path) -> WeightSource:
+    """The tensors of a directory as the model has them. Errors as of `weight_source` and `converted`."""
+    return converted(model, weight_source(directory))
 
 
 def tensor_names(model: nn.Module, source: WeightSource) -> dict[str, list[str]]:
@@ -138,17 +144,29 @@ def differ(source: WeightSource, first: str, other: str) -> DataError:
 
 
 def describe(directory: Path, args: Mapping[str, Any]) -> dict[str, Any]:
-    """What an export needs to write such a directory again: its path, config.json with `args` in it, and the names in
-    its files of those tensors that the model calls otherwise."""
-    names = tensor_names(build(directory, args), weight_source(directory))
-    renamed = {name: held[0] for name, held in names.items() if held[0] != name}
-    return {"directory": str(directory.absolute()), "config": _read_config(directory) | dict(args), "names": renamed}
+    """What an export needs to write such a directory again: its path, config.json with `args` in it, the names in its
+    files of those tensors that the model calls otherwise, which are made of which, and which parameters are one."""
+    model = build(directory, args)
+    source = source_for(model, directory)
+    names = {name: held[0] for name, held in tensor_names(model, source).items()}
+    made: list[dict[str, list[str]]] = []
+    if isinstance(source, ConvertedSource):
+        made = source.groups()
+        names = {name: source.original(held) for name, held in names.items() if name not in source.conversions}
+    return {
+        "directory": str(directory.absolute()),
+        "config": _read_config(directory) | dict(args),
+        "names": {name: held for name, held in names.items() if held != name},
+        "converted": made,
+        "tied": aliases(model),
+    }
 
 
 def check(directory: Path, args: Mapping[str, Any]) -> None:
     """Whether a model can be built and its weights are all there, by the files' headers. Errors as of `build` and
     `tensor_names`."""
-    tensor_names(build(directory, args), weight_source(directory))
+    model = build(directory, args)
+    tensor_names(model, source_for(model, directory))
 
 
 def preload(directory: str) -> None:
@@ -175,8 +193,13 @@ def _architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Mod
     where = directory / CONFIG
     _read_config(directory)
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if "auto_map" in _read_config(directory):
+            raise RecipeError(
+                f"model.build: {where}: auto_map names code of the directory's own, which is never run; convert the "
+                "model to an architecture of transformers"
+            ) from None
         kind = _read_config(directory).get("model_type")
         version = transformers.__version__
         raise RecipeError(
@@ -196,6 +219,12 @@ def _architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Mod
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise RecipeError(
             f"model.build: {where}: transformers {transformers.__version__} has no architecture {names[0]!r}"
+        )
+    kernel = str(getattr(config, "_attn_implementation", None) or "")
+    if "/" in kernel:
+        raise RecipeError(
+            f"model.build: {where}: attention by {kernel!r} would fetch and run code; name one of transformers' own: "
+            "model.args.attn_implementation=sdpa"
         )
     return kind, config
 
@@ -259,7 +288,8 @@ def _places(model: nn.Module) -> dict[str, list[str]]:
 
 def _candidates(name: str, prefix: str) -> list[str]:
     """Names that a tensor may have in a file."""
-    names = [name]
+    plain = plain_name(name)
+    names = list(dict.fromkeys([name, plain, plain.removeprefix("module.")]))
     if len(prefix) > 1:
         names += [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name]
     old = [

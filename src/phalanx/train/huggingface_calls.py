@@ -5,6 +5,7 @@ Tasks speak of tokens, documents and positions; `adapt` turns that into `input_i
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from phalanx.models.attention import document_mask
 
 OURS = ("documents", "positions")
 """Keyword arguments that are ours and no Hugging Face model's."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""Kinds of layers, by what a token may see: all before it, a window, what is in its chunk."""
 
 
 def takes(model: nn.Module) -> frozenset[str]:
@@ -25,9 +28,10 @@ def takes(model: nn.Module) -> frozenset[str]:
 def adapt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `model.forward` for (tokens [b, s], documents [b, s] or None, positions [b, s] or [s] or None).
 
-    Documents become a mask [b, 1, s, s] by which a token sees those before it in its document, and positions that
-    begin at 0 in each document, unless positions are given. Keyword arguments that are the model's own stay. No cache
-    is asked for. RecipeError when the model has no argument for a mask that is needed.
+    Documents become a mask [b, 1, s, s] by which a token sees those before it in its document and within the window of
+    the layer, a mask for each kind of layer where there are several, and positions that begin at 0 in each document,
+    unless positions are given. Keyword arguments that are the model's own stay. No cache is asked for. RecipeError when
+    the model has no argument for a mask that is needed, or layers that none helps.
     """
     names = takes(model)
     own = {name: value for name, value in kwargs.items() if name not in OURS}
@@ -39,7 +43,7 @@ def adapt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if "attention_mask" not in names:
             kind = type(model).__name__
             raise RecipeError(f"data.documents: {kind} takes no attention_mask, so it cannot keep documents separate")
-        own["attention_mask"] = _mask(model, documents)
+        own["attention_mask"] = _masks(model, documents)
         positions = positions_in(documents) if positions is None else positions
     if positions is not None and "position_ids" in names:
         own["position_ids"] = positions.expand(own["input_ids"].shape) if "input_ids" in own else positions
@@ -56,13 +60,42 @@ def positions_in(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
-def _mask(model: nn.Module, documents: Tensor) -> Tensor:
-    """True where a token may look, for `scaled_dot_product_attention`; other implementations add 0 or a very low
-    number, in the dtype of the model's parameters."""
+def _masks(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
+    """What each token may see: those before it in its document, as far as the model's own windows and chunks reach. One
+    mask for all layers, or, where these are of several kinds, one for each, as transformers' models take them.
+    RecipeError when some layers are of a kind that no mask can keep within a document."""
+    config = model.config
+    if callable(text := getattr(config, "get_text_config", None)):
+        config = text()
     allowed = document_mask(documents)
-    if getattr(model.config, "_attn_implementation", "eager") == "sdpa":
-        return allowed
-    dtype = next(model.parameters()).dtype
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if not kinds:
+        kinds = [FULL if window is None else SLIDING]
+    place = torch.arange(documents.shape[1], device=documents.device)
+    made: dict[str, Tensor] = {}
+    for kind in kinds:
+        if kind == FULL:
+            made[kind] = allowed
+        elif kind == SLIDING and isinstance(window, int):
+            made[kind] = allowed & (place[:, None] - place < window)
+        elif kind == CHUNKED and isinstance(chunk, int):
+            part = positions_in(documents) // chunk
+            made[kind] = allowed & (part[:, None, :, None] == part[:, None, None, :])
+        else:
+            name = type(model).__name__
+            raise RecipeError(
+                f"data.documents: {name} has layers of {kind}, which no mask keeps within a document; use "
+                "data.documents=join, or a model of attention alone"
+            )
+    if getattr(model.config, "_attn_implementation", "eager") != "sdpa":
+        dtype = next(model.parameters()).dtype
+        made = {kind: _added(mask, dtype) for kind, mask in made.items()}
+    return made if len(made) > 1 else next(iter(made.values()))
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention that is not torch's own adds to scores: 0, or a very low number."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
@@ -72,8 +105,11 @@ def install(model: nn.Module) -> None:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Logits of a model's output: of a tensor itself, of what has `logits`. RecipeError for anything else."""
+    """Logits of a model's output: of a tensor itself, of what has `logits` as an attribute or as a key. RecipeError for
+    anything else."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, Mapping):
+        logits = output.get("logits")
     if not isinstance(logits, Tensor):
         kind = type(output).__name__
         raise RecipeError(

@@ -29,7 +29,7 @@ from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
-from phalanx.train.causality import check_causal
+from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.memory import is_out_of_memory
 from phalanx.train.model import build_model
 from phalanx.train.objective import Objective, Scoring
@@ -97,6 +97,8 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
         huggingface.materialise(model, device)
     # FLOPs do not depend on the precision, but in fp32 a GPU has no kernel for grouped heads that keeps no scores.
     counting = payload.get("precision", "fp32") if device.type == "cuda" else "fp32"
+    if values and isinstance(task, LanguageModeling):
+        check_documents(model, task, to_device(data.train(0, 1), device))
     flops = []
     for samples in (1, 2):
         counter = FlopCounterMode(display=False)

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that torch's wrappers put there: of a compiled, a recomputed and a sharded module."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,19 @@ def _opened(file: Path) -> Any:
         raise DataError(f"{file}: there is no such file") from None
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file}: not a whole safetensors file ({error})") from None
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without the parts that torch's wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Of parameters that are tied, each name but the first, and the first."""
+    first: dict[int, str] = {}
+    everything = model.named_parameters(remove_duplicate=False)
+    owners = {name: first.setdefault(id(parameter), name) for name, parameter in everything}
+    return {name: owner for name, owner in owners.items() if name != owner}
 
 
 def copy_into(target: Tensor, source: WeightSource, name: str) -> None:

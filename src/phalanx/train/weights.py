@@ -18,9 +18,9 @@ from phalanx.errors import DataError
 from phalanx.recipe import huggingface_directory
 from phalanx.train.adapter import is_adapter
 from phalanx.train.checkpoint import Manifest, list_checkpoints, load_blocks, read_manifest
-from phalanx.train.huggingface import differ, tensor_names
+from phalanx.train.huggingface import differ, source_for, tensor_names
 from phalanx.train.parallel.divided import Divided, Held
-from phalanx.train.weight_source import WeightSource, weight_source
+from phalanx.train.weight_source import WeightSource
 
 
 class Origin(Protocol):
@@ -104,7 +104,7 @@ def origin(where: str, folder: Path, model: nn.Module, adapters_follow: bool = F
 
 def files(directory: Path, model: nn.Module) -> Files:
     """The weights of a directory for a whole model. Errors as of `tensor_names`."""
-    source = weight_source(directory)
+    source = source_for(model, directory)
     return Files(source, tensor_names(model, source))
 
 

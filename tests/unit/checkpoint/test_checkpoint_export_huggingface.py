@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.data import Facts
+from phalanx.data.tokenizers import train_bpe
+from phalanx.errors import DataError
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train.adapter import add_adapters, is_adapter, merge
 from phalanx.train.checkpoint import export_huggingface
@@ -131,3 +133,118 @@ def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
     with torch.no_grad():
         tokens = tiny.tokens()
         torch.testing.assert_close(read_back(out)(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def adapted(model: nn.Module, meta: dict[str, Any], modules: str) -> nn.Module:
+    """With an adapter that does something, and a checkpoint's word of it."""
+    spec = Adapter(rank=4, alpha=8, modules=modules)
+    add_adapters(model, spec)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(std=0.2)
+    meta["recipe"] = {"adapter": spec.model_dump()}
+    return model
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["", "a checkpoint of before"])
+@pytest.mark.parametrize("kind", ["llama-tied", "gpt2"])
+def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, remembers: bool) -> None:
+    tiny.saved(tmp_path / "origin", kind)
+    model, meta = load(tmp_path / "origin")
+    model = adapted(model, meta, "lm_head")
+    if not remembers:
+        del meta["model"]["huggingface"]["tied"]
+    again = read_back(export(tmp_path, model_tensors(model), meta, file_bytes=100))
+    assert again.config.tie_word_embeddings is False
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    with torch.no_grad():
+        tokens = tiny.tokens()
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    tiny.saved(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    meta["model"]["huggingface"]["converted"] = [{"tensors": ["experts"], "held": ["expert.0", "expert.1"]}]
+    with pytest.raises(DataError, match="says that experts was made of other tensors"):
+        export(tmp_path, model_tensors(model), meta)
+
+
+def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
+    tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
+    meta = {"recipe": {"adapter": Adapter(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
+    with pytest.raises(DataError, match=r"adapters stand beside head.weight, which is tied"):
+        export(tmp_path, tensors, meta)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "a._orig_mod.{}"])
+def test_names_are_those_of_the_model_and_not_of_what_wraps_it(tmp_path: Path, wrapped: str) -> None:
+    tensors = {wrapped.format(name): torch.full((2,), float(i)) for i, name in enumerate(("a.weight", "b.module.bias"))}
+    written = load_file(export(tmp_path, tensors, {}) / "model.safetensors")
+    inner = "a." if wrapped.startswith("a.") else ""
+    assert written.keys() == {f"{inner}a.weight", f"{inner}b.module.bias"}
+
+
+# --- what goes along --------------------------------------------------------------------------------------------------
+
+
+def said(folder: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> tuple[Path, str]:
+    notes: list[str] = []
+    out = export_huggingface(save(folder / "run" / "checkpoints", 1, tensors, meta), folder / "out", notes=notes.append)
+    return out, "\n".join(notes)
+
+
+def test_a_tokenizer_of_the_runs_own_takes_the_place_of_the_origins(tmp_path: Path) -> None:
+    tiny.saved(tmp_path / "origin", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        (tmp_path / "origin" / name).write_text("{}")
+    model, meta = load(tmp_path / "origin")
+    (tmp_path / "run").mkdir()
+    train_bpe(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
+    out, notes = said(tmp_path, model_tensors(model), meta)
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert not (out / "vocab.json").exists()
+    assert not (out / "generation_config.json").exists()
+    assert notes == f"tokenizer.json copied from {tmp_path / 'run'}"
+    read = transformers.AutoTokenizer.from_pretrained(out)
+    assert read.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert read.decode(read("to be")["input_ids"]) == "to be"
+
+
+def test_a_directory_that_the_recipe_does_not_name_is_not_read(tmp_path: Path) -> None:
+    tiny.saved(tmp_path / "origin", "llama")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "tokenizer.json").write_text('{"a": "secret"}')
+    model, meta = load(tmp_path / "origin")
+    meta["model"]["huggingface"]["directory"] = str(tmp_path / "private")
+    out, notes = said(tmp_path, model_tensors(model), meta)
+    assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert f"nothing copied from {tmp_path / 'private'}" in notes
+
+
+def test_no_link_is_followed_out_of_the_directory_or_the_run(tmp_path: Path) -> None:
+    tiny.saved(tmp_path / "origin", "llama")
+    (tmp_path / "secret").write_text("root:*:20228")
+    for file in ("vocab.txt", "tokenizer.json"):
+        (tmp_path / "origin" / file).symlink_to(tmp_path / "secret")
+    model, meta = load(tmp_path / "origin")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    out, notes = said(tmp_path, model_tensors(model), meta)
+    assert not any("root" in file.read_text(errors="replace") for file in out.iterdir())
+    assert notes.count("a link that leads out of") == 3
+
+
+def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "abc"
+    tiny.saved(snapshot, "llama")
+    (tmp_path / "models--x" / "blobs").mkdir()
+    (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    model, meta = load(snapshot)
+    out, notes = said(tmp_path, model_tensors(model), meta)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert f"tokenizer.json copied from {snapshot}" in notes

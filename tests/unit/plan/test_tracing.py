@@ -105,6 +105,54 @@ def test_parameters_are_those_of_the_module() -> None:
     assert untied().parameters == sum(each.numel() for each in decoder(tie=False).parameters())
 
 
+def test_logits_may_be_the_value_of_a_key() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformer(VOCAB, SEQUENCE, layers=LAYERS, width=WIDTH, heads=4)
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.inner(tokens)}
+
+    assert of(build(Holding)).parameters == sum(p.numel() for p in Holding().parameters())
+
+
+class Blocks(nn.Module):
+    """Six blocks of one shape: in a row, with something between them, or several times over."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(3 if self.way == "thrice" else 1):
+            for block in self.blocks:
+                x = x + block(x) if self.way == "residual" else block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("way", "times"), [("row", 6), ("residual", 6), ("thrice", 18)])
+def test_weights_of_blocks_count_once_each_whatever_stands_between_them(way: str, times: int, frozen: bool) -> None:
+    def make() -> nn.Module:
+        model = Blocks(way)
+        model.blocks.requires_grad_(not frozen)
+        return model
+
+    found = of(build(make))
+    assert found.parameters == sum(p.numel() for p in make().parameters())
+    assert sum(it.repeats * it.weights.frozen for it in found.segments) == sum(
+        p.numel() for p in make().parameters() if not p.requires_grad
+    )
+    assert found.blocks == times
+
+
 def test_tied_weights_count_once_and_are_told() -> None:
     assert small().parameters == untied().parameters - VOCAB * WIDTH
     assert small().tied == VOCAB * WIDTH

@@ -86,6 +86,14 @@ def test_a_rank_that_saves_nothing_is_refused() -> None:
         adapted(Adapter(rank=16))
 
 
+def test_a_layer_that_shares_its_weight_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"adapter.modules: head shares its weight with embedding"):
+        adapted(Adapter(rank=4, modules="head"))
+    torch.manual_seed(0)
+    free = transformer(vocab=64, sequence=16, layers=1, width=32, heads=4, tie=False)
+    adapted(Adapter(rank=4, modules="head"), free)
+
+
 def test_at_first_nothing_changes() -> None:
     assert torch.equal(adapted()(tokens()), small()(tokens()))
 

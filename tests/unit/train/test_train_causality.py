@@ -1,4 +1,4 @@
-"""A model that sees the tokens that it is to predict is refused, a causal one is not."""
+"""A model that sees the tokens that it is to predict, or those of other documents, is refused; others are not."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.models import transformer
-from phalanx.train.causality import check_causal
+from phalanx.models import moe, transformer
+from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.tasks import LanguageModeling
 
 TASK = LanguageModeling()
@@ -62,3 +62,60 @@ def test_bert_is_refused_unless_it_decodes(decodes: bool) -> None:
     else:
         with pytest.raises(RecipeError, match=r"BertLMHeadModel sees the tokens.*model.args.is_decoder=true makes one"):
             check_causal(model, TASK, batch())
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Carries what it saw on; starts again at each document if it is to `follow` them, and counts positions."""
+
+    def __init__(self, follow: bool, vocabulary: int = 16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.follow = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary), follow
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embedding(tokens)
+        sums = x.cumsum(1)
+        if self.follow and documents is not None:
+            same = (documents[:, :, None] == documents[:, None, :]).tril()
+            sums = same.to(x.dtype) @ x
+        return {"logits": self.head(sums)}
+
+
+class Deaf(Recurrent):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+def packed(length: int = 8) -> dict[str, Tensor]:
+    return {**batch(length), "documents": torch.zeros(1, length, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("build", [transformer, moe])
+def test_our_models_keep_documents_separate(build: Any) -> None:
+    torch.manual_seed(0)
+    check_documents(build(vocab=16, sequence=8, layers=2, width=16, heads=2), TASK, packed())
+
+
+def test_a_model_that_carries_on_from_document_to_document_is_refused() -> None:
+    check_documents(Recurrent(follow=True), TASK, packed())
+    with pytest.raises(RecipeError, match=r"data.documents: Recurrent does not keep documents separate: .* at 6 of 8"):
+        check_documents(Recurrent(follow=False), TASK, packed())
+
+
+def test_a_model_that_takes_no_documents_is_refused_with_what_failed() -> None:
+    with pytest.raises(RecipeError, match=r"data.documents: Deaf fails where it is to keep .*unexpected keyword"):
+        check_documents(Deaf(follow=False), TASK, packed())
+
+
+def test_where_documents_are_joined_or_outputs_change_by_themselves_nothing_is_said() -> None:
+    check_documents(Recurrent(follow=False), TASK, batch())
+
+    class Noisy(Recurrent):
+        def forward(self, tokens: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
+            logits = super().forward(tokens, documents)["logits"]
+            return {"logits": logits + torch.rand_like(logits)}
+
+    check_documents(Noisy(follow=False), TASK, packed())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from phalanx.models import transformer
 from phalanx.models.convnets import resnet
 from phalanx.train.head import bypassed, find_head
+from phalanx.train.objective import Head, Scoring
 from phalanx.train.tasks import LanguageModeling
 
 TOKENS = torch.arange(6).view(2, 3)
@@ -105,6 +106,24 @@ def test_bypassed_the_model_gives_what_enters_the_head_and_afterwards_logits_aga
     assert model.head(hidden).equal(logits)
     assert model(TOKENS).equal(logits)
     assert "forward" not in vars(model.head)
+
+
+@pytest.mark.parametrize("give", [lambda y: y, lambda y: SimpleNamespace(logits=y), lambda y: {"logits": y}])
+def test_the_loss_in_chunks_is_that_of_all_logits_whatever_holds_them(give: Any) -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = language_model(tie=False)
+
+        def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Any:
+            return give(self.inner(tokens, documents=documents))
+
+    scoring, batch = Scoring(LanguageModeling(), "fp32", torch.device("cpu")), {"tokens": TOKENS, "targets": TOKENS}
+    model = Holding()
+    ((_, whole, _),) = scoring(model, batch)
+    scoring.head = Head("inner.head", LanguageModeling().head_loss, 11)
+    ((_, chunked, _),) = scoring(model, batch)
+    torch.testing.assert_close(chunked, whole)
 
 
 def test_a_forward_that_the_head_was_given_is_given_back() -> None:

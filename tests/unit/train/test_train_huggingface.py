@@ -116,6 +116,23 @@ def test_old_names_of_norms_are_known(tmp_path: Path) -> None:
     assert all(torch.equal(p, reference.get_parameter(name)) for name, p in loaded(tmp_path).named_parameters())
 
 
+class Compiled(nn.Module):
+    """Holds a module as `torch.compile` does."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._orig_mod = module
+
+
+@pytest.mark.parametrize("wrap", [Compiled, nn.DataParallel])
+def test_a_wrapped_model_finds_its_tensors_under_their_own_names(tmp_path: Path, wrap: Any) -> None:
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    save_file(dict(plain.state_dict()), tmp_path / "model.safetensors")
+    source = weight_source(tmp_path)
+    names = huggingface.tensor_names(wrap(plain), source)
+    assert {held for (held,) in names.values()} == source.names
+
+
 def test_missing_tensors_are_named_five_at_most(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     rewrite(tmp_path, lambda tensors: {name: t for name, t in tensors.items() if "mlp" not in name})

@@ -68,6 +68,33 @@ def test_other_kinds_of_attention_get_numbers_to_add() -> None:
     assert mask[0, 0, 6].tolist()[5:7] == [0, 0]
 
 
+def test_a_window_is_kept_within_documents_in_the_layers_that_have_one() -> None:
+    model = Plain()
+    model.config.sliding_window = 3
+    whole = adapt(model, (tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert whole[0, 0, 4].nonzero().flatten().tolist() == [2, 3, 4]
+    assert whole[0, 0, 6].nonzero().flatten().tolist() == [5, 6]
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    each = adapt(model, (tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert each.keys() == {"full_attention", "sliding_attention"}
+    assert torch.equal(each["sliding_attention"], whole)
+    assert each["full_attention"][0, 0, 4].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_chunks_are_counted_from_the_beginning_of_a_document() -> None:
+    model = Plain("eager")
+    model.config.attention_chunk_size, model.config.layer_types = 4, ["chunked_attention"]
+    mask = adapt(model, (tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert (mask[0, 0, 10] == 0).nonzero().flatten().tolist() == [9, 10]
+
+
+def test_layers_that_carry_a_state_cannot_keep_documents_separate() -> None:
+    model = Plain()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(RecipeError, match=r"data.documents: Plain has layers of linear_attention"):
+        adapt(model, (tokens(),), {"documents": DOCUMENTS})
+
+
 def test_arguments_of_the_models_own_stay() -> None:
     own = {"input_ids": tokens(), "attention_mask": torch.ones(2, 16), "use_cache": True}
     assert adapt(Plain(), (), own) == ((), own)
@@ -84,6 +111,13 @@ def test_language_modeling_takes_logits_out_of_an_output() -> None:
     batch = {"tokens": tokens(), "targets": tokens(seed=1)}
     wrapped = LanguageModeling().loss(SimpleNamespace(logits=logits), batch)
     assert torch.equal(wrapped[0], LanguageModeling().loss(logits, batch)[0])
+
+
+def test_logits_may_be_the_value_of_a_key() -> None:
+    logits = torch.zeros(1, 2, 3)
+    assert logits_of({"loss": None, "logits": logits}) is logits
+    with pytest.raises(RecipeError, match="dict, which has no logits"):
+        logits_of({"scores": logits})
 
 
 def test_an_output_without_logits_is_an_error_of_the_task() -> None:

@@ -58,6 +58,7 @@ def _stepping(name: str, block: nn.Module, follower: Follower) -> Callable[..., 
             follower.known[key] = (follower.part, _follow_block(inner, args, kwargs, follower))
         part, (result, keeps) = follower.known[key]
         follower.course += [part, Part(f"after {name}", False)]
+        follower.stepped.append(name)
         follower.part = follower.course[-1]
         wanted = [each for each in inputs if each.requires_grad]
         if not wanted and any(each.requires_grad for each in block.parameters()):

@@ -86,6 +86,8 @@ class Follower:
         self.phase: Phase = "forward"
         self.course = [Part("before the blocks", False)]
         self.part = self.course[0]
+        self.stepped: list[str] = []
+        """Names of the blocks in the course, in order: most are stood for by the first of their shape."""
         self.known: dict[tuple[Any, ...], tuple[Part, Any]] = {}
         self.names: dict[int, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}

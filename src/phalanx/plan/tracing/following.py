@@ -8,7 +8,7 @@ since on the meta device it would choose the mathematical kernel, which stores s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def language_loss(vocab: int, sequence: int) -> Forward:
     def forward(model: nn.Module, samples: int) -> Tensor:
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device_of(model))
         logits = model(tokens)
-        logits = getattr(logits, "logits", logits)
+        logits = logits["logits"] if isinstance(logits, Mapping) else getattr(logits, "logits", logits)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     return forward
@@ -115,15 +115,40 @@ def _follow(model: nn.Module, forward: Forward, samples: int) -> list[Part]:
             for key, (size, _) in part.sizes.items()
             if key not in follower.gradients and follower.keepers.get(key, part) is part
         }
-    return _joined([part for part in follower.course if part.operations])
+    stepped = iter(follower.stepped)
+    course = [_named(part, next(stepped), follower) if part.is_block else part for part in follower.course]
+    return _joined([part for part in course if part.operations])
+
+
+def _named(part: Part, name: str, follower: Follower) -> Part:
+    """A block that was followed, standing for the block `name`: with the names of its parameters."""
+
+    prefix = f"{part.name}.".removeprefix(".")  # of blocks of the model itself, when it is a list
+
+    def its(parameter: str) -> str:
+        other = f"{name}.{parameter.removeprefix(prefix)}".removeprefix(".")
+        return other if parameter.startswith(prefix) and other in follower.parameters else parameter
+
+    return replace(
+        part,
+        named={its(key): size for key, size in part.named.items()},
+        divided={its(key): how for key, how in part.divided.items()},
+        experts={its(key): shape for key, shape in part.experts.items()},
+        frozen={its(key) for key in part.frozen},
+    )
 
 
 def _joined(course: list[Part]) -> list[Part]:
-    """Parts in their order, where a block that comes several times in a row is one that is repeated."""
+    """Parts in their order, where a block that comes several times in a row is one that is repeated; one whose weights
+    were met before is another than those that have their own."""
     found: list[Part] = []
+    met: set[str] = set()
+    before = False
     for part in course:
-        if found and part.is_block and found[-1].operations is part.operations:
+        again = met.issuperset(part.named)
+        if found and part.is_block and found[-1].operations is part.operations and again == before:
             found[-1].repeats += 1
         else:
             found.append(replace(part))
+        met, before = met | part.named.keys(), again
     return found
