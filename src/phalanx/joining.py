@@ -24,7 +24,6 @@ from phalanx.api import (
     Ready,
     changed,
     check_machine,
-    check_place,
     continuing,
     create,
     last_attempt,
@@ -42,6 +41,7 @@ from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused,
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
+from phalanx.run.directory import check_place
 from phalanx.run.lock import locked
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 

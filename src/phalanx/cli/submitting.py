@@ -19,6 +19,7 @@ from phalanx.joining import Shown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
 from phalanx.run import Run, read_events
+from phalanx.run.directory import check_place
 
 LOOK = 1.0
 """Seconds between two looks at a job that is followed."""
@@ -48,6 +49,7 @@ def recipe_job(
     else:
         called = load_recipe(path, overrides).recipe.name
     where = (run if run is not None else Path("runs") / called).absolute()
+    check_place(where)
     # a script's paths are relative to where it is started, a recipe's to where it lies
     top = Path.cwd() if script else path.absolute().parent
     there, environment = str(path.absolute()), dict(environment or {})

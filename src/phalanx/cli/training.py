@@ -21,6 +21,7 @@ from phalanx.observe.units import duration
 from phalanx.recipe import dump_recipe, load_recipe, workers_for
 from phalanx.recipe.load import Loaded
 from phalanx.run import Run
+from phalanx.run.directory import check_place
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Door, token_from
 
@@ -44,6 +45,7 @@ def train_here(
     one, and `nproc` workers are started on each."""
     loaded = load_recipe(path, overrides)
     run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    check_place(run.path)
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)

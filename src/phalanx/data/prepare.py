@@ -117,6 +117,10 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: is there already and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
+    if any(partial.iterdir()) and not (partial / "lock").is_file():
+        raise UsageError(
+            f"{partial}: work would go on there, but it holds other files; choose another place than {out}"
+        )
     with open(partial / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -176,6 +176,15 @@ def test_a_place_that_is_taken_is_refused(texts, tmp_path):
         prepare(texts, texts, {"text": "*.txt"})
 
 
+def test_a_folder_of_the_users_is_not_used_as_working_folder(texts, tmp_path):
+    mine = tmp_path / "out.partial" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("keep this")
+    with pytest.raises(UsageError, match=r"out\.partial: .* holds other files; choose another place than .*out"):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"})
+    assert mine.read_text() == "keep this"
+
+
 def test_an_empty_directory_is_as_good_as_none(texts, tmp_path):
     (tmp_path / "out").mkdir()
     verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
@@ -263,6 +272,7 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
 def test_a_worker_that_cannot_write_says_so(texts, tmp_path, small_pieces):
     (tmp_path / "out.partial").mkdir()
     partial = tmp_path / "out.partial"
+    (partial / "lock").touch()
 
     def obstruct(now: Progress):
         if now.note.startswith("training"):
