@@ -139,10 +139,11 @@ def starting(
         if new := not run.path.is_dir():
             ready = get_ready()
             create(run)
-        stack.enter_context(locked(run, patience))
+        note = stack.enter_context(locked(run, patience))
         if not new:
             ready = get_ready()
             create(run)
+        ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
 

@@ -277,7 +277,8 @@ def _ready(
     create(where)
     cluster = {"host": machine.host, "device": machine.device, "name": machine.name, "cores": machine.cores}
     ready = Ready(where, resolved, loaded.folder, plan, cluster, notes, last_attempt(where) + 1)
-    with contextlib.nullcontext() if supervised else locked(where):
+    with contextlib.nullcontext() if supervised else locked(where) as note:
+        ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
 
@@ -315,7 +316,7 @@ def train_script(
     """Run a script with a loop of its own as `nproc` workers under our agent, and write the run's result."""
     check_place(run.path)
     create(run)
-    with locked(run):
+    with locked(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
         command = {"function": "phalanx.train.script:work", "payload": payload}
@@ -333,4 +334,5 @@ def train_script(
             return replace(outcome, code=ExitCode.USAGE, message=never)
 
         agent = Agent(run, nursery, showing, attempts=3)
-        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, judge=judge)
+        notes = [] if note is None else [note]
+        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, notes, judge)

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import Call
 from phalanx.cli.interrupts import Interrupted, insistent
-from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
+from phalanx.errors import AWAY, BROKEN, NO_ROOM, ExitCode, PhalanxError, words_of
 
 __all__ = ["main"]
 
@@ -121,10 +121,14 @@ def main(argv: Sequence[str] | None = None, beside: Call | None = None) -> int:
     except BrokenPipeError:
         if not _reader_gone():
             raise
-        # what is still buffered must not fail again when Python flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return int(ExitCode.UNFINISHED)
     except OSError as error:
+        if error.filename is None and (why := _unnamed(error)) is not None:
+            message, ended = why
+            print(f"error: {message}", file=sys.stderr)
+            _drop_output()
+            return int(ended)
         if error.errno in AWAY:  # it may be back when this is started again
             print(f"error: storage fails: {words_of(error)}", file=sys.stderr)
             return int(ExitCode.UNFINISHED)
@@ -160,6 +164,23 @@ def _hint(error: Exception) -> str:
     """Where the right usage stands."""
     context = getattr(error, "ctx", None)
     return f"\n`{context.command_path} --help` tells how it is used" if context is not None else ""
+
+
+def _unnamed(error: OSError) -> tuple[str, ExitCode] | None:
+    """What an error that names no file means, if it is the working folder's or standard output's: words and code."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working folder is gone; change to one that is there and try again", ExitCode.USAGE
+    if error.errno in NO_ROOM | BROKEN:
+        return f"the output cannot be written: {error.strerror}", ExitCode.UNFINISHED
+    return None
+
+
+def _drop_output() -> None:
+    """Have what is still buffered not fail again when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_gone() -> bool:

@@ -62,7 +62,7 @@ def recipe_job(
         environment[CODE_OF] = str(travels.of)
         if travels.commit is not None and not script:
             check_committed(travels, there, overrides)
-    words = [sys.executable, "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
+    words = [sys.executable, "-P", "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
     words += [] if nproc is None else ["--nproc", str(nproc)]
     words += ["--force"] if force else []
     return _job(name or called, words, code=travels, run=where, environment=environment, **more)
@@ -92,7 +92,7 @@ def framework_job(
     check_framework(framework)
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
-    words = [sys.executable, "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
+    words = [sys.executable, "-P", "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
     travels = None if code is None else carried(code, Path.cwd())
     return _job(name or (scripts[0] if scripts else framework), words, code=travels, **more)

@@ -210,7 +210,7 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
     if not any((root / name).exists() for name in DEVICE_FILES):
         return []
     try:
-        done = subprocess.run([python, "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run([python, "-P", "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
         raise UnfitNodeError(f"a GPU does not answer: torch did not list the GPUs within {timeout:.0f} s") from error
     if done.returncode != 0:

@@ -5,16 +5,17 @@ the directory takes its name. So OUT is whole or it is not there, and what was f
 as long as the plan (files, their sizes and times, tokenizer) is the same.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -27,7 +28,8 @@ from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_d
 from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
 from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
-from phalanx.run.directory import write_whole
+from phalanx.run.directory import sync, write_whole
+from phalanx.run.lock import NoLocksError, taken
 
 BPE_SAMPLE = 64 << 20  # bytes of text that a BPE is trained on
 
@@ -123,10 +125,20 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
         )
     with open(partial / "lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell.note(f"another process is preparing {out}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not taken(lock.fileno(), 0):
+                tell.note(f"another process is preparing {out}; waiting for it")
+                taken(lock.fileno(), inf)
+        except NoLocksError as error:
+            tell.note(f"{error}: preparing in a folder of its own, which is given up when this is interrupted")
+            with tempfile.TemporaryDirectory(
+                prefix=f"{partial.name}-", dir=out.parent, ignore_cleanup_errors=True
+            ) as own:
+                os.chmod(own, partial.stat().st_mode)
+                os.unlink(lock.name)
+                with suppress(OSError):  # what an interrupted preparation left here before stays
+                    partial.rmdir()
+                yield _Claim(Path(own), lock.fileno())
+            return
         if is_dataset(out):
             # Someone finished it between the two looks: what we locked is theirs, or an empty one of our own.
             shutil.rmtree(partial, ignore_errors=True)
@@ -206,9 +218,11 @@ def _publish(partial: Path, out: Path) -> None:
         if path.suffix in (".done", ".tmp") or path.name == "plan":
             path.unlink()
     _sync(partial)
-    if out.exists():
-        out.rmdir()  # it is empty: `_claimed` looked
-    os.rename(partial, out)
+    try:
+        os.rename(partial, out)  # an empty directory gives way
+    except OSError:
+        if not is_dataset(out):  # without locks, another process may have been faster
+            raise
     (out / "lock").unlink(missing_ok=True)
     _sync(out.parent)
 
@@ -216,7 +230,7 @@ def _publish(partial: Path, out: Path) -> None:
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -270,7 +284,7 @@ def _start_worker(lock: int) -> subprocess.Popen[str]:
     # with it: should this process be killed, nobody else begins before the last worker has noticed and ended.
     path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.data.worker"],
+        [sys.executable, "-P", "-m", "phalanx.data.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

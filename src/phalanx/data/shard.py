@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from phalanx.data.manifest import MANIFEST, ShardEntry
 from phalanx.errors import DataError, storage_failed
+from phalanx.run.directory import sync
 
 BLOCK = 1 << 16
 _MAGIC = b"PHXSHRD1"
@@ -71,9 +72,9 @@ class ShardWriter:
         sidecar = b"".join((header, *arrays))
         with open(_temporary(self._sidecar), "wb") as out:
             out.write(sidecar)
-            os.fsync(out.fileno())
+            sync(out.fileno())
         self._out.flush()
-        os.fsync(self._out.fileno())
+        sync(self._out.fileno())
         os.replace(_temporary(self._sidecar), self._sidecar)
         os.replace(_temporary(self._file), self._file)
         return ShardEntry(

@@ -382,6 +382,8 @@ class Agent:
             self.took_leave(message["rank"], message["status"], attempt)
         elif kind == "error":
             attempt.error = attempt.error or message
+        elif kind == "crash":
+            attempt.crashes[message["rank"]] = message["text"]
         elif kind == "result":
             attempt.result = message["value"]
         else:

@@ -47,6 +47,8 @@ class Attempt:
     slow: set[int] = field(default_factory=set)  # stragglers that were named
     ending: str | None = None  # why its workers were killed
     error: Message | None = None
+    crashes: dict[int, str] = field(default_factory=dict)
+    """By rank, the exception that ended a worker: type, message and the user's line."""
     result: dict[str, Any] | None = None
 
     @property
@@ -99,7 +101,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
     if code == STORAGE and attempt.error is not None:
         return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
-    return None, f"worker {rank} {how_ended(code)}{last_words(log)}"
+    crash = attempt.crashes.get(rank)
+    return None, f"worker {rank} {how_ended(code)}{last_words(log) if crash is None else f': {crash} (log: {log})'}"
 
 
 def how_ended(code: int) -> str:

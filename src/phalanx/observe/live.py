@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from phalanx.observe import units
 from phalanx.observe.sentences import sentence
 from phalanx.run import Event, Run
+from phalanx.streams import Lasting
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -142,32 +143,6 @@ class Tally:
         else:
             pace = (self.last["t"] - began) / (self.step - first)
         return None if pace is None else max(0, self.total - self.step) * pace
-
-
-class Lasting:
-    """A stream that falls silent when nobody can be reached through it any more: the reader has gone (`| head`), the
-    connection is lost, the log's disk is full. No display is worth ending a training for."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._gone = False
-
-    def write(self, text: str) -> int:
-        return self._try(lambda: self._stream.write(text)) or 0
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[[], int | None]) -> int | None:
-        if not self._gone:
-            try:
-                return act()
-            except OSError:
-                self._gone = True
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class LogDisplay:

@@ -1,5 +1,6 @@
 """Where everything of a run lies, and its small JSON files. Knows names and formats, not meanings."""
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from phalanx.errors import DataError, UsageError
 RESULT_FORMAT = 1
 _HEAD = 1 << 16
 """Bytes of a file by which an earlier output is recognised."""
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 _NEW_DISK = "lost+found"
 """What a file system has in it before anyone has written there."""
 
@@ -157,6 +159,15 @@ def _is_event_log(path: Path) -> bool:
         return False
 
 
+def sync(fd: int) -> None:
+    """fsync, where the file system has it for such a file: some have it for none, or not for folders."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -164,10 +175,12 @@ def write_whole(path: Path, text: str) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write; a full disk says no more
+            error.filename = str(path)
         raise
 
 

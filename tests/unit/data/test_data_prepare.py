@@ -1,5 +1,6 @@
 """Preparing: the same bytes from any number of workers, whole or not there, and going on after an interruption."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -242,6 +243,38 @@ def test_two_at_once_make_one_dataset(texts, tmp_path, small_pieces):
     assert outs == [tmp_path / "out"] * 4
     verify(tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+
+
+def test_without_locks_two_at_once_make_one_dataset(texts, tmp_path, small_pieces, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    expected = prepare(texts, tmp_path / "expected", {"text": "*.txt"})
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    notes, out = [], tmp_path / "out"
+
+    def another(now: Progress):
+        if now.note:
+            notes.append(now.note)
+        elif not out.exists():  # one that began later and is faster
+            prepare(texts, out, {"text": "*.txt"}, workers=1)
+
+    assert contents(prepare(texts, out, {"text": "*.txt"}, workers=1, progress=another)) == contents(expected)
+    assert "the file system has no locks" in notes[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "expected", "out"}
+    assert out.stat().st_mode == expected.stat().st_mode
+
+
+def test_a_file_system_that_syncs_no_folders_is_as_good(texts, tmp_path, monkeypatch):
+    real = os.fsync
+
+    def files_only(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
 
 
 def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_path):

@@ -1,5 +1,6 @@
 """Checks between keys and workers, changes between recipes, import paths, and the schema's own pages."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,41 @@ def test_an_import_path_gives_the_object_beside_the_recipe(tmp_path: Path, monke
     monkeypatch.setattr("sys.path", ["unused"])
     (tmp_path / "ours_found.py").write_text("class Net:\n    def make(): return 3\n")
     assert import_object("ours_found:Net.make", tmp_path)() == 3
+
+
+def test_no_module_beside_the_recipe_takes_the_place_of_a_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    for name in ("queue", "chunk", "mypyc"):  # Python's own, not imported yet; a library's, likewise
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text("mine = True\n")
+    (tmp_path / "ours_helper.py").write_text("value = 5\n")
+    source = "import queue\nimport mypyc\nfrom ours_helper import value\ndef net(): return queue, mypyc, value\n"
+    (tmp_path / "ours_main.py").write_text(source)
+    found_queue, found_library, value = import_object("ours_main:net", tmp_path)()
+    assert hasattr(found_queue, "SimpleQueue")
+    assert not hasattr(found_library, "mine")
+    assert value == 5
+
+
+def test_the_module_that_the_recipe_names_is_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mypyc", raising=False)
+    (tmp_path / "mypyc").mkdir()
+    (tmp_path / "mypyc" / "__init__.py").write_text("")
+    (tmp_path / "mypyc" / "ours.py").write_text("def net(): return 4\n")
+    assert import_object("mypyc.ours:net", tmp_path)() == 4
+    for name in ("mypyc", "mypyc.ours"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("name", ["queue", "json", "yaml"])
+def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / f"{name}.py").write_text("class Net: pass\n")
+    with pytest.raises(RecipeError, match=rf"r.yaml:3: .*{name}\.py: its name is that of .* rename the file$"):
+        import_object(f"{name}:Net", tmp_path, "r.yaml:3")
 
 
 @pytest.mark.parametrize(

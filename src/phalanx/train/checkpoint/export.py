@@ -14,6 +14,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.recipe.imports import CONFIG
 from phalanx.recipe.schema import Adapter
 from phalanx.run import Run
+from phalanx.run.directory import sync
 from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
 from phalanx.train.checkpoint.format import Manifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
@@ -82,7 +83,7 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int) 
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only its owner read what it writes
         with open(folder / file, "rb") as written:
-            os.fsync(written.fileno())
+            sync(written.fileno())
         where |= dict.fromkeys(tensors, file)
         total += sum(manifest.tensors[name].nbytes for name in names)
     if not single:
