@@ -147,6 +147,9 @@ def preparing(verb: str = "preparing") -> "Iterator[Callable[[Progress], None]]"
         task = bar.add_task(verb, total=None, told="")
 
         def show(now: "Progress") -> None:
+            if now.note.startswith("warning: "):  # stays when the bar goes
+                bar.console.print(now.note, markup=False, highlight=False)
+                return
             bar.update(
                 task, total=now.total, completed=now.done, told=_numbers(now), description=_escaped(now.note) or verb
             )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -24,8 +25,19 @@ from typing import IO, Any, NamedTuple
 import phalanx
 import phalanx.errors
 from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
-from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_done, sample_texts, weigh
-from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
+from phalanx.data.packing import check_kind
+from phalanx.data.pieces import (
+    Job,
+    Piece,
+    PieceWriter,
+    Plan,
+    make_plan,
+    read_done,
+    sample_texts,
+    stored_tokenizer,
+    weigh,
+)
+from phalanx.data.tokenizers import TOKENIZER, describe, load_tokenizer, train_bpe
 from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
 from phalanx.run.directory import sync, write_whole
@@ -150,6 +162,8 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
 def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
     """Write everything that a plan asks for and that is not there yet."""
     folder = claim.folder
+    for file in plan.files:
+        check_kind(file.path, plan.kind)
     _keep_only(plan.key, folder)
     _provide_tokenizer(plan, folder, tell)
     job = Job.of(plan, folder)
@@ -158,12 +172,16 @@ def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
         if entry is not None:
             tell.add(weigh(plan.pieces[number]), entry.count)
     todo = {number: plan.pieces[number] for number, entry in entries.items() if entry is None}
+    lost: Counter[str] = Counter()
     if workers == 1 or len(todo) == 1:
         writer = PieceWriter(job)
         for number, piece in todo.items():
             entries[number] = writer.write(number, piece, tell.add)
+            lost += writer.lost
     else:
-        entries.update(_write_in_processes(job, todo, workers, tell, claim.lock))
+        written, lost = _write_in_processes(job, todo, workers, tell, claim.lock)
+        entries.update(written)
+    _report(plan, job, lost, tell)
     shards = tuple(entry for entry in entries.values() if entry is not None and entry.count)
     for entry in entries.values():
         if entry is not None and not entry.count:
@@ -172,6 +190,22 @@ def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
     _manifest(plan, shards, folder).write(folder)
+
+
+def _report(plan: Plan, job: Job, lost: "Counter[str]", tell: Teller) -> None:
+    """Warn of what is not as it was in the files. `lost`: what was no UTF-8, by file."""
+    if lost:
+        (path, times), *others = lost.most_common()
+        also = f", and so in {len(others)} more files" if others else ""
+        tell.note(
+            f"warning: {path}: bytes that are not UTF-8 became U+FFFD in {times} places{also}; convert such files, for "
+            "example with iconv"
+        )
+    if plan.tokenizer not in (None, "bytes") and stored_tokenizer(plan, Path(job.folder)).separator is None:
+        tell.note(
+            f"warning: {plan.tokenizer} has no token that ends a text, so nothing stands between documents; name one "
+            "as eos_token in a tokenizer_config.json in the same folder"
+        )
 
 
 def _keep_only(key: str, folder: Path) -> None:
@@ -205,8 +239,7 @@ def _manifest(plan: Plan, shards: tuple[ShardEntry, ...], folder: Path) -> Manif
     if plan.tokenizer == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
-        name = plan.tokenizer if plan.tokenizer.startswith("bpe:") else TOKENIZER
-        tokenizer = FileTokenizer(folder / TOKENIZER, name)
+        tokenizer = stored_tokenizer(plan, folder)
     dtype = token_dtype(tokenizer.vocab).str.replace("|", "<")
     return Manifest("tokens", dtype, shards, vocab=tokenizer.vocab, tokenizer=describe(tokenizer, folder))
 
@@ -237,7 +270,7 @@ def _sync(folder: Path) -> None:
 
 def _write_in_processes(
     job: Job, todo: dict[int, Piece], workers: int, tell: Teller, lock: int
-) -> dict[int, ShardEntry]:
+) -> "tuple[dict[int, ShardEntry], Counter[str]]":
     """Write pieces with several worker processes, each led by a thread that hands it one piece after the other."""
     messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
     pieces = iter(list(todo.items()))
@@ -247,6 +280,7 @@ def _write_in_processes(
         for number, process in enumerate(processes)
     ]
     entries: dict[int, ShardEntry] = {}
+    lost: Counter[str] = Counter()
     try:
         for leader in leaders:
             leader.start()
@@ -254,6 +288,7 @@ def _write_in_processes(
             message = messages.get()
             if "entry" in message:
                 entries[message["number"]] = ShardEntry(**message["entry"])
+                lost.update(message["lost"])
             elif "bytes" in message:
                 tell.add(message["bytes"], message["count"])
             elif "error" in message:
@@ -267,7 +302,7 @@ def _write_in_processes(
             leader.join()
         for process in processes:
             _close(process)
-    return entries
+    return entries, lost
 
 
 def _close(process: "subprocess.Popen[str]") -> None:

@@ -195,7 +195,7 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
     mixture = Mixture(weights)
     if evaluate.source:
         dataset = _open(evaluate.source, data.sequence)
-        _common_facts([*train, dataset], data.sequence)
+        _common_facts([*train, dataset], data.sequence, scored=True)
         everything = Order(dataset.samples, dataset.samples, dataset.manifest.fingerprint, 0)
         held_out, held_out_samples = Pool([dataset], [everything], Mixture([1]), held_out=True), dataset.samples
     else:
@@ -244,15 +244,25 @@ def _alike(manifest: Manifest) -> dict[str, Any]:
         "tokenizer": tokenizer.get("xxh3", tokenizer.get("name")),
         "shape": manifest.shape,
         "classes": manifest.classes,
+        "labels": manifest.labels,
     }
 
 
-def _common_facts(datasets: Sequence[Dataset], sequence: int) -> Facts:
-    """The facts that all datasets share; RecipeError when one is of another kind."""
+def _common_facts(datasets: Sequence[Dataset], sequence: int, scored: bool = False) -> Facts:
+    """The facts that all datasets share; RecipeError when one is of another kind. `scored`: the last of them is that
+    of `evaluate.source`."""
     first = datasets[0].manifest
-    for dataset in datasets[1:]:
+    for number, dataset in enumerate(datasets[1:], 1):
+        other = "evaluate.source" if scored and number == len(datasets) - 1 else f"data.source.{number}"
         for key, here in _alike(first).items():
-            if here != (there := _alike(dataset.manifest)[key]):
-                folders = f"{datasets[0].folder} and {dataset.folder}"
+            there = _alike(dataset.manifest)[key]
+            folders = f"{datasets[0].folder} and {dataset.folder}"
+            if key == "labels" and here and there and here != there:
+                which = next(at for at, (one, two) in enumerate(zip(here, there, strict=True)) if one != two)
+                raise RecipeError(
+                    f"data.source: its classes and those of {other} have other names: number {which} is "
+                    f"{here[which]!r} and {there[which]!r} ({folders}); give the sub-folders of both the same names"
+                )
+            if key != "labels" and here != there:
                 raise RecipeError(f"data.source: {folders} cannot be mixed: {key} is {here} and {there}")
     return Facts(first.kind, first.vocab, first.classes, sequence if first.kind == "tokens" else None, first.shape)
