@@ -1,4 +1,5 @@
-"""From prepared datasets to batches: samples by number, read through memory maps and verified on first touch.
+"""From prepared datasets to batches: samples by number, read through memory maps. Each block of 64 KiB is verified when
+it is first touched in an epoch, and for held-out samples in an evaluation.
 
 A sample of tokens is a window of sequence + 1 tokens of one shard: the first `sequence` are the input, the last
 `sequence` the targets. Windows begin every `sequence` tokens, so every token is a target once in an epoch. A sample of
@@ -69,6 +70,11 @@ class Dataset:
             self._shards[number] = shard
         return shard
 
+    def forget(self) -> None:
+        """Have everything that is read from now on verified again."""
+        for shard in self._shards.values():
+            shard.forget()
+
 
 @dataclass
 class _Located:
@@ -87,9 +93,15 @@ class Pool:
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._held_out = held_out
         self._located = _Located(-1, [], [], [])
+        self._epoch = max(sum(order.samples - order.held for order in orders), 1)
+        self._last = -1
 
     def rows(self, first: int, count: int) -> Values:
         """The samples number first .. first + count - 1, one a row."""
+        if first <= self._last if self._held_out else first // self._epoch != self._last // self._epoch:
+            for dataset in self._datasets:  # what was right then may be damaged by now
+                dataset.forget()
+        self._last = first
         rows = np.empty((count, self._datasets[0].length), self._datasets[0].manifest.dtype)
         for row, (shard, start) in zip(rows, self.places(first, count), strict=True):
             stop = start + len(row)
@@ -199,7 +211,8 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
         everything = Order(dataset.samples, dataset.samples, dataset.manifest.fingerprint, 0)
         held_out, held_out_samples = Pool([dataset], [everything], Mixture([1]), held_out=True), dataset.samples
     else:
-        held_out = Pool(train, orders, mixture, held_out=True)
+        apart = [_open(source, data.sequence) for source in sources]  # verified at other times than the training data
+        held_out = Pool(apart, orders, mixture, held_out=True)
         held_out_samples = mixture.samples_within([order.held for order in orders])
     decides = {
         "datasets": [dataset.manifest.fingerprint for dataset in train],

@@ -149,8 +149,8 @@ def check_size(folder: Path, entry: ShardEntry) -> None:
 class Shard:
     """A shard mapped into memory. `values` may be read only where `check` has been.
 
-    Each block is compared with its checksum the first time that this process touches it; `checked` is True once that
-    was done for all of them, so that a reader can save itself the call.
+    Each block is compared with its checksum the first time that this process touches it after `forget`; `checked` is
+    True once that was done for all of them, so that a reader can save itself the call.
     """
 
     def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[Any]):
@@ -173,6 +173,11 @@ class Shard:
                 self._check_block(block)
                 self._seen[block] = 1
                 self.checked = 0 not in self._seen
+
+    def forget(self) -> None:
+        """Have each block compared again when it is touched next."""
+        self._seen = bytearray(len(self._seen))
+        self.checked = False
 
     def _check_block(self, block: int) -> None:
         data = self._bytes[block * BLOCK : (block + 1) * BLOCK]

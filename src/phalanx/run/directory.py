@@ -110,7 +110,7 @@ class Run:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(value, dict):
             raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")

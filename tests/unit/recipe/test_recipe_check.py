@@ -394,3 +394,20 @@ def test_the_examples_of_the_schema_are_recipes() -> None:
 def test_the_reference_page_is_up_to_date() -> None:
     page = Path(__file__).parents[3] / "docs" / "recipe.md"
     assert page.read_text() == markdown(), "run `make docs`"
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize("key", ["optim.lr", "optim.weight_decay", "recovery.silence", "data.source.weight"])
+def test_numbers_are_finite(key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{key}: found (-?Infinity|NaN), expected a number"):
+        recipe(f"{key}={value}")
+
+
+@pytest.mark.parametrize("depth", [65, 3000])
+def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    (tmp_path / "deep.yaml").write_text(f"model: {{args: {{x: {nested}}}}}\n")
+    for path, overrides in ((tmp_path / "deep.yaml", []), (None, [f"model.args.x={nested}"])):
+        with pytest.raises(RecipeError, match="nested too deeply, expected at most 64 levels") as caught:
+            load_recipe(path, overrides)
+        assert len(str(caught.value)) < 300
