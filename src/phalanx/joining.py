@@ -44,6 +44,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
 from phalanx.run.lock import locked
 from phalanx.run.pulse import Pulse, Silent, pulse_of
+from phalanx.streams import printable
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -192,7 +193,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         report.flush()
     if supervised or report is None:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
 
 
 def _conclusion(run: Run, status: str) -> str:

@@ -1,9 +1,13 @@
 """Standard streams that may be closed, full or without a reader: none of that is worth ending a training for."""
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
+
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line ends other than \\n, changes of direction, and halves of surrogate pairs."""
 
 
 def open_standard_streams() -> None:
@@ -21,6 +25,29 @@ def open_standard_streams() -> None:
             stream = open(fd, "w" if fd else "r", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+
+
+def printable(text: str) -> str:
+    """Text in which characters that would steer a terminal are written out, such as `\\x1b`, and halves of characters,
+    which no terminal takes. New lines and tabs stay."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Printable:
+    """A stream for text of any origin, which writes it `printable`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Lasting:
@@ -42,7 +69,7 @@ class Lasting:
         except OSError:
             return None
 
-    def writelines(self, lines: list[str]) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:

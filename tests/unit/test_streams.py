@@ -1,7 +1,10 @@
 """Closed, full and broken standard streams, and folders that are gone, under the command line."""
 
 import errno
+import io
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.streams import Lasting
+from phalanx import cli
+from phalanx.run import Run
+from phalanx.streams import Lasting, Printable, printable
 
 PYTHON = (sys.executable, "-P")
 
@@ -75,3 +80,47 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     done = shell('mkdir gone && cd gone && rmdir ../gone && "$@"', *words, cwd=tmp_path)
     assert done.returncode == 64
     assert done.stderr == "error: the working folder is gone; change to one that is there and try again\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\n\ttext, ü 漢\u3000字 🦊\u200d🦊", "plain\n\ttext, ü 漢\u3000字 🦊\u200d🦊"),
+        ("\x1b[31mred\x1b]0;title\x07", "\\x1b[31mred\\x1b]0;title\\x07"),
+        ("over\rwritten\x08\x7f\x9b", "over\\rwritten\\x08\\x7f\\x9b"),
+        ("turned \u202e around", "turned \\u202e around"),
+        ("half \udce9", "half \\udce9"),
+    ],
+)
+def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable(shown) == shown
+
+
+def test_a_printable_stream_is_that_for_all_that_is_printed() -> None:
+    out = io.StringIO()
+    stream: Any = Printable(out)
+    print("\x1b[2J", end="", file=stream, flush=True)
+    stream.writelines(["\x07", "\n"])
+    assert out.getvalue() == "\\x1b[2J\\x07\n"
+
+
+def test_pages_and_errors_of_commands_hold_no_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(tmp_path / "run")
+    run.create()
+    run.resolved.write_text('model: {args: {x: "\\e[31m"}}\n"bad\\e[5mkey": 1\n')
+    run.recipe.write_text("steps: 3\n")
+    events = [
+        {"t": 1.0, "kind": "warning", "text": "\x1b]0;owned\x07"},
+        {"t": 2.0, "kind": "end", "status": "\x1b[31m"},
+    ]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "r.yaml").write_text('"bad\\e[5mkey": 1\n')
+    for words in (["report", "run"], ["compare", "run", "run"], ["recipe", "check", "r.yaml"], ["report", "no\x1brun"]):
+        cli.main(words)
+        shown = capsys.readouterr()
+        assert shown.out + shown.err
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown.out + shown.err)

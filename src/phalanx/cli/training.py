@@ -24,6 +24,7 @@ from phalanx.run import Run
 from phalanx.run.directory import check_place
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Door, token_from
+from phalanx.streams import printable
 
 ALONE = Membership()
 TAKING_OVER = 300.0
@@ -68,7 +69,7 @@ def train_here(
                         nodes=membership.nodes,
                     )
                 )
-            print(introduction(ready), file=out)
+            print(printable(introduction(ready)), file=out)
             if dry:
                 print(dump_recipe(ready.recipe), end="")
                 return int(ExitCode.DONE)
@@ -77,11 +78,11 @@ def train_here(
             outcome = supervise(ready, nursery, display.show, force, crew)
             crew.code = outcome.code
     except TrialError as error:
-        print(f"{error.trace or ''}error: {error}", file=sys.stderr)
+        print(printable(f"{error.trace or ''}error: {error}"), file=sys.stderr)
         return 1
     if outcome.message:
-        print(f"error: {outcome.message}", file=out)
-    print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
+        print(f"error: {printable(outcome.message)}", file=out)
+    print(printable(conclusion(run, outcome.code, path, overrides, nproc)), file=out)
     return int(outcome.code)
 
 
@@ -137,8 +138,8 @@ def train_own_loop(
     with NurseryProcess() as nursery, Shown(run, out) as shown:
         outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
     if outcome.message:
-        print(f"error: {outcome.message}", file=out)
-    print(conclusion(run, outcome.code, script, arguments, nproc), file=out)
+        print(f"error: {printable(outcome.message)}", file=out)
+    print(printable(conclusion(run, outcome.code, script, arguments, nproc)), file=out)
     return int(outcome.code)
 
 
@@ -219,12 +220,12 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
         payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
         payload["attempt"] = ready.first_attempt
         announce(place, payload)
-        print(introduction(ready), file=out)
+        print(printable(introduction(ready)), file=out)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)
         code = take_part(payload, replace(place, attempt=ready.first_attempt), display.show)
     if code is ExitCode.UNFINISHED:
         print("not finished; start it again in the same way to go on", file=out)
     else:
-        print(conclusion(run, code, path, overrides, None), file=out)
+        print(printable(conclusion(run, code, path, overrides, None)), file=out)
     return int(code)

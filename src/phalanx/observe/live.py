@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from phalanx.observe import units
 from phalanx.observe.sentences import sentence
 from phalanx.run import Event, Run
-from phalanx.streams import Lasting
+from phalanx.streams import Lasting, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -171,7 +171,7 @@ class LogDisplay:
             return
         if event["kind"] == "end" and self._tally.step != self._told and self._tally.last:
             self._tell_step(self._tally.last)
-        if text := sentence(event, self._tally.world, self._tally.step, self._tally.total):
+        if text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total)):
             self._write(event, text)
         if event["kind"] == "start":
             self._next = float("-inf")
@@ -263,7 +263,7 @@ class TerminalDisplay:
         ):
             self._live.start()
             if (kind != "start" or event.get("attempt")) and (
-                text := sentence(event, self._tally.world, self._tally.step, self._tally.total)
+                text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total))
             ):
                 self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
         elif kind != "end" and now < self._next:
