@@ -113,6 +113,7 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
+    loaded.check_named()
     machine = this_machine()
     world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
     check(loaded.recipe, loaded.folder, world, loaded.at)

@@ -47,7 +47,9 @@ def recipe_job(
             raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.join")
         called = path.stem
     else:
-        called = load_recipe(path, overrides).recipe.name
+        loaded = load_recipe(path, overrides)
+        loaded.check_named()
+        called = loaded.recipe.name
     where = (run if run is not None else Path("runs") / called).absolute()
     check_place(where)
     # a script's paths are relative to where it is started, a recipe's to where it lies

@@ -45,6 +45,7 @@ def train_here(
     """Start a run under our own agent and follow it; returns its exit code. With several nodes this is the leading
     one, and `nproc` workers are started on each."""
     loaded = load_recipe(path, overrides)
+    loaded.check_named()
     run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
     check_place(run.path)
     if not dry and (done := finished(run, loaded.recipe)):

@@ -1,6 +1,6 @@
 """The recipe: what to train and how, as values. Reading files and reporting errors live in `load.py`.
 
-Unknown keys are refused. Every field has the default that DESIGN.md names, so an empty recipe trains the example.
+Unknown keys are refused. Every field has the default that DESIGN.md names; together they are the example.
 `auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
 """
 

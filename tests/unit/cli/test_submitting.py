@@ -54,7 +54,7 @@ def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     )
 
 
-RECIPE = "name: mine\ndata: {source: {text: '*.txt'}}\n"
+RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
 
 
 def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tm
         git("add", ".")
         git("commit", "--quiet", "-m", "another")
     assert recipe_job(recipe, [], None, None, False, None, "HEAD").code is not None
-    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:3: stpes"):
+    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
         recipe_job(recipe, [], None, None, False, None, "HEAD~1")
 
 

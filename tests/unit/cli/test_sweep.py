@@ -12,7 +12,7 @@ from phalanx.jobs.spec import Job
 
 def recipe(folder: Path, name: str, file: str | None = None) -> Path:
     path = folder / f"{file or name}.yaml"
-    path.write_text(f"name: {name}\ndata: {{source: {{text: '*.txt'}}}}\n")
+    path.write_text(f"name: {name}\nmodel: {{}}\ndata: {{source: {{text: '*.txt'}}}}\n")
     return path
 
 
