@@ -158,7 +158,7 @@ def _rgb(image: Any, file_format: str | None) -> Any:
     and what is transparent lies on white. Pillow's own conversion clips the first two and drops the third."""
     import PIL.Image
 
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
         return PIL.Image.fromarray((np.asarray(image).astype(np.uint32) / 257 + 0.5).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         pixels = np.asarray(image)

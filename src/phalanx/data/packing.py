@@ -98,6 +98,8 @@ def check_kind(path: str | Path, kind: str) -> None:
     what = next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)
     if kind not in ("text", "jsonl"):
         what = what if head.startswith(_POINTER) else None
+        if packed is not None and kind != "idx":
+            what = f"packed by {packed}; unpack it"
     elif head[257:262] == b"ustar":
         what = "a tar archive; unpack it"
     elif what is None and packed is not None and packing("", head) is not None:

@@ -101,7 +101,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
     if code == STORAGE and attempt.error is not None:
         return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
-    crash = attempt.crashes.get(rank)
+    crash = attempt.crashes.get(rank) if code > 0 else None
     return None, f"worker {rank} {how_ended(code)}{last_words(log) if crash is None else f': {crash} (log: {log})'}"
 
 

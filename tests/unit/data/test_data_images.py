@@ -192,6 +192,7 @@ def in_a_palette(path):
     [
         ("a.png", in_sixteen_bits),
         ("a.tiff", in_sixteen_bits),
+        ("a.ppm", lambda path: PIL.Image.fromarray(RAMP.astype(np.uint16) * 257).save(path, format="PPM")),
         ("a.tiff", in_floats),
         ("a.png", see_through),
         ("a.webp", lambda path: PIL.Image.fromarray(RAMP).convert("RGB").save(path, lossless=True)),
@@ -199,7 +200,7 @@ def in_a_palette(path):
         ("a.png", lambda path: PIL.Image.fromarray(RAMP).save(path)),
         ("a.tiff", lambda path: PIL.Image.fromarray(RAMP).convert("CMYK").save(path)),
     ],
-    ids=["16-bit", "16-bit tiff", "float", "alpha", "rgb", "gray alpha", "8-bit", "cmyk"],
+    ids=["16-bit", "16-bit tiff", "16-bit pgm", "float", "alpha", "rgb", "gray alpha", "8-bit", "cmyk"],
 )
 def test_what_is_to_be_seen_in_an_image_is_what_is_trained_on(tmp_path, name, save):
     pixels = one_image(tmp_path, name, save).astype(int)

@@ -205,6 +205,12 @@ def test_a_pointer_of_git_lfs_is_named_whatever_it_stands_for(tmp_path, source):
         prepare(tmp_path, tmp_path / "out", source)
 
 
+def test_a_parquet_file_in_a_packed_one_is_named(tmp_path):
+    write_texts(tmp_path, {"a.parquet.gz": gzip.compress(b"PAR1")})
+    with pytest.raises(DataError, match=r"a\.parquet\.gz: is packed by gzip; unpack it"):
+        prepare(tmp_path, tmp_path / "out", {"parquet": "*"})
+
+
 def test_a_damaged_file_of_zstd_is_named(tmp_path):
     write_texts(tmp_path, {"a.txt.zst": zstd(bytes(range(256)) * 100)[:-20]})
     with pytest.raises(DataError, match=r"a\.txt\.zst: cannot be read to its end"):
