@@ -6,7 +6,7 @@ that was finished before an interruption is a shard that need not be written aga
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -182,7 +182,7 @@ class PieceWriter:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
         else:
             entry = self._write_images(folder, number, piece, report)
-        write_done(folder, number, entry)
+        write_done(folder, number, entry, self.lost)
         return entry
 
     def _write_tokens(
@@ -249,18 +249,18 @@ def sample_texts(plan: Plan, budget: int) -> Iterator[str]:
                 break
 
 
-def write_done(folder: Path, number: int, entry: ShardEntry) -> None:
+def write_done(folder: Path, number: int, entry: ShardEntry, lost: Mapping[str, int]) -> None:
     """Record that a shard is finished; only then is it not written again."""
-    write_json(_done(folder, number), asdict(entry))
+    write_json(_done(folder, number), {"entry": asdict(entry), "lost": lost})
 
 
-def read_done(folder: Path, number: int) -> ShardEntry | None:
-    """The entry of a shard that was finished before, or None."""
+def read_done(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]] | None":
+    """The entry of a shard that was finished before and what was no UTF-8 in it, by file; or None."""
     try:
-        fields: dict[str, Any] = json.loads(_done(folder, number).read_bytes())
+        found: dict[str, Any] = json.loads(_done(folder, number).read_bytes())
     except FileNotFoundError:
         return None
-    return ShardEntry(**fields)
+    return ShardEntry(**found["entry"]), Counter(found["lost"])
 
 
 def _done(folder: Path, number: int) -> Path:

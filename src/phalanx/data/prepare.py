@@ -167,24 +167,28 @@ def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
     _keep_only(plan.key, folder)
     _provide_tokenizer(plan, folder, tell)
     job = Job.of(plan, folder)
-    entries = {number: read_done(folder, number) for number in range(len(plan.pieces))}
-    for number, entry in entries.items():
-        if entry is not None:
-            tell.add(weigh(plan.pieces[number]), entry.count)
-    todo = {number: plan.pieces[number] for number, entry in entries.items() if entry is None}
+    entries: dict[int, ShardEntry] = {}
     lost: Counter[str] = Counter()
+    for number, piece in enumerate(plan.pieces):
+        if (done := read_done(folder, number)) is not None:
+            entries[number] = done[0]
+            lost += done[1]
+            tell.add(weigh(piece), done[0].count)
+    todo = {number: piece for number, piece in enumerate(plan.pieces) if number not in entries}
     if workers == 1 or len(todo) == 1:
         writer = PieceWriter(job)
         for number, piece in todo.items():
             entries[number] = writer.write(number, piece, tell.add)
             lost += writer.lost
     else:
-        written, lost = _write_in_processes(job, todo, workers, tell, claim.lock)
+        written, more = _write_in_processes(job, todo, workers, tell, claim.lock)
         entries.update(written)
+        lost += more
     _report(plan, job, lost, tell)
-    shards = tuple(entry for entry in entries.values() if entry is not None and entry.count)
+    entries = dict(sorted(entries.items()))
+    shards = tuple(entry for entry in entries.values() if entry.count)
     for entry in entries.values():
-        if entry is not None and not entry.count:
+        if not entry.count:
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
     if not shards:

@@ -240,6 +240,26 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
     assert re.match(expected, warning)
 
 
+def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
+    write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})
+
+    counts = set()
+
+    def interrupt(now):
+        counts.add(now.count)
+        if len(counts - {0}) == 2:  # in the second piece
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=interrupt)
+    notes = []
+    assert (tmp_path / "out.partial" / "shard-00000.done").exists()
+    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=lambda now: notes.append(now.note))
+    (warning,) = filter(None, notes)
+    assert "became U+FFFD in 2 places" in warning
+
+
 def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer(tmp_path):
     write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9"})
     notes = []
