@@ -9,12 +9,16 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from phalanx.streams import open_standard_streams
+
 if TYPE_CHECKING:
     from phalanx.api import train
     from phalanx.joining import join
     from phalanx.planning import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
+
+open_standard_streams()  # before anything of ours opens a file
 
 __all__ = ["Recipe", "Run", "__version__", "join", "plan", "train"]
 

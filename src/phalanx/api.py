@@ -45,7 +45,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
-from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
+from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
 from phalanx.run.lock import locked
 from phalanx.train.schedule import learning_rate, peak
 
@@ -121,6 +121,7 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
+    loaded.check_named()
     machine = this_machine()
     world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
     if machine.device == "cuda" and world > machine.count * nodes:
@@ -149,10 +150,11 @@ def starting(
         if new := not run.path.is_dir():
             ready = get_ready()
             create(run)
-        stack.enter_context(locked(run, patience))
+        note = stack.enter_context(locked(run, patience))
         if not new:
             ready = get_ready()
             create(run)
+        ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
 
@@ -161,15 +163,6 @@ def check_machine(loaded: Loaded, machine: Machine) -> None:
     """RecipeError when the recipe asks for what this machine does not have."""
     anywhere = os.environ.get(FP8) == "always"
     check_device(loaded.recipe, machine.device, machine.name, machine.capability, loaded.at, fp8_anywhere=anywhere)
-
-
-def check_place(path: Path) -> None:
-    """UsageError when a run cannot be kept at `path`, as far as that can be told without writing."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise UsageError(f"{path}: a run cannot be kept here: {there} is a file; choose another --run")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: a run cannot be kept here: {there} is not writable; choose another --run")
 
 
 def create(run: Run) -> None:

@@ -24,7 +24,6 @@ from phalanx.api import (
     Ready,
     changed,
     check_machine,
-    check_place,
     continuing,
     create,
     last_attempt,
@@ -43,8 +42,10 @@ from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused,
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
+from phalanx.run.directory import check_place
 from phalanx.run.lock import locked
 from phalanx.run.pulse import Pulse, Silent, pulse_of
+from phalanx.streams import printable
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -205,7 +206,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
         report.flush()
         report.say("leaving", int(os.environ.get("RANK") or 0), code=int(error.code))
     if supervised or report is None:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
 
 
 def _conclusion(run: Run, status: str) -> str:
@@ -290,7 +291,8 @@ def _ready(
     create(where)
     cluster = {"host": machine.host, "device": machine.device, "name": machine.name, "cores": machine.cores}
     ready = Ready(where, resolved, loaded.folder, plan, cluster, notes, last_attempt(where) + 1)
-    with contextlib.nullcontext() if supervised else locked(where):
+    with contextlib.nullcontext() if supervised else locked(where) as note:
+        ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
 
@@ -328,7 +330,7 @@ def train_script(
     """Run a script with a loop of its own as `nproc` workers under our agent, and write the run's result."""
     check_place(run.path)
     create(run)
-    with locked(run):
+    with locked(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
         command = {"function": "phalanx.train.script:work", "payload": payload}
@@ -343,4 +345,5 @@ def train_script(
             return replace(outcome, message=f"{script}: {NEVER_CAME}") if outcome.message == NEVER_CAME else outcome
 
         agent = Agent(run, nursery, showing, attempts=3)
-        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, judge=judge)
+        notes = [] if note is None else [note]
+        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, notes, judge)

@@ -8,7 +8,7 @@ import pytest
 
 import phalanx
 from phalanx import api
-from phalanx.api import changed, check_place, continuing, create, finished, last_step, result_of, trial_recipe
+from phalanx.api import changed, continuing, create, finished, last_step, result_of, trial_recipe
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent import Outcome
 from phalanx.recipe import Recipe, dump_recipe, refused
@@ -251,18 +251,6 @@ def test_only_one_process_may_train_a_run(run: Run) -> None:
         pass
     with locked(run):
         pass
-
-
-@pytest.mark.parametrize("path", ["file", "file/run"])
-def test_a_run_is_not_kept_where_a_file_is(tmp_path: Path, path: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file is a file; choose another --run"):
-        check_place(tmp_path / path)
-
-
-def test_a_run_may_be_kept_where_nothing_is_yet(tmp_path: Path) -> None:
-    check_place(tmp_path / "not" / "there" / "yet")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """What stands in the directory of a run of whole worlds: events, result, and how a run goes on in it."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,3 +191,16 @@ def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
     assert ended.code == 65
     assert ended.message is not None
     assert "other data" in ended.message
+
+
+def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: Lab, tmp_path: Path) -> None:
+    """Closed streams as after `nohup phalanx train ... <&- >&- 2>&- &`; the files stand where that is typed and beside
+    the recipe."""
+    folder = lab.furnish(tmp_path / "recipes")
+    for name in ("random", "queue", "types", "copy", "platform", "logging", "json", "secrets", "numbers", "typing"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported by mistake')\n")
+    shutil.copy(lab.recipe_file({"callbacks": []}, "closed"), folder / "r.yaml")
+    words = [sys.executable, "-P", "-m", "phalanx", "train", "r.yaml", "--run", "r"]
+    line = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words]
+    assert subprocess.run(line, cwd=folder, env={**os.environ, **lab.variables()}, check=False).returncode == 0
+    assert '"status": "done"' in Run(folder / "r").result.read_text()

@@ -8,16 +8,18 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import Call
 from phalanx.cli.interrupts import Interrupted, insistent
-from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
+from phalanx.errors import AWAY, BROKEN, NO_ROOM, ExitCode, PhalanxError, words_of
 from phalanx.jobs.nursery_process import TrialError
+from phalanx.streams import Printable, printable
 
 __all__ = ["main"]
 
@@ -108,41 +110,49 @@ def main(argv: Sequence[str] | None = None, beside: Call | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     interrupted = Interrupted()
     try:
-        with insistent() as interrupted:
+        with redirect_stdout(cast(TextIO, Printable(sys.stdout))), insistent() as interrupted:
             code = _run(arguments or ["--help"], beside)
         sys.stdout.flush()
         return code
     except PhalanxError as error:
         if interrupted.lost:  # which may be why
             return _interrupted()
-        print(f"error: {error}", file=sys.stderr)
+        _say(str(error))
         return int(error.code)
     except TrialError as error:
         if interrupted.lost:
             return _interrupted()
-        print(f"{error.trace or ''}error: {error}", file=sys.stderr)
+        print(printable(f"{error.trace or ''}error: {error}"), file=sys.stderr)
         return 1 if error.trace else int(error.code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except BrokenPipeError:
         if not _reader_gone():
             raise
-        # what is still buffered must not fail again when Python flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return int(ExitCode.UNFINISHED)
     except OSError as error:
+        if error.filename is None and (why := _unnamed(error)) is not None:
+            message, ended = why
+            _say(message)
+            _drop_output()
+            return int(ended)
         if error.errno in AWAY:  # it may be back when this is started again
-            print(f"error: storage fails: {words_of(error)}", file=sys.stderr)
+            _say(f"storage fails: {words_of(error)}")
             return int(ExitCode.UNFINISHED)
         if error.filename is None:
             raise
         # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
-        print(f"error: {words_of(error)}", file=sys.stderr)
+        _say(words_of(error))
         return int(ExitCode.USAGE)
 
 
+def _say(what: str) -> None:
+    print(f"error: {printable(what)}", file=sys.stderr)
+
+
 def _interrupted() -> int:
-    print("error: interrupted", file=sys.stderr)
+    _say("interrupted")
     return int(ExitCode.UNFINISHED)
 
 
@@ -157,7 +167,10 @@ def _run(arguments: list[str], beside: Call | None) -> int:
     except _ParserError as error:
         message: str = error.format_message()
         # `phalanx data` alone: its message is its help
-        print(message if message.startswith("Usage:") else f"error: {message}{_hint(error)}", file=sys.stderr)
+        if message.startswith("Usage:"):
+            print(message, file=sys.stderr)
+        else:
+            _say(f"{message}{_hint(error)}")
         return int(ExitCode.USAGE)
     return result if isinstance(result, int) else int(ExitCode.DONE)
 
@@ -166,6 +179,23 @@ def _hint(error: Exception) -> str:
     """Where the right usage stands."""
     context = getattr(error, "ctx", None)
     return f"\n`{context.command_path} --help` tells how it is used" if context is not None else ""
+
+
+def _unnamed(error: OSError) -> tuple[str, ExitCode] | None:
+    """What an error that names no file means, if it is the working folder's or standard output's: words and code."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working folder is gone; change to one that is there and try again", ExitCode.USAGE
+    if error.errno in NO_ROOM | BROKEN:
+        return f"the output cannot be written: {error.strerror}", ExitCode.UNFINISHED
+    return None
+
+
+def _drop_output() -> None:
+    """Have what is still buffered not fail again when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_gone() -> bool:

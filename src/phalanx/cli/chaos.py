@@ -66,10 +66,10 @@ def chaos(
     Kinds: kill, crash, abort, nursery, agent, preempt, limit, damage, full, storage, pause, stall; with --nodes also
     node and split; with --queue also runner and supervisor.
     """
-    from phalanx.api import check_place
     from phalanx.cli import chaos_page as page
     from phalanx.jobs.chaos.plan import draw, kinds_of
     from phalanx.recipe import load_recipe
+    from phalanx.run.directory import check_place
 
     given = overrides or []
     if recipe.suffix == ".py":

@@ -11,6 +11,7 @@ import typer
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.observe import units
+from phalanx.streams import printable
 
 if TYPE_CHECKING:
     from phalanx.data import Progress
@@ -147,8 +148,15 @@ def preparing(verb: str = "preparing") -> "Iterator[Callable[[Progress], None]]"
         task = bar.add_task(verb, total=None, told="")
 
         def show(now: "Progress") -> None:
+            if now.note.startswith("warning: "):  # stays when the bar goes
+                bar.console.print(printable(now.note), markup=False, highlight=False)
+                return
             bar.update(
-                task, total=now.total, completed=now.done, told=_numbers(now), description=_escaped(now.note) or verb
+                task,
+                total=now.total,
+                completed=now.done,
+                told=_numbers(now),
+                description=_escaped(printable(now.note)) or verb,
             )
 
         yield show
@@ -169,7 +177,7 @@ class _Lines:
 
     def __call__(self, now: "Progress") -> None:
         if now.note:
-            print(now.note, file=sys.stderr, flush=True)
+            print(printable(now.note), file=sys.stderr, flush=True)
         elif now.seconds - self._told >= _LINE_EVERY:
             self._told = now.seconds
             print(f"{self._verb}  {_numbers(now)}", file=sys.stderr, flush=True)
@@ -191,9 +199,4 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             told = units.size(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
             print(f"{name.replace('_', ' '):<13} {told}")
     if beginning:
-        print(f"\n{_printable(beginning)}")
-
-
-def _printable(text: str) -> str:
-    """Text that cannot move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+        print(f"\n{beginning}")

@@ -45,16 +45,15 @@ def plan(
     with uncollected():
         from phalanx.errors import UsageError
         from phalanx.recipe import load_recipe
-        from phalanx.run.directory import write_whole
+        from phalanx.run.directory import check_output, write_whole
 
         if in_place and out is not None:
             raise UsageError(f"--in-place, --out {out}: give one of the two")
         out = recipe if in_place else out or recipe.with_name(f"{recipe.stem}.planned.yaml")
-        for name, path in (("--out", out), ("--trace", trace)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(f"{name} {path}: there is no folder {path.absolute().parent}")
-            if path is not None and path.is_dir():
-                raise UsageError(f"{name} {path}: is a folder; expected a file")
+        if not in_place:
+            check_output("--out", out, ["# Planned by `phalanx plan`"])
+        if trace is not None:
+            check_output("--trace", trace, ['"traceEvents"'])
         loaded = load_recipe(recipe, overrides or [])
         from phalanx.planning import plan_run, text_of
 

@@ -42,9 +42,10 @@ def probe(
     from phalanx.cluster.probe import default_cluster_file
     from phalanx.errors import UsageError
     from phalanx.probing import measured
+    from phalanx.run.directory import check_output
 
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    if out is not None:
+        check_output("--out", out, ["# A cluster for Phalanx"])
     if not folder.is_dir():
         raise UsageError(f"--folder {folder}: no such folder")
     machine = this_machine()

@@ -18,13 +18,12 @@ def profile(
     """Trace a few training steps on one worker; nothing is saved but the trace."""
     from phalanx.api import starting
     from phalanx.cli.data import preparing
-    from phalanx.errors import UsageError
     from phalanx.jobs.nursery_process import NurseryProcess
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
+    from phalanx.run.directory import check_output
 
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    check_output("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
     with NurseryProcess() as nursery, preparing() as progress:
         nowhere = Run(Path(".phalanx-profile-writes-nothing"))

@@ -40,6 +40,8 @@ def check(
         room.import_object(loaded.recipe.model.build, loaded.folder, loaded.at("model.build"))
     for key, value in _import_paths(loaded.recipe):
         room.import_object(value, loaded.folder, loaded.at(key))
+    if len(loaded.missing()) == 1:  # one for a loop of the user's own names neither
+        loaded.check_named()
     whole = loaded.recipe.model_dump(mode="json", by_alias=True)
     automatic = [key for key in _automatic(whole) if room.can_be_auto(key)]
     if as_json:

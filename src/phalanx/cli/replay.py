@@ -21,11 +21,13 @@ def replay(
     """
     from phalanx.errors import UsageError
     from phalanx.plan.replay import table as tables
+    from phalanx.run.directory import check_output
 
     if not table.is_file():
         raise UsageError(f"{table}: there is no such file")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    if out.absolute() == table.absolute():
+        raise UsageError(f"--out {out}: is the table itself; its predictions need a file of their own")
+    check_output("--out", out, ["error_pct"])
     rows = tables.read(table)
     answers = tables.predicted(rows, table, _progress(len(rows)))
     if sys.stderr.isatty():

@@ -8,6 +8,9 @@ import typer
 
 from phalanx.errors import UsageError
 
+PAGE_MARKS = ('content="phalanx"', "<footer>Phalanx ")
+"""What stands in every page that these commands write."""
+
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
@@ -23,8 +26,11 @@ def report(
     from phalanx.observe.report import text_page
     from phalanx.observe.summary import summary_of
     from phalanx.run import Run
+    from phalanx.run.directory import check_output
 
     found = Run.existing(run)
+    if html is not None:
+        check_output("--html", html, PAGE_MARKS)
     history = read_history(found.events)
     summary = summary_of(found, history)
     advices = advise(summary, history)
@@ -48,7 +54,10 @@ def compare(
     """Put runs side by side: where their recipes differ, and what came of it."""
     from phalanx.observe.compare import compare_html, compare_runs, compare_text
     from phalanx.run import Run
+    from phalanx.run.directory import check_output
 
+    if html is not None:
+        check_output("--html", html, PAGE_MARKS)
     comparison = compare_runs([Run(path) for path in runs])
     if html is not None:
         _write(html, compare_html(comparison))

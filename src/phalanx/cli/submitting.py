@@ -20,7 +20,7 @@ from phalanx.joining import Shown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
 from phalanx.run import Run
-from phalanx.run.directory import not_done
+from phalanx.run.directory import check_place, not_done
 
 LOOK = 1.0
 """Seconds between two looks at a job that is followed."""
@@ -53,8 +53,11 @@ def recipe_job(
             )
         called = path.stem
     else:
-        called = load_recipe(path, overrides).recipe.name
+        loaded = load_recipe(path, overrides)
+        loaded.check_named()
+        called = loaded.recipe.name
     where = (run if run is not None else Path("runs") / called).absolute()
+    check_place(where)
     # a script's paths are relative to where it is started, a recipe's to where it lies
     top = Path.cwd() if script else path.absolute().parent
     there, environment = str(path.absolute()), dict(environment or {})
@@ -67,7 +70,7 @@ def recipe_job(
         environment[CODE_OF] = str(travels.of)
         if travels.commit is not None and not script:
             check_committed(travels, there, overrides)
-    words = [sys.executable, "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
+    words = [sys.executable, "-P", "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
     words += [] if nproc is None else ["--nproc", str(nproc)]
     words += ["--force"] if force else []
     return _job(name or called, words, code=travels, run=where, environment=environment, **more)
@@ -97,7 +100,7 @@ def framework_job(
     check_framework(framework)
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
-    words = [sys.executable, "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
+    words = [sys.executable, "-P", "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
     travels = None if code is None else carried(code, Path.cwd())
     return _job(name or (scripts[0] if scripts else framework), words, code=travels, **more)

@@ -20,8 +20,10 @@ from phalanx.observe.units import duration
 from phalanx.recipe import dump_recipe, load_recipe, workers_for
 from phalanx.recipe.load import Loaded
 from phalanx.run import Run
+from phalanx.run.directory import check_place
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Door, token_from
+from phalanx.streams import printable
 
 ALONE = Membership()
 TAKING_OVER = 300.0
@@ -42,7 +44,9 @@ def train_here(
     """Start a run under our own agent and follow it; returns its exit code. With several nodes this is the leading
     one, and `nproc` workers are started on each."""
     loaded = load_recipe(path, overrides)
+    loaded.check_named()
     run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    check_place(run.path)
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
@@ -64,7 +68,7 @@ def train_here(
                     nodes=membership.nodes,
                 )
             )
-        print(introduction(ready), file=out)
+        print(printable(introduction(ready)), file=out)
         if dry:
             print(dump_recipe(ready.recipe), end="")
             crew.code = ExitCode.DONE
@@ -74,8 +78,8 @@ def train_here(
         outcome = supervise(ready, nursery, display.show, force, crew)
         crew.code = outcome.code
     if outcome.message:
-        print(f"error: {outcome.message}", file=out)
-    print(conclusion(run, outcome.code, path, overrides, nproc), file=out)
+        print(f"error: {printable(outcome.message)}", file=out)
+    print(printable(conclusion(run, outcome.code, path, overrides, nproc)), file=out)
     return int(outcome.code)
 
 
@@ -143,8 +147,8 @@ def train_own_loop(
     with NurseryProcess() as nursery, Shown(run, out) as shown:
         outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
     if outcome.message:
-        print(f"error: {outcome.message}", file=out)
-    print(conclusion(run, outcome.code, script, arguments, nproc), file=out)
+        print(f"error: {printable(outcome.message)}", file=out)
+    print(printable(conclusion(run, outcome.code, script, arguments, nproc)), file=out)
     return int(outcome.code)
 
 
@@ -225,12 +229,12 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
         payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
         payload["attempt"] = ready.first_attempt
         announce(place, payload)
-        print(introduction(ready), file=out)
+        print(printable(introduction(ready)), file=out)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)
         code = take_part(payload, replace(place, attempt=ready.first_attempt), display.show)
     if code is ExitCode.UNFINISHED:
         print("not finished; start it again in the same way to go on", file=out)
     else:
-        print(conclusion(run, code, path, overrides, None), file=out)
+        print(printable(conclusion(run, code, path, overrides, None)), file=out)
     return int(code)

@@ -44,15 +44,14 @@ def tune(
     from phalanx.cli.data import preparing
     from phalanx.errors import UsageError
     from phalanx.recipe import load_recipe
-    from phalanx.run.directory import write_whole
+    from phalanx.run.directory import check_output, write_whole
     from phalanx.tuning import Watcher, text_of
     from phalanx.tuning import tune as search
 
     out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
     if out.absolute() == recipe.absolute():
         raise UsageError(f"--out {out}: is the recipe itself; the tuned one needs a file of its own")
+    check_output("--out", out, ["# Tuned by `phalanx tune`"])
     loaded = load_recipe(recipe, overrides or [])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with preparing() as progress:

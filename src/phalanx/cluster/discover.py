@@ -221,7 +221,7 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
 def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tuple[Accelerator, ...]:
     """As `accelerators`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
     try:
-        done = subprocess.run([python, "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run([python, "-P", "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
         raise UnfitNodeError(f"a GPU does not answer: torch did not list the GPUs within {timeout:.0f} s") from error
     if done.returncode != 0:

@@ -3,21 +3,25 @@
 A record is the label (uint32, little-endian) followed by the pixels (uint8, height x width x channels).
 """
 
-import gzip
+import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from phalanx.data.finding import File, stat_file
 from phalanx.data.manifest import LABEL_BYTES
+from phalanx.data.packing import HEAD, check_kind, open_packed, packing
 from phalanx.data.shard import Values
-from phalanx.data.sources import CHUNK, File, Part, reading, stat_file
+from phalanx.data.sources import CHUNK, Part, reading
 from phalanx.errors import DataError, RecipeError, UsageError
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
+_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 class Images(NamedTuple):
@@ -33,6 +37,8 @@ class Images(NamedTuple):
 def find_idx(images: str, labels: str, folder: Path) -> Images:
     """The pair of IDX files of one image set; DataError unless they belong together."""
     files = [stat_file(folder / name) for name in (images, labels)]
+    for file in files:
+        check_kind(file.path, "idx")
     with _open(files[0].path) as stream:
         count, *shape = _dimensions(stream, files[0].path, (3, 4))
     with _open(files[1].path) as stream:
@@ -62,8 +68,12 @@ def read_idx(images: Part, labels: Part, shape: tuple[int, int, int]) -> Iterato
             yield records, (images.weight + labels.weight) * count // images.stop
 
 
-def _open(path: str) -> Any:
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+@contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    with open(path, "rb") as raw:
+        packed = packing(path, raw.read(HEAD))
+        raw.seek(0)
+        yield raw if packed is None else open_packed(raw, packed, path)
 
 
 def _exactly(stream: BinaryIO, size: int, path: str) -> bytes:
@@ -84,32 +94,81 @@ def _dimensions(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> tuple[
 
 
 def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
-    """An image folder: every sub-folder is a class, numbered by name; the images lie anywhere below it."""
+    """An image folder: every sub-folder is a class, numbered by name; the images lie anywhere below it. Links are
+    followed, and of links to one image in a class one counts."""
     if size is None:
         raise RecipeError(f"data.source: images of {root} need a common size, for instance `size: [224, 224]`")
     if not root.is_dir():
         raise RecipeError(f"data.source: {root}: no such folder of images")
     labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
-    files, parts = [], []
+    files, parts, empty = [], [], []
     for number, label in enumerate(labels):
-        for path in sorted(path for path in (root / label).rglob("*") if path.suffix.lower() in _SUFFIXES):
+        found = {os.path.realpath(path): path for path in reversed(_images_below(root / label))}
+        empty += [] if found else [root / label]
+        for path in sorted(found.values()):
             files.append(file := stat_file(path))
             parts.append(Part(file.path, 0, 1, file.size, label=number))
     if not files:
         raise RecipeError(f"data.source: {root} matches no file: it needs a sub-folder of images for each class")
+    if empty:
+        raise RecipeError(
+            f"data.source: {empty[0]} holds no image, but every sub-folder of {root} is a class; remove it, or move it "
+            "elsewhere"
+        )
     return Images(files, parts, (*size, 3), len(labels), labels)
 
 
+def _images_below(folder: Path) -> list[Path]:
+    """Image files anywhere below a folder, sorted; links to folders above are not followed."""
+    found, entered = [], set(map(str, Path(os.path.realpath(folder)).parents))
+    for place, folders, names in os.walk(folder, followlinks=True):
+        entered.add(os.path.realpath(place))
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(place, name)) not in entered]
+        found += [Path(place, name) for name in names if Path(name).suffix.lower() in _SUFFIXES]
+    return sorted(found)
+
+
 def read_image(part: Part, shape: tuple[int, int, int]) -> Values:
-    """One image file as a record (uint8 [1, record]): RGB, resized to height x width (bilinear, antialiased)."""
+    """One image file as a record (uint8 [1, record]): upright, RGB (see `_rgb`), resized to height x width (bilinear,
+    antialiased)."""
     try:
         import PIL.Image
+        import PIL.ImageOps
     except ImportError:
         raise UsageError("image folders need the `pillow` package: pip install 'phalanx[images]'") from None
     try:
         with PIL.Image.open(part.path) as image:
-            resized = image.convert("RGB").resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise DataError(f"{part.path}: not an image that Pillow can read ({error})") from None
+            image.load()
+            upright = PIL.ImageOps.exif_transpose(image)
+            resized = _rgb(upright, image.format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
+    except _NoRangeError as error:
+        raise DataError(f"{part.path}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
+        raise DataError(f"{part.path}: not an image that Pillow can read ({error or type(error).__name__})") from None
     label = np.array([part.label], "<u4").view(np.uint8)
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
+
+
+class _NoRangeError(Exception):
+    """Pixels of which nothing says how large black and white are."""
+
+
+def _rgb(image: Any, file_format: str | None) -> Any:
+    """A Pillow image in 8-bit RGB, with what is to be seen in it: 16 bits are scaled by 257, floats from 0 to 1 by 255,
+    and what is transparent lies on white. Pillow's own conversion clips the first two and drops the third."""
+    import PIL.Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
+        return PIL.Image.fromarray((np.asarray(image).astype(np.uint32) / 257 + 0.5).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        pixels = np.asarray(image)
+        if image.mode == "I" or not (pixels.min() >= 0 and pixels.max() <= 1):
+            kind = "32-bit integers" if image.mode == "I" else "floats that are not all from 0 to 1"
+            raise _NoRangeError(
+                f"its pixels are {kind}, of which nothing says what is white; save it with 8 or 16 bits"
+            )
+        return PIL.Image.fromarray((pixels * 255 + 0.5).astype(np.uint8)).convert("RGB")
+    if image.mode in _WITH_ALPHA or "transparency" in image.info:
+        layers = image.convert("RGBA") if image.mode != "La" else image.convert("LA").convert("RGBA")
+        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), layers).convert("RGB")
+    return image.convert("RGB")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from phalanx.data.manifest import LABEL_BYTES, Manifest, ShardEntry, read_manifest
+from phalanx.data.manifest import LABEL_BYTES, MANIFEST, Manifest, ShardEntry, read_manifest
 from phalanx.data.prepare import Progress, silent
 from phalanx.data.shard import BLOCK, Shard, check_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer
@@ -30,7 +30,7 @@ def verify(
     blocks = done = count = 0
     for entry in manifest.shards:
         try:
-            bad += _bad_blocks(folder, entry)
+            bad += _bad_blocks(folder, entry) or _impossible(folder, manifest, entry)
         except DataError as error:
             bad.append(str(error))
         except OSError as error:
@@ -62,6 +62,25 @@ def _bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
             if xxh3_64_intdigest(data) != expected:
                 bad.append(f"{path} {describe_block(block, len(data))}")
     return bad
+
+
+def _impossible(folder: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    """What a shard whose bytes are those that were written cannot hold: tokens beyond the vocabulary, labels beyond the
+    classes, documents that begin outside of it."""
+    values = (
+        np.memmap(folder / entry.file, np.dtype(manifest.dtype), mode="r") if entry.bytes else np.zeros(0, np.uint8)
+    )
+    starts = read_sidecar(folder, entry).documents
+    if starts.size and not (starts[0] >= 0 and starts[-1] < len(values) and (np.diff(starts) >= 0).all()):
+        return [f"{folder / entry.sidecar}: documents begin where the shard has no tokens"]
+    what, limit = "token", manifest.vocab
+    if manifest.kind == "images":
+        what, limit = "label", manifest.classes
+        values = values.reshape(-1, manifest.record)[:, :LABEL_BYTES].copy().view("<u4")
+    most = max((int(values[at : at + (1 << 24)].max()) for at in range(0, len(values), 1 << 24)), default=0)
+    if limit is not None and len(values) and most >= limit:
+        return [f"{folder / entry.file}: has the {what} {most}, but {MANIFEST} says that there are {limit}"]
+    return []
 
 
 def inspect(folder: Path, tokens: int = 200) -> dict[str, Any]:

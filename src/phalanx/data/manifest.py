@@ -6,6 +6,7 @@ same fingerprint, and an edited manifest is found out because its fingerprint no
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,9 @@ from phalanx.run.directory import write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_FILE = r"shard-\d{5,}\.(bin|idx)"
+_LARGEST = 1 << 32
+"""More than any vocabulary, number of classes, or side of an image."""
 LABEL_BYTES = 4  # an image record is its label, as a little-endian uint32, followed by its pixels
 
 
@@ -106,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(
             f"{folder}: no dataset here ({MANIFEST} is missing); `phalanx data prepare` makes one"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if storage_failed(error):
             raise
         raise DataError(f"{path}: not a dataset manifest ({type(error).__name__}: {error})") from None
@@ -114,4 +118,34 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(
             f"{path}: was changed: its contents have the fingerprint {manifest.fingerprint}, but it says {fingerprint}"
         )
+    try:
+        _check(manifest)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a dataset manifest ({error})") from None
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """ValueError when a manifest says what no dataset can be."""
+    kind: str = manifest.kind
+    tokens = kind == "tokens"
+    if kind not in ("tokens", "images"):
+        raise ValueError(f"kind {kind!r}")
+    numbers = [manifest.vocab] if tokens else [manifest.classes, *(manifest.shape or (None,))]
+    if not all(isinstance(number, int) and 0 < number <= _LARGEST for number in numbers):
+        raise ValueError(f"{'vocab' if tokens else 'classes and shape'} {', '.join(map(str, numbers))}")
+    if tokens != (manifest.shape is None) or (not tokens and len(numbers) != 4):
+        raise ValueError(f"shape {manifest.shape}")
+    dtype = token_dtype(manifest.vocab or 0) if tokens else np.dtype("<u1")
+    if manifest.dtype.replace("|", "<") != dtype.str.replace("|", "<"):
+        raise ValueError(f"values of {manifest.dtype!r}, expected {dtype.str!r}")
+    if manifest.labels is not None and len(manifest.labels) != manifest.classes:
+        raise ValueError(f"{len(manifest.labels)} labels for {manifest.classes} classes")
+    for shard in manifest.shards:
+        if not all(re.fullmatch(_FILE, str(name)) for name in (shard.file, shard.sidecar)):
+            raise ValueError(f"files {shard.file!r}, {shard.sidecar!r}")
+        counts = (shard.bytes, shard.count, shard.documents)
+        if not all(isinstance(number, int) and number >= 0 for number in counts):
+            raise ValueError(f"{shard.file} has {counts} bytes, {'tokens' if tokens else 'images'} and documents")
+        if shard.bytes != shard.count * manifest.record * dtype.itemsize:
+            raise ValueError(f"{shard.file} cannot have {shard.count} {manifest.kind} in {shard.bytes} bytes")

@@ -5,7 +5,8 @@ that was finished before an interruption is a shard that need not be written aga
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,24 +14,20 @@ from typing import Any, Literal
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.data.finding import File, as_list, find_files
 from phalanx.data.images import find_folder, find_idx, read_idx, read_image
 from phalanx.data.manifest import FORMAT, LABEL_BYTES, ShardEntry, token_dtype
 from phalanx.data.shard import ShardWriter
-from phalanx.data.sources import (
-    CHUNK,
-    File,
-    Part,
-    as_list,
-    documents,
-    find_files,
-    split_file,
-    split_parquet,
-)
-from phalanx.data.tokenizers import TOKENIZER, Tokenizer, load_tokenizer, tokenizer_file
+from phalanx.data.sources import CHUNK, Part, documents, split_file, split_parquet
+from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Bpe, Data, Source
 from phalanx.run.directory import write_json
 
 SMALLEST, LARGEST = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
+
+READING = 2
+"""What files become: another number where the same files become something else than before."""
 
 Piece = tuple[Part, ...]
 Report = Callable[[int, int], None]
@@ -47,6 +44,7 @@ class Plan:
     pieces: tuple[Piece, ...]
     tokenizer: str | None = None
     tokenizer_xxh3: str | None = None
+    separator: int | None = None
     shape: tuple[int, int, int] | None = None
     classes: int | None = None
     labels: tuple[str, ...] | None = None
@@ -54,7 +52,12 @@ class Plan:
     @property
     def key(self) -> str:
         """Names what would come out: it changes when a file's path, size or time does, or the tokenizer."""
-        parts = {"format": FORMAT, **asdict(replace(self, pieces=())), "weights": list(map(weigh, self.pieces))}
+        parts = {
+            "format": FORMAT,
+            "reading": READING,
+            **asdict(replace(self, pieces=())),
+            "weights": list(map(weigh, self.pieces)),
+        }
         return xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
     @property
@@ -98,14 +101,17 @@ def _plan_text(source: Source, data: Data, folder: Path) -> Plan:
     else:
         size = _piece_size(sum(file.size for file in files))
         parts = [part for file in files for part in split_file(file, size)]
-    tokenizer, checksum = "bytes", None
+    if not parts:
+        raise RecipeError(f"data.source: the {len(files)} file(s) found hold no text at all")
+    tokenizer, checksum, separator = "bytes", None, None
     if isinstance(data.tokenizer, Bpe):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
         tokenizer = str(tokenizer_file(folder / data.tokenizer))
-        load_tokenizer(tokenizer)  # it says what is wrong before anything is written
+        separator = load_tokenizer(tokenizer).separator  # it says what is wrong before anything is written
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
-    return Plan(kind, source.field, tuple(files), tuple(_group(parts)), tokenizer, checksum)  # type: ignore[arg-type]
+    pieces = tuple(_group(parts))
+    return Plan(kind, source.field, tuple(files), pieces, tokenizer, checksum, separator)  # type: ignore[arg-type]
 
 
 def _piece_size(total: int) -> int:
@@ -137,29 +143,46 @@ class Job:
     field: str
     tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
     shape: tuple[int, int, int] | None
+    separator: int | None = None  # of a tokenizer.json
 
     @classmethod
     def of(cls, plan: Plan, folder: Path) -> "Job":
         """The job of a plan whose tokenizer, if it has one of its own, already lies in `folder`."""
-        tokenizer = plan.tokenizer if plan.tokenizer in (None, "bytes") else str(folder / TOKENIZER)
-        return cls(str(folder), plan.kind, plan.field, tokenizer, plan.shape)
+        if plan.tokenizer in (None, "bytes"):
+            return cls(str(folder), plan.kind, plan.field, plan.tokenizer, plan.shape)
+        separator = stored_tokenizer(plan, folder).separator
+        return cls(str(folder), plan.kind, plan.field, str(folder / TOKENIZER), plan.shape, separator)
+
+
+def stored_tokenizer(plan: Plan, folder: Path) -> FileTokenizer:
+    """The tokenizer.json of a plan that lies in `folder`."""
+    if plan.tokenizer is not None and plan.tokenizer.startswith("bpe:"):
+        return FileTokenizer(folder / TOKENIZER, plan.tokenizer)
+    return FileTokenizer(folder / TOKENIZER, TOKENIZER, plan.separator)
 
 
 class PieceWriter:
-    """Writes pieces of one job."""
+    """Writes pieces of one job. `lost`: by file, how often in the last piece bytes were no UTF-8, which the tokenizer
+    sees as U+FFFD."""
 
     def __init__(self, job: Job):
         self._job = job
-        self._tokenizer = load_tokenizer(job.tokenizer) if job.tokenizer else None
+        self.lost: Counter[str] = Counter()
+        self._tokenizer: Tokenizer | None = None
+        if job.tokenizer is not None:
+            path = Path(job.tokenizer)
+            known = None if job.tokenizer == "bytes" else FileTokenizer(path, separator=job.separator)
+            self._tokenizer = known or load_tokenizer("bytes")
 
     def write(self, number: int, piece: Piece, report: Report) -> ShardEntry:
         """Write the piece as shard `number`, and an entry beside it that says that it is finished."""
         folder = Path(self._job.folder)
+        self.lost = Counter()
         if self._tokenizer is not None:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
         else:
             entry = self._write_images(folder, number, piece, report)
-        write_done(folder, number, entry)
+        write_done(folder, number, entry, self.lost)
         return entry
 
     def _write_tokens(
@@ -172,7 +195,9 @@ class PieceWriter:
             inside = False  # a document that has given tokens is not over
             for part in piece:
                 for chunk in documents(part, self._job.kind, self._job.field):
-                    tokens = tokenizer.encode_bytes(chunk.data)
+                    tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.behind)
+                    if tokenizer.name != "bytes" and (times := undecodable(chunk.data)):
+                        self.lost[part.path] += times
                     if tokens.size:
                         if chunk.begins or not inside:
                             writer.start_document()
@@ -203,6 +228,15 @@ class PieceWriter:
             return writer.finish()
 
 
+def undecodable(data: bytes) -> int:
+    """How often decoding puts U+FFFD in the place of bytes that are no UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data.decode(errors="replace").count("\ufffd") - data.count("\ufffd".encode())
+    return 0
+
+
 def sample_texts(plan: Plan, budget: int) -> Iterator[str]:
     """Text to train a tokenizer on: the beginning of every piece, `budget` bytes in all."""
     share = budget // len(plan.pieces)
@@ -215,18 +249,18 @@ def sample_texts(plan: Plan, budget: int) -> Iterator[str]:
                 break
 
 
-def write_done(folder: Path, number: int, entry: ShardEntry) -> None:
+def write_done(folder: Path, number: int, entry: ShardEntry, lost: Mapping[str, int]) -> None:
     """Record that a shard is finished; only then is it not written again."""
-    write_json(_done(folder, number), asdict(entry))
+    write_json(_done(folder, number), {"entry": asdict(entry), "lost": lost})
 
 
-def read_done(folder: Path, number: int) -> ShardEntry | None:
-    """The entry of a shard that was finished before, or None."""
+def read_done(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]] | None":
+    """The entry of a shard that was finished before and what was no UTF-8 in it, by file; or None."""
     try:
-        fields: dict[str, Any] = json.loads(_done(folder, number).read_bytes())
+        found: dict[str, Any] = json.loads(_done(folder, number).read_bytes())
     except FileNotFoundError:
         return None
-    return ShardEntry(**fields)
+    return ShardEntry(**found["entry"]), Counter(found["lost"])
 
 
 def _done(folder: Path, number: int) -> Path:

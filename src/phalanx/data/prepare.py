@@ -5,16 +5,18 @@ the directory takes its name. So OUT is whole or it is not there, and what was f
 as long as the plan (files, their sizes and times, tokenizer) is the same.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -23,11 +25,23 @@ from typing import IO, Any, NamedTuple
 import phalanx
 import phalanx.errors
 from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
-from phalanx.data.pieces import Job, Piece, PieceWriter, Plan, make_plan, read_done, sample_texts, weigh
-from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, describe, load_tokenizer, train_bpe
+from phalanx.data.packing import check_kind
+from phalanx.data.pieces import (
+    Job,
+    Piece,
+    PieceWriter,
+    Plan,
+    make_plan,
+    read_done,
+    sample_texts,
+    stored_tokenizer,
+    weigh,
+)
+from phalanx.data.tokenizers import TOKENIZER, describe, load_tokenizer, train_bpe
 from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
-from phalanx.run.directory import write_whole
+from phalanx.run.directory import sync, write_whole
+from phalanx.run.lock import NoLocksError, taken
 
 BPE_SAMPLE = 64 << 20  # bytes of text that a BPE is trained on
 
@@ -117,12 +131,26 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: is there already and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
+    if any(partial.iterdir()) and not (partial / "lock").is_file():
+        raise UsageError(
+            f"{partial}: work would go on there, but it holds other files; choose another place than {out}"
+        )
     with open(partial / "lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell.note(f"another process is preparing {out}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not taken(lock.fileno(), 0):
+                tell.note(f"another process is preparing {out}; waiting for it")
+                taken(lock.fileno(), inf)
+        except NoLocksError as error:
+            tell.note(f"{error}: preparing in a folder of its own, which is given up when this is interrupted")
+            with tempfile.TemporaryDirectory(
+                prefix=f"{partial.name}-", dir=out.parent, ignore_cleanup_errors=True
+            ) as own:
+                os.chmod(own, partial.stat().st_mode)
+                os.unlink(lock.name)
+                with suppress(OSError):  # what an interrupted preparation left here before stays
+                    partial.rmdir()
+                yield _Claim(Path(own), lock.fileno())
+            return
         if is_dataset(out):
             # Someone finished it between the two looks: what we locked is theirs, or an empty one of our own.
             shutil.rmtree(partial, ignore_errors=True)
@@ -134,28 +162,54 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
 def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
     """Write everything that a plan asks for and that is not there yet."""
     folder = claim.folder
+    for file in plan.files:
+        check_kind(file.path, plan.kind)
     _keep_only(plan.key, folder)
     _provide_tokenizer(plan, folder, tell)
     job = Job.of(plan, folder)
-    entries = {number: read_done(folder, number) for number in range(len(plan.pieces))}
-    for number, entry in entries.items():
-        if entry is not None:
-            tell.add(weigh(plan.pieces[number]), entry.count)
-    todo = {number: plan.pieces[number] for number, entry in entries.items() if entry is None}
+    entries: dict[int, ShardEntry] = {}
+    lost: Counter[str] = Counter()
+    for number, piece in enumerate(plan.pieces):
+        if (done := read_done(folder, number)) is not None:
+            entries[number] = done[0]
+            lost += done[1]
+            tell.add(weigh(piece), done[0].count)
+    todo = {number: piece for number, piece in enumerate(plan.pieces) if number not in entries}
     if workers == 1 or len(todo) == 1:
         writer = PieceWriter(job)
         for number, piece in todo.items():
             entries[number] = writer.write(number, piece, tell.add)
+            lost += writer.lost
     else:
-        entries.update(_write_in_processes(job, todo, workers, tell, claim.lock))
-    shards = tuple(entry for entry in entries.values() if entry is not None and entry.count)
+        written, more = _write_in_processes(job, todo, workers, tell, claim.lock)
+        entries.update(written)
+        lost += more
+    _report(plan, job, lost, tell)
+    entries = dict(sorted(entries.items()))
+    shards = tuple(entry for entry in entries.values() if entry.count)
     for entry in entries.values():
-        if entry is not None and not entry.count:
+        if not entry.count:
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
     _manifest(plan, shards, folder).write(folder)
+
+
+def _report(plan: Plan, job: Job, lost: "Counter[str]", tell: Teller) -> None:
+    """Warn of what is not as it was in the files. `lost`: what was no UTF-8, by file."""
+    if lost:
+        (path, times), *others = lost.most_common()
+        also = f", and so in {len(others)} more files" if others else ""
+        tell.note(
+            f"warning: {path}: bytes that are not UTF-8 became U+FFFD in {times} places{also}; convert such files, for "
+            "example with iconv"
+        )
+    if plan.tokenizer not in (None, "bytes") and stored_tokenizer(plan, Path(job.folder)).separator is None:
+        tell.note(
+            f"warning: {plan.tokenizer} has no token that ends a text, so nothing stands between documents; name one "
+            "as eos_token in a tokenizer_config.json in the same folder"
+        )
 
 
 def _keep_only(key: str, folder: Path) -> None:
@@ -189,8 +243,7 @@ def _manifest(plan: Plan, shards: tuple[ShardEntry, ...], folder: Path) -> Manif
     if plan.tokenizer == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
-        name = plan.tokenizer if plan.tokenizer.startswith("bpe:") else TOKENIZER
-        tokenizer = FileTokenizer(folder / TOKENIZER, name)
+        tokenizer = stored_tokenizer(plan, folder)
     dtype = token_dtype(tokenizer.vocab).str.replace("|", "<")
     return Manifest("tokens", dtype, shards, vocab=tokenizer.vocab, tokenizer=describe(tokenizer, folder))
 
@@ -202,9 +255,11 @@ def _publish(partial: Path, out: Path) -> None:
         if path.suffix in (".done", ".tmp") or path.name == "plan":
             path.unlink()
     _sync(partial)
-    if out.exists():
-        out.rmdir()  # it is empty: `_claimed` looked
-    os.rename(partial, out)
+    try:
+        os.rename(partial, out)  # an empty directory gives way
+    except OSError:
+        if not is_dataset(out):  # without locks, another process may have been faster
+            raise
     (out / "lock").unlink(missing_ok=True)
     _sync(out.parent)
 
@@ -212,14 +267,14 @@ def _publish(partial: Path, out: Path) -> None:
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _write_in_processes(
     job: Job, todo: dict[int, Piece], workers: int, tell: Teller, lock: int
-) -> dict[int, ShardEntry]:
+) -> "tuple[dict[int, ShardEntry], Counter[str]]":
     """Write pieces with several worker processes, each led by a thread that hands it one piece after the other."""
     messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
     pieces = iter(list(todo.items()))
@@ -229,6 +284,7 @@ def _write_in_processes(
         for number, process in enumerate(processes)
     ]
     entries: dict[int, ShardEntry] = {}
+    lost: Counter[str] = Counter()
     try:
         for leader in leaders:
             leader.start()
@@ -236,6 +292,7 @@ def _write_in_processes(
             message = messages.get()
             if "entry" in message:
                 entries[message["number"]] = ShardEntry(**message["entry"])
+                lost.update(message["lost"])
             elif "bytes" in message:
                 tell.add(message["bytes"], message["count"])
             elif "error" in message:
@@ -249,7 +306,7 @@ def _write_in_processes(
             leader.join()
         for process in processes:
             _close(process)
-    return entries
+    return entries, lost
 
 
 def _close(process: "subprocess.Popen[str]") -> None:
@@ -266,7 +323,7 @@ def _start_worker(lock: int) -> subprocess.Popen[str]:
     # with it: should this process be killed, nobody else begins before the last worker has noticed and ended.
     path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.data.worker"],
+        [sys.executable, "-P", "-m", "phalanx.data.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,4 +1,5 @@
-"""From prepared datasets to batches: samples by number, read through memory maps and verified on first touch.
+"""From prepared datasets to batches: samples by number, read through memory maps. Each block of 64 KiB is verified when
+it is first touched in an epoch, and for held-out samples in an evaluation.
 
 A sample of tokens is a window of sequence + 1 tokens of one shard: the first `sequence` are the input, the last
 `sequence` the targets. Windows begin every `sequence` tokens, so every token is a target once in an epoch. A sample of
@@ -69,6 +70,11 @@ class Dataset:
             self._shards[number] = shard
         return shard
 
+    def forget(self) -> None:
+        """Have everything that is read from now on verified again."""
+        for shard in self._shards.values():
+            shard.forget()
+
 
 @dataclass
 class _Located:
@@ -87,9 +93,15 @@ class Pool:
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._held_out = held_out
         self._located = _Located(-1, [], [], [])
+        self._epoch = max(sum(order.samples - order.held for order in orders), 1)
+        self._last = -1
 
     def rows(self, first: int, count: int) -> Values:
         """The samples number first .. first + count - 1, one a row."""
+        if first <= self._last if self._held_out else first // self._epoch != self._last // self._epoch:
+            for dataset in self._datasets:  # what was right then may be damaged by now
+                dataset.forget()
+        self._last = first
         rows = np.empty((count, self._datasets[0].length), self._datasets[0].manifest.dtype)
         for row, (shard, start) in zip(rows, self.places(first, count), strict=True):
             stop = start + len(row)
@@ -195,11 +207,12 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
     mixture = Mixture(weights)
     if evaluate.source:
         dataset = _open(evaluate.source, data.sequence)
-        _common_facts([*train, dataset], data.sequence)
+        _common_facts([*train, dataset], data.sequence, scored=True)
         everything = Order(dataset.samples, dataset.samples, dataset.manifest.fingerprint, 0)
         held_out, held_out_samples = Pool([dataset], [everything], Mixture([1]), held_out=True), dataset.samples
     else:
-        held_out = Pool(train, orders, mixture, held_out=True)
+        apart = [_open(source, data.sequence) for source in sources]  # verified at other times than the training data
+        held_out = Pool(apart, orders, mixture, held_out=True)
         held_out_samples = mixture.samples_within([order.held for order in orders])
     decides = {
         "datasets": [dataset.manifest.fingerprint for dataset in train],
@@ -244,15 +257,25 @@ def _alike(manifest: Manifest) -> dict[str, Any]:
         "tokenizer": tokenizer.get("xxh3", tokenizer.get("name")),
         "shape": manifest.shape,
         "classes": manifest.classes,
+        "labels": manifest.labels,
     }
 
 
-def _common_facts(datasets: Sequence[Dataset], sequence: int) -> Facts:
-    """The facts that all datasets share; RecipeError when one is of another kind."""
+def _common_facts(datasets: Sequence[Dataset], sequence: int, scored: bool = False) -> Facts:
+    """The facts that all datasets share; RecipeError when one is of another kind. `scored`: the last of them is that
+    of `evaluate.source`."""
     first = datasets[0].manifest
-    for dataset in datasets[1:]:
+    for number, dataset in enumerate(datasets[1:], 1):
+        other = "evaluate.source" if scored and number == len(datasets) - 1 else f"data.source.{number}"
         for key, here in _alike(first).items():
-            if here != (there := _alike(dataset.manifest)[key]):
-                folders = f"{datasets[0].folder} and {dataset.folder}"
+            there = _alike(dataset.manifest)[key]
+            folders = f"{datasets[0].folder} and {dataset.folder}"
+            if key == "labels" and here and there and here != there:
+                which = next(at for at, (one, two) in enumerate(zip(here, there, strict=True)) if one != two)
+                raise RecipeError(
+                    f"data.source: its classes and those of {other} have other names: number {which} is "
+                    f"{here[which]!r} and {there[which]!r} ({folders}); give the sub-folders of both the same names"
+                )
+            if key != "labels" and here != there:
                 raise RecipeError(f"data.source: {folders} cannot be mixed: {key} is {here} and {there}")
     return Facts(first.kind, first.vocab, first.classes, sequence if first.kind == "tokens" else None, first.shape)

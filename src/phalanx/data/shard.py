@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from phalanx.data.manifest import MANIFEST, ShardEntry
 from phalanx.errors import DataError, storage_failed
+from phalanx.run.directory import sync
 
 BLOCK = 1 << 16
 _MAGIC = b"PHXSHRD1"
@@ -71,9 +72,9 @@ class ShardWriter:
         sidecar = b"".join((header, *arrays))
         with open(_temporary(self._sidecar), "wb") as out:
             out.write(sidecar)
-            os.fsync(out.fileno())
+            sync(out.fileno())
         self._out.flush()
-        os.fsync(self._out.fileno())
+        sync(self._out.fileno())
         os.replace(_temporary(self._sidecar), self._sidecar)
         os.replace(_temporary(self._file), self._file)
         return ShardEntry(
@@ -148,8 +149,8 @@ def check_size(folder: Path, entry: ShardEntry) -> None:
 class Shard:
     """A shard mapped into memory. `values` may be read only where `check` has been.
 
-    Each block is compared with its checksum the first time that this process touches it; `checked` is True once that
-    was done for all of them, so that a reader can save itself the call.
+    Each block is compared with its checksum the first time that this process touches it after `forget`; `checked` is
+    True once that was done for all of them, so that a reader can save itself the call.
     """
 
     def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[Any]):
@@ -172,6 +173,11 @@ class Shard:
                 self._check_block(block)
                 self._seen[block] = 1
                 self.checked = 0 not in self._seen
+
+    def forget(self) -> None:
+        """Have each block compared again when it is touched next."""
+        self._seen = bytearray(len(self._seen))
+        self.checked = False
 
     def _check_block(self, block: int) -> None:
         data = self._bytes[block * BLOCK : (block + 1) * BLOCK]

@@ -1,15 +1,11 @@
 """Finding the files of a source, and reading documents from them in pieces of bounded size.
 
-Text, .gz, .xz, JSON lines and Parquet; images are in `images.py`. Nothing here tokenises or writes. Whatever is read
+Text, packed text, JSON lines and Parquet; images are in `images.py`. Nothing here tokenises or writes. Whatever is read
 comes as `Chunk`s of at most about a mebibyte (a JSON line or a Parquet cell is the exception: it comes whole).
 """
 
-import glob
-import gzip
 import json
 import lzma
-import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,18 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from phalanx.data.finding import File
+from phalanx.data.packing import HEAD, check_kind, open_packed, packing, packing_of
 from phalanx.errors import DataError, RecipeError, UsageError
 
 CHUNK = 1 << 20
-_PACKED = (".gz", ".xz")
-
-
-class File(NamedTuple):
-    """A source file as it was found; size and time tell whether it changed since."""
-
-    path: str
-    size: int
-    mtime_ns: int
+CONTEXT = 1 << 12
+"""Bytes of a document before and behind a chunk, in sight of which it is tokenised."""
 
 
 @dataclass(frozen=True)
@@ -48,64 +39,15 @@ class Part:
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a document, whether it begins and ends with them, and the bytes on disk read since the last."""
+    """Some bytes of a document, whether it begins and ends with them, and the bytes on disk read since the last; and
+    what stands before and behind them in the document, up to CONTEXT bytes each."""
 
     data: bytes
     begins: bool
     ends: bool
     consumed: int
-
-
-def as_list(globs: str | list[str]) -> list[str]:
-    """A glob or a list of them, as a list."""
-    return [globs] if isinstance(globs, str) else globs
-
-
-def find_files(globs: str | list[str], exclude: str | list[str], folder: Path) -> list[File]:
-    """The files that match, glob by glob, sorted within each, each file once; RecipeError for a glob that has none.
-
-    Relative globs are relative to `folder`; an excluding one that begins with `**/` means any place.
-    """
-    unwanted = [
-        _translate(pattern if pattern.startswith("**/") else _absolute(pattern, folder)) for pattern in as_list(exclude)
-    ]
-    found: dict[str, None] = {}
-    for pattern in as_list(globs):
-        matches = sorted(glob.iglob(_absolute(pattern, folder), recursive=True, include_hidden=False))
-        files = [path for path in matches if os.path.isfile(path)]
-        kept = [path for path in files if not any(regex.fullmatch(path) for regex in unwanted)]
-        if not kept:
-            all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
-            raise RecipeError(f"data.source: {pattern!r} matches no file{all_excluded} (looked in {folder.absolute()})")
-        found.update(dict.fromkeys(kept))
-    return [stat_file(path) for path in found]
-
-
-def stat_file(path: str | Path) -> File:
-    """A file's size and time; RecipeError when it is not there."""
-    try:
-        stat = os.stat(path)
-    except OSError as error:
-        raise RecipeError(f"data.source: {path}: {error.strerror}") from None
-    return File(str(path), stat.st_size, stat.st_mtime_ns)
-
-
-def _absolute(pattern: str, folder: Path) -> str:
-    return os.path.normpath(os.path.join(glob.escape(str(folder.absolute())), os.path.expanduser(pattern)))
-
-
-def _translate(pattern: str) -> re.Pattern[str]:
-    """A glob as a regular expression: `**/` is any folders or none, `*` and `?` stay within a name."""
-    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-
-    def expression(token: str) -> str:
-        if token.startswith("[") and token.endswith("]"):
-            inside = token[1:-1].replace("\\", r"\\").replace("[", r"\[")
-            return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
-        return words.get(token) or re.escape(token)
-
-    return re.compile("".join(map(expression, tokens)), re.DOTALL)
+    before: bytes = b""
+    behind: bytes = b""
 
 
 @contextmanager
@@ -119,17 +61,21 @@ def reading(path: str | Path) -> Iterator[None]:
 
 def split_file(file: File, size: int) -> list[Part]:
     """A file's parts of about `size` bytes. Packed files stay whole: they can only be read from their beginning."""
-    count = 1 if file.path.endswith(_PACKED) else max(round(file.size / size), 1)
+    count = max(round(file.size / size), 1)
+    if count > 1:
+        with reading(file.path):
+            count = 1 if packing_of(file.path) is not None else count
     edges = [file.size * number // count for number in range(count + 1)]
     return [Part(file.path, start, stop, stop - start, last=stop == file.size) for start, stop in pairwise(edges)]
 
 
 def split_parquet(file: File) -> list[Part]:
     """A Parquet file's row groups."""
+    check_kind(file.path, "parquet")
     with reading(file.path), open(file.path, "rb") as raw:
         groups = _open_parquet(raw, file.path).metadata.num_row_groups
     # Weights as if all row groups were alike: they need only be fair enough to balance the work.
-    return [Part(file.path, group, group + 1, file.size // groups) for group in range(groups)]
+    return [Part(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
 
 
 def documents(part: Part, kind: str, field: str) -> Iterator[Chunk]:
@@ -138,19 +84,16 @@ def documents(part: Part, kind: str, field: str) -> Iterator[Chunk]:
         if kind == "parquet":
             yield from _parquet(raw, part, field)
             return
-        if part.path.endswith(_PACKED):
-            stream, stop = _unpack(raw, part.path), None
+        packed = packing(part.path, raw.read(HEAD)) if part.start == 0 else None
+        raw.seek(0)
+        if packed is not None:
+            stream, stop = open_packed(raw, packed, part.path), None
         else:
             limit = CHUNK if kind == "text" else None
             stop = _line_start(raw, part.stop, limit)
             raw.seek(_line_start(raw, part.start, limit))
             stream = raw
         yield from _text(raw, stream, stop, part) if kind == "text" else _jsonl(raw, stream, stop, part.path, field)
-
-
-def _unpack(raw: BinaryIO, path: str) -> BinaryIO:
-    stream: Any = gzip.open(raw) if path.endswith(".gz") else lzma.open(raw)  # noqa: SIM115 - `raw` is what is closed
-    return stream  # type: ignore[no-any-return]
 
 
 def _line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
@@ -171,19 +114,23 @@ def _line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
 
 def _text(raw: BinaryIO, stream: BinaryIO, stop: int | None, part: Part) -> Iterator[Chunk]:
     """A whole text file, or a part of a plain one, is one document; it is cut behind lines where it can be."""
-    pending, begins, counted = b"", part.start == 0, raw.tell()
+    before, start = b"", raw.tell()
+    if part.start > 0:
+        raw.seek(max(start - CONTEXT, 0))
+        before = raw.read(start - raw.tell())
+    begins, counted, read, buffer, over = part.start == 0, start, start, b"", False
     while True:
-        wanted = CHUNK - len(pending)
-        if stop is not None:
-            wanted = min(wanted, stop - raw.tell())
-        data = stream.read(wanted)
-        buffer = pending + data
-        if len(buffer) < CHUNK:  # the end, as far as this part goes
-            yield Chunk(buffer, begins, part.last, raw.tell() - counted)
+        data = stream.read(CHUNK + CONTEXT - len(buffer))
+        buffer, read = buffer + data, read + len(data)
+        left = len(buffer) if stop is None else stop - (read - len(buffer))  # of this part
+        over = left <= CHUNK or (not data and len(buffer) <= CHUNK)
+        cut = left if over else buffer.rfind(b"\n", 0, CHUNK) + 1 or _character_start(buffer[:CHUNK])
+        now = min(raw.tell(), read) if stop is None else read - len(buffer) + cut
+        behind = buffer[cut : cut + CONTEXT]
+        yield Chunk(buffer[:cut], begins, over and part.last, now - counted, before, behind)
+        if over:
             return
-        cut = buffer.rfind(b"\n") + 1 or _character_start(buffer)
-        yield Chunk(buffer[:cut], begins, False, raw.tell() - counted)
-        pending, begins, counted = buffer[cut:], False, raw.tell()
+        before, buffer, begins, counted = (before + buffer[:cut])[-CONTEXT:], buffer[cut:], False, now
 
 
 def _character_start(buffer: bytes) -> int:
@@ -210,6 +157,8 @@ def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: 
             record = json.loads(line) if not line.isspace() else {field: None}
         except ValueError as error:
             raise DataError(f"{where}: not JSON ({error})") from None
+        except RecursionError:
+            raise DataError(f"{where}: not JSON that can be read: it is nested too deeply") from None
         text = _field(record, field, where)
         yield Chunk(text, True, True, raw.tell() - counted)
         counted = raw.tell()
@@ -218,7 +167,8 @@ def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: 
 def _field(record: Any, field: str, where: str) -> bytes:
     """A record's text; null is an empty document."""
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
+        cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
+        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}{cure}")
     if field not in record:
         raise RecipeError(f"{where}: no field {field!r}; it has {_names(record)}. Name it in data.source.field")
     return _encode(record[field], field, where)
@@ -258,5 +208,13 @@ def _parquet(raw: BinaryIO, part: Part, field: str) -> Iterator[Chunk]:
         where = f"{part.path}, row group {group}"
         for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
             for value in batch.column(0):
-                yield Chunk(_encode(value.as_py(), field, where), True, True, 0)
+                yield Chunk(_encode(_value(value, where), field, where), True, True, 0)
             yield Chunk(b"", False, False, part.weight * batch.num_rows // rows)
+
+
+def _value(cell: Any, where: str) -> Any:
+    """A cell as a plain value."""
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: text that is not UTF-8 ({error.reason})") from None

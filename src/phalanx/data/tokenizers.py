@@ -4,9 +4,12 @@ The last two need the `tokenizers` extra, which is imported only when such a tok
 keeps its tokenizer.json, so that a run's data can be decoded wherever it is moved.
 """
 
+import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
@@ -20,6 +23,20 @@ END_OF_TEXT = "<|endoftext|>"
 _OTHER_KINDS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Tokenizers that a Hugging Face directory may have instead."""
 _SEPARATORS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_ENDS = (
+    "endoftext",
+    "eos",
+    "endofsentence",
+    "endofdocument",
+    "eod",
+    "eot",
+    "eotid",
+    "imend",
+    "endofturn",
+    "end",
+    "sep",
+)
+"""What ends a text is called, letters only: `<|im_end|>` of ChatML, `<|eot_id|>` of Llama 3, `[EOS]`."""
 
 
 class Tokenizer(Protocol):
@@ -32,8 +49,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Values:
         """Tokens of a text, without any special ones; unsigned, as narrow as the vocabulary allows."""
 
-    def encode_bytes(self, data: bytes) -> Values:
-        """Tokens of a file's bytes, which are UTF-8 as a rule but need not be."""
+    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
+        """Tokens of a file's bytes, which are UTF-8 as a rule but need not be, as they come out where `before` and
+        `behind` surround them: those that begin in `data`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without separators; what is not UTF-8 becomes U+FFFD."""
@@ -49,7 +67,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> Values:
         return self.encode_bytes(text.encode(errors="replace"))
 
-    def encode_bytes(self, data: bytes) -> Values:
+    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
         return np.frombuffer(data, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -59,7 +77,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face tokenizer.json."""
 
-    def __init__(self, path: Path, name: str = TOKENIZER):
+    def __init__(self, path: Path, name: str = TOKENIZER, separator: int | Literal["found"] | None = "found"):
+        """`separator`: its number where that is known, else what the files that lie with it say."""
         library = _library()
         try:
             self._tokenizer = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -71,16 +90,24 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = name
-        self.vocab = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        ids = map(self._tokenizer.token_to_id, _SEPARATORS)
-        self.separator: int | None = next((number for number in ids if number is not None), None)
+        self.vocab = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not self.vocab:
+            raise RecipeError(f"{path}: its vocabulary is empty")
+        self.separator: int | None = end_of_text(path, self._tokenizer) if separator == "found" else separator
         self._dtype = token_dtype(self.vocab)
 
     def encode(self, text: str) -> Values:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, self._dtype)
 
-    def encode_bytes(self, data: bytes) -> Values:
-        return self.encode(data.decode(errors="replace"))
+    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
+        text = data.decode(errors="replace")
+        if not before and not behind:
+            return self.encode(text)
+        left = before.decode(errors="replace")
+        whole = self._tokenizer.encode(left + text + behind.decode(errors="replace"), add_special_tokens=False)
+        start, stop = (len(left) if before else -1), len(left) + len(text)
+        inside = [number for number, (at, _) in zip(whole.ids, whole.offsets, strict=True) if start <= at < stop]
+        return np.array(inside, self._dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
         kept = [int(token) for token in tokens if token != self.separator]
@@ -104,6 +131,47 @@ def train_bpe(texts: Iterator[str], vocab: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     path.write_text(tokenizer.to_str(), encoding="utf-8")
+
+
+def end_of_text(path: Path, tokenizer: Any) -> int | None:
+    """The token that ends a text for the tokenizer.json at `path`: as the dataset or the Hugging Face files that lie
+    with it say, else what the tokenizer itself puts behind a text, else a special token that is called so."""
+    if path.name == TOKENIZER and is_dataset(path.parent):
+        with suppress(DataError):  # a manifest of something else
+            return (read_manifest(path.parent).tokenizer or {}).get("separator")
+    found = [*_configured(path.parent), *_appended(tokenizer), *_SEPARATORS]
+    ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
+    known = next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
+    if known is not None:
+        return known
+    special = {
+        re.sub(r"[^a-z]", "", token.content.lower()): number
+        for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
+        if token.special
+    }
+    return next((special[name] for name in _ENDS if name in special), None)
+
+
+def _configured(folder: Path) -> Iterator[str | int]:
+    """Ends of text by a folder's Hugging Face files, by name or number."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
+        try:
+            values = json.loads((folder / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        for key in ("eos_token", "eos_token_id"):
+            value = values.get(key) if isinstance(values, dict) else None
+            value = value.get("content") if isinstance(value, dict) else value
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+                yield value
+
+
+def _appended(tokenizer: Any) -> Iterator[int]:
+    """The token that a tokenizer puts behind every text, if it does."""
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    if len(ids.ids) > 1 and ids.special_tokens_mask[-1]:
+        yield ids.ids[-1]
 
 
 def describe(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -134,7 +202,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     stored = path / described["file"]
     if not stored.is_file() or xxh3_128_hexdigest(stored.read_bytes()) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
-    return FileTokenizer(stored, described["name"])
+    return FileTokenizer(stored, described["name"], described.get("separator"))
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -28,7 +28,8 @@ def main() -> None:
         for line in sys.stdin:
             number, parts = json.loads(line)
             piece = tuple(Part(**part) for part in parts)
-            say(entry=asdict(writer.write(number, piece, lambda size, count: say(bytes=size, count=count))))
+            entry = writer.write(number, piece, lambda size, count: say(bytes=size, count=count))
+            say(entry=asdict(entry), lost=writer.lost)
     except PhalanxError as error:
         say(error=type(error).__name__, text=str(error))
     except BrokenPipeError:

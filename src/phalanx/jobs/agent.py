@@ -391,6 +391,8 @@ class Agent:
             attempt.left[message["rank"]] = message["code"]
         elif kind == "error":
             attempt.error = attempt.error or message
+        elif kind == "crash":
+            attempt.crashes[message["rank"]] = message["text"]
         elif kind == "result":
             attempt.result = message["value"]
         else:

@@ -55,6 +55,8 @@ class Attempt:
     storeless: bool = False  # the process through which they find each other died before they had met
     ending: str | None = None  # why its workers were killed
     error: Message | None = None
+    crashes: dict[int, str] = field(default_factory=dict)
+    """By rank, the exception that ended a worker: type, message and the user's line."""
     result: dict[str, Any] | None = None
 
     @property
@@ -128,7 +130,8 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
     if code == STORAGE and attempt.error is not None:
         return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
-    return None, f"worker {rank} {how_ended(code)}{last_words(log)}"
+    crash = attempt.crashes.get(rank) if code > 0 else None
+    return None, f"worker {rank} {how_ended(code)}{last_words(log) if crash is None else f': {crash} (log: {log})'}"
 
 
 def how_ended(code: int) -> str:

@@ -124,6 +124,8 @@ class World:
             self._attempt.came.add(message["rank"])
         elif message["kind"] == "error":
             self._attempt.error = self._attempt.error or message
+        elif message["kind"] == "crash":
+            self._attempt.crashes[message["rank"]] = message["text"]
 
     def _fail(self) -> None:
         """A worker ended: end the others, and say why."""

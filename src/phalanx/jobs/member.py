@@ -22,6 +22,7 @@ from phalanx.run.channel import Message, drain, receive, send
 from phalanx.run.hot import remove_copies
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Wire, dial
+from phalanx.streams import printable
 
 COMING = 600.0
 """Seconds for which the leader may not be there yet: it may start later than the others."""
@@ -184,7 +185,7 @@ class Member:
 
     def _leave(self, message: Message, here: Here) -> ExitCode:
         if "text" in message:
-            print(f"error: {message['text']}", file=self.out, flush=True)
+            print(f"error: {printable(message['text'])}", file=self.out, flush=True)
         self._end_workers(here)
         return ExitCode(message["code"])
 

@@ -10,8 +10,8 @@ their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers 
 `signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`, `preload{function, payload}`,
 `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `store lost{attempt}` (the newest, which may
 still have needed it), `returned{value, number}` or `raised{...}` in answer to the call of that number. Workers write
-their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life
-in memory that the agent made (`run/pulse.py`).
+their events, and `crash{rank, text}` for an exception that ends them, to a second socket, which they inherit and whose
+number stands in PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -23,17 +23,20 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import psutil
 
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError, storage_failed
+from phalanx.recipe import told
+from phalanx.recipe.travelled import code_of
 from phalanx.run import pulse
 from phalanx.run.channel import Message, pair, receive, send
+from phalanx.streams import Lasting
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Blocked in the nursery and in its children until they unblock them."""
@@ -153,7 +156,7 @@ class Nursery:
             }
             log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
             function, arguments = message["command"]["function"], message["command"]["payload"]
-            self.fork(rank, partial(_run, function, arguments), environment, log)
+            self.fork(rank, partial(_run, function, arguments), environment, log, _code_of(arguments))
             far.close()
             self.orders[rank] = near
 
@@ -199,13 +202,26 @@ class Nursery:
         send(self.agent, {**reply, "number": number})
         raise SystemExit(ANSWERED)
 
-    def fork(self, rank: int, body: Callable[[], None], environment: dict[str, str], log: Path | None) -> int:
-        """Fork a child that runs `body` and exits with its code; it dies with us. Its process id."""
+    def fork(
+        self,
+        rank: int,
+        body: Callable[[], None],
+        environment: dict[str, str],
+        log: Path | None,
+        code: Path | None = None,
+    ) -> int:
+        """Fork a child that runs `body` and exits with its code; it dies with us. Its process id. A worker, which has a
+        log, reports the exception that ends it; `code`: the folder of the user's code, whose line is named."""
         sys.stdout.flush()
         sys.stderr.flush()
+
+        def report(error: BaseException) -> None:
+            if log is not None:
+                send(self.events, {"kind": "crash", "rank": rank, "text": told(error, code)})
+
         pid = os.fork()
         if not pid:
-            _become(body, environment, log)
+            _become(body, environment, log, report)
         self.children[pid] = rank
         return pid
 
@@ -282,9 +298,20 @@ def _run(path: str, payload: Any) -> None:
     _target(path)(payload)
 
 
-def _become(body: Callable[[], None], environment: dict[str, str], log: Path | None) -> NoReturn:
+def _code_of(arguments: Any) -> Path | None:
+    """The folder of the user's code that a worker with these arguments runs."""
+    given = arguments if isinstance(arguments, Mapping) else {}
+    if "script" in given:
+        return Path(given["script"]).parent
+    return code_of(Path(given["folder"])) if "folder" in given else None
+
+
+def _become(
+    body: Callable[[], None], environment: dict[str, str], log: Path | None, report: Callable[[BaseException], None]
+) -> NoReturn:
     """In a fresh child: clean signal state, own log, run, leave without the parent's exit handlers."""
     code = 1
+    sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) for stream in (sys.stdout, sys.stderr))
     try:
         parent = os.getppid()
         die_with_parent()
@@ -303,22 +330,21 @@ def _become(body: Callable[[], None], environment: dict[str, str], log: Path | N
         code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
         code = LOST_PEER if _lost_peer(error) else STORAGE if storage_failed(error) else 1
-        with contextlib.suppress(OSError):  # of the log
-            traceback.print_exc()
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the agent is gone
+            report(error)
     finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
 def _print_to(log: Path) -> None:
-    """Have what this process prints go to a file; nowhere, and OSError, when that cannot be opened."""
+    """Have what this process prints go to a file; what the file does not take is lost, and nothing is raised."""
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
-        _print_to(Path(os.devnull))
-        raise
+        fd = os.open(os.devnull, os.O_WRONLY)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

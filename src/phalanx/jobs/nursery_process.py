@@ -62,7 +62,7 @@ class NurseryProcess:
         self.pulses = Pulses()
         self.control, control_far = pair()
         self.events, events_far = pair()
-        command = [sys.executable, "-m", "phalanx.jobs.nursery"]
+        command = [sys.executable, "-P", "-m", "phalanx.jobs.nursery"]
         inherited = (control_far.fileno(), events_far.fileno(), self.pulses.fd)
         arguments = [*(str(number) for number in inherited), str(os.getpid())]
         self.process = subprocess.Popen(

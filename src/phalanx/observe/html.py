@@ -65,6 +65,7 @@ def document(title: str, body: str, footer: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="generator" content="phalanx">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from phalanx.observe import units
 from phalanx.observe.sentences import sentence
 from phalanx.run import Event, Run
+from phalanx.streams import Lasting, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -144,32 +145,6 @@ class Tally:
         return None if pace is None else max(0, self.total - self.step) * pace
 
 
-class Lasting:
-    """A stream that falls silent when nobody can be reached through it any more: the reader has gone (`| head`), the
-    connection is lost, the log's disk is full. No display is worth ending a training for."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._gone = False
-
-    def write(self, text: str) -> int:
-        return self._try(lambda: self._stream.write(text)) or 0
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[[], int | None]) -> int | None:
-        if not self._gone:
-            try:
-                return act()
-            except OSError:
-                self._gone = True
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 class LogDisplay:
     """Lines for a log: one every `every` seconds, the first and the last step, and each event that is not a step."""
 
@@ -196,7 +171,7 @@ class LogDisplay:
             return
         if event["kind"] == "end" and self._tally.step != self._told and self._tally.last:
             self._tell_step(self._tally.last)
-        if text := sentence(event, self._tally.world, self._tally.step, self._tally.total):
+        if text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total)):
             self._write(event, text)
         if event["kind"] == "start":
             self._next = float("-inf")
@@ -288,7 +263,7 @@ class TerminalDisplay:
         ):
             self._live.start()
             if (kind != "start" or event.get("attempt")) and (
-                text := sentence(event, self._tally.world, self._tally.step, self._tally.total)
+                text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total))
             ):
                 self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
         elif kind != "end" and now < self._next:

@@ -78,7 +78,8 @@ def _problem(key: Key, details: ErrorDetails, model: Model) -> str:
         case "value_error":
             return f"{name}: {details['ctx']['error']}" if name else str(details["ctx"]["error"])
     start = f"{name}: " if name else ""
-    return f"{start}found {found(details['input'])}, expected {expected(schema_at(key, model) or {})}"
+    finite = " that is finite" if details["type"] == "finite_number" else ""
+    return f"{start}found {found(details['input'])}, expected {expected(schema_at(key, model) or {})}{finite}"
 
 
 def _meant(key: Key, model: Model) -> str:

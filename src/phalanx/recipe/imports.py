@@ -3,8 +3,10 @@ Beside them stands `hf:PATH`, which names a directory and runs nothing.
 """
 
 import importlib
+import importlib.util
 import sys
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,8 @@ from phalanx.recipe.travelled import code_of
 
 HUGGING_FACE = "hf:"
 CONFIG = "config.json"
+MESSAGE = 600
+"""Characters of another's error message that are shown: some go on for pages."""
 
 
 def huggingface_directory(build: str, folder: Path | None, key: str = "model.build") -> Path | None:
@@ -36,7 +40,8 @@ def huggingface_directory(build: str, folder: Path | None, key: str = "model.bui
 
 
 def import_object(path: str, folder: Path | None = None, key: str = "import path") -> Any:
-    """The object that `module:name` names; `folder` (the recipe's) comes first on the import path from now on.
+    """The object that `module:name` names. The module is that of `folder` (the recipe's) if it has one, which comes
+    last on the import path from now on: no file in it takes the place of a library's module.
 
     `key` says in errors which key of the recipe holds the path, such as `model.build`.
     RecipeError: not of that form, no such module, no such name in it, or the module fails while it is imported.
@@ -49,9 +54,13 @@ def import_object(path: str, folder: Path | None = None, key: str = "import path
     if folder is not None:
         folder = code_of(folder)
         if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+            sys.path.append(str(folder))
     try:
+        if folder is not None:
+            _import_from(folder, module_name.partition(".")[0], key)
         value: Any = importlib.import_module(module_name)
+    except RecipeError:
+        raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             where = f"; looked in {folder} and the installed packages" if folder is not None else ""
@@ -67,9 +76,30 @@ def import_object(path: str, folder: Path | None = None, key: str = "import path
     return value
 
 
+def _import_from(folder: Path, name: str, key: str) -> None:
+    """Import the module or package `name` of `folder`, if there is one. RecipeError when the name is taken."""
+    spec = PathFinder.find_spec(name, [str(folder)])
+    if spec is None or spec.loader is None or spec.origin is None:  # none, or only a folder of that name
+        return
+    loaded = sys.modules.get(name)
+    origin = None if loaded is None else getattr(loaded.__spec__, "origin", None)
+    if name in sys.stdlib_module_names or (loaded is not None and origin != spec.origin):
+        taken = f"that of {origin}" if name not in sys.stdlib_module_names else "that of a module of Python's own"
+        raise RecipeError(f"{key}: {spec.origin}: its name is {taken}, which would be hidden; rename the file")
+    if loaded is None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+
+
 def told(error: BaseException, folder: Path | None = None) -> str:
     """`NameError: name 'x' is not defined (my_model.py:3)`: type, message and the user's line, in one line."""
     text = " ".join(str(error).split()) or "no message"
+    text = text if len(text) <= MESSAGE else f"{text[: MESSAGE - 4]} ..."
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     return f"{type(error).__name__}: {text}{_line(error.__traceback__, folder)}"
@@ -79,7 +109,12 @@ def _line(trace: TracebackType | None, folder: Path | None) -> str:
     """The innermost line in the recipe's folder, else the innermost outside of the import machinery and this file."""
     frames = [frame for frame in traceback.extract_tb(trace) if "importlib" not in frame.filename]
     frames = [frame for frame in frames if frame.filename != __file__]
-    own = [frame for frame in frames if folder is not None and Path(frame.filename).is_relative_to(folder)]
+    own = [frame for frame in frames if folder is not None and _is_own(Path(frame.filename), folder)]
     for frame in reversed(own or frames):
         return f" ({frame.filename}:{frame.lineno})"
     return ""
+
+
+def _is_own(file: Path, folder: Path) -> bool:
+    """Whether a file is code of the user's in `folder`, and not of a package that is installed below it."""
+    return file.is_relative_to(folder) and not {"site-packages", "dist-packages"} & set(file.parts)

@@ -17,6 +17,8 @@ from phalanx.recipe.text import Key, Places, parse, place_of
 from phalanx.recipe.travelled import home_of
 from phalanx.recipe.variables import expand, expanded, variables
 
+_NAMING = "a recipe says what it trains and on what: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -33,6 +35,19 @@ class Loaded:
         """`recipe.yaml:12: model.build`: a key as an error names it."""
         key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         return f"{self.places.get(key, str(self.path or 'recipe'))}: {name}"
+
+    def missing(self) -> list[str]:
+        """What a recipe in a file must say itself and does not: the defaults are those of an example."""
+        if self.path is None:
+            return []
+        data = self.given.get("data")
+        named = {"model": "model" in self.given, "data.source": isinstance(data, dict) and "source" in data}
+        return [key for key, there in named.items() if not there]
+
+    def check_named(self) -> None:
+        """RecipeError when the recipe's file leaves out what it is about."""
+        if missing := self.missing():
+            raise RecipeError(f"{self.path}: names no {' and no '.join(missing)}; {_NAMING}")
 
     @contextlib.contextmanager
     def locating(self) -> Iterator[None]:

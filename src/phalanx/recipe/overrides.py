@@ -18,7 +18,7 @@ def override(value: dict[str, Any], places: Places, overrides: Sequence[str]) ->
         parts = name.strip().split(".")
         if not equals or not all(parts):
             raise UsageError(f"override {argument!r}: expected KEY=VALUE, such as optim.lr=3e-4")
-        label = f"override {argument}"
+        label = f"override {argument if len(argument) <= 100 else f'{argument[:97]}...'}"
         _put(value, parts, parse(text, label, numbered=False)[0], places, label)
 
 

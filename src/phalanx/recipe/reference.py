@@ -12,9 +12,10 @@ from phalanx.recipe.text import Key, dotted, to_yaml
 _INTRODUCTION = """\
 # The recipe
 
-What to train and how, in one YAML file. Unknown keys are refused, every key has a default, and an empty recipe trains
-the example. `phalanx recipe check RECIPE` checks one without running it, `phalanx recipe schema` prints the JSON Schema
-for editors, and any key can be overridden on the command line: `phalanx train RECIPE steps=50 optim.lr=3e-4`.
+What to train and how, in one YAML file. Unknown keys are refused. Every key has a default, but a recipe in a file names
+its `model` and its `data.source` itself. `phalanx recipe check RECIPE` checks one without running it, `phalanx recipe
+schema` prints the JSON Schema for editors, and any key can be overridden on the command line: `phalanx train RECIPE
+steps=50 optim.lr=3e-4`.
 
 - YAML 1.2: `1e-3` is a number, `no` is a word, a key that stands twice is an error.
 - Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values.

@@ -1,6 +1,6 @@
 """The recipe: what to train and how, as values. Reading files and reporting errors live in `load.py`.
 
-Unknown keys are refused. Every field has the default that DESIGN.md names, so an empty recipe trains the example.
+Unknown keys are refused. Every field has the default that DESIGN.md names; together they are the example.
 `auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
 """
 
@@ -22,7 +22,9 @@ from pydantic import (
 class Part(BaseModel):
     """Base of every part of a recipe: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _steps(value: Any) -> Any:

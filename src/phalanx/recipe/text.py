@@ -31,6 +31,10 @@ _RESOLVERS: list[tuple[str, re.Pattern[str], str]] = [
 ]
 
 
+DEPTH = 64
+"""So deep may values be nested."""
+_TOO_DEEP = f"nested too deeply, expected at most {DEPTH} levels"
+
 _CONTROL = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What YAML does not allow in a text; PyYAML would refuse it without naming the line."""
 
@@ -76,6 +80,8 @@ def parse(text: str, label: str, numbered: bool = True) -> tuple[Any, Places]:
     except yaml.MarkedYAMLError as error:
         why = ", ".join(part for part in (error.problem, error.context) if part)
         raise RecipeError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from None
+    except RecursionError:
+        raise RecipeError(f"{label}: {_TOO_DEEP}") from None
     finally:
         loader.dispose()
     places: Places = {}
@@ -90,6 +96,8 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
     places.setdefault(key, where)
     if any(node is other for other in above):
         raise RecipeError(f"{where}: an anchor that contains itself")
+    if len(above) == DEPTH:
+        raise RecipeError(f"{where}: {_TOO_DEEP}")
     above = (*above, node)
     tag = node.tag.removeprefix(_TAG)
     if isinstance(node, yaml.MappingNode) and tag == "map":

@@ -1,7 +1,9 @@
 """Where everything of a run lies, and its small JSON files. Knows names and formats, not meanings."""
 
+import errno
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,11 @@ from typing import Any
 from phalanx.errors import DataError, UsageError
 
 RESULT_FORMAT = 1
+_HEAD = 1 << 16
+"""Bytes of a file by which an earlier output is recognised."""
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+_NEW_DISK = "lost+found"
+"""What a file system has in it before anyone has written there."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,24 @@ class Run:
         return self.path / "report.html"
 
     def create(self) -> None:
-        """Make the directory and its folders; what is there already stays."""
+        """Make the directory, its folders and its event log; what is there already stays."""
         for folder in (self.path, self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+        self.events.touch()
+
+    def foreign_file(self) -> str | None:
+        """A file of the user's in the directory; None when the directory is new, empty, or a run.
+
+        A `recipe.yaml` alone makes no run: it is how users call their own recipes."""
+        if not self.path.is_dir():
+            return None
+        begun = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
+        resumed = self.resolved.is_file() and (self.logs.is_dir() or self.checkpoints.is_dir())
+        if begun or resumed or any(self.checkpoints.glob("step-*/MANIFEST.json")):
+            return None
+        own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
+        others = sorted(entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _NEW_DISK)
+        return others[0] if others else None
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
         """One of the run's JSON files, or None when it was not written yet. DataError when it is not JSON."""
@@ -88,7 +110,7 @@ class Run:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(value, dict):
             raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -106,6 +128,57 @@ def not_done(run: Run) -> str | None:
     return None if status == "done" else f"the command left with exit code 0, but {run.path} is not done: {said}"
 
 
+def check_place(path: Path) -> None:
+    """UsageError when a run cannot be kept at `path`, as far as that shows without writing: a run has a folder of its
+    own, in which nothing else is overwritten."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UsageError(f"{path}: a run cannot be kept here: {there} is a file; choose another --run")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: a run cannot be kept here: {there} is not writable; choose another --run")
+    if (other := Run(path).foreign_file()) is not None:
+        raise UsageError(
+            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {other}; choose "
+            f"another --run, for instance {path / 'run'}"
+        )
+
+
+def check_output(option: str, path: Path, marks: Sequence[str]) -> None:
+    """UsageError when a file cannot be written to `path`: there is no such folder, or a file is there already that is
+    not an earlier output of this kind. One of `marks` stands near the beginning of each of those."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; expected a file")
+    if not path.is_file():  # new, or a device or pipe
+        return
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    if head and not any(mark.encode() in head for mark in marks):
+        raise UsageError(
+            f"{option} {path}: is there already and was not written by this command; remove it or choose another file"
+        )
+
+
+def _is_event_log(path: Path) -> bool:
+    """Whether a file is empty or begins with an event."""
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(_HEAD)
+        return not line or json.loads(line).keys() >= {"t", "kind"}
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def sync(fd: int) -> None:
+    """fsync, where the file system has it for such a file: some have it for none, or not for folders."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -113,10 +186,12 @@ def write_whole(path: Path, text: str) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write; a full disk says no more
+            error.filename = str(path)
         raise
 
 

@@ -1,12 +1,15 @@
 """One process at a time for a run."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from phalanx.errors import UsageError
+from phalanx.errors import BROKEN, UsageError
 from phalanx.run.directory import Run
 
 RETRY = 0.5
@@ -14,27 +17,61 @@ RETRY = 0.5
 without end."""
 
 
+class NoLocksError(UsageError):
+    """The file system has no locks, as Lustre without `flock` among its mount options."""
+
+
 @contextlib.contextmanager
-def locked(run: Run, patience: float = 0.0) -> Iterator[None]:
+def locked(run: Run, patience: float = 0.0) -> Iterator[str | None]:
     """Only one process may train a run. The lock is on the directory itself and goes with its holder; one that is about
-    to end has so many seconds."""
-    fd = os.open(run.path, os.O_RDONLY)
-    try:
-        if not taken(fd, patience):
+    to end has so many seconds. Where the file system has no locks, only processes of this machine are kept out; then
+    what there is to say of it."""
+    fd, note = os.open(run.path, os.O_RDONLY), None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        try:
+            mine = taken(fd, patience)
+        except NoLocksError as error:
+            mine = stack.enter_context(alone_here(fd, patience))
+            note = f"{error}: take care that no process on another machine trains this run, too"
+        if not mine:
             raise UsageError(f"{run.path}: another process is training this run; wait, or choose another --run")
-        yield
-    finally:
-        os.close(fd)
+        yield note
 
 
 def taken(fd: int, patience: float) -> bool:
-    """Whether the lock on an open file or directory came to this process within so many seconds."""
+    """Whether the lock on an open file or directory came to this process within so many seconds. NoLocksError where
+    there are none."""
+    try:
+        return _within(patience, partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in BROKEN:
+            raise
+        where = os.readlink(f"/proc/self/fd/{fd}")
+        raise NoLocksError(f"{where}: the file system has no locks ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def alone_here(fd: int, patience: float) -> Iterator[bool]:
+    """Whether this process is the only one of this machine that is in such a block for this file or directory, from
+    within so many seconds on."""
+    stat = os.fstat(fd)
+    name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        yield _within(patience, partial(own.bind, name))
+
+
+def _within(patience: float, take: Callable[[], None]) -> bool:
+    """Whether `take` found something free within so many seconds."""
     until = time.monotonic() + patience
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take()
             return True
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(RETRY)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EADDRINUSE):
+                raise
+        if time.monotonic() >= until:
+            return False
+        time.sleep(RETRY)

@@ -16,6 +16,7 @@ from phalanx.run import Event, EventLog, Run, read_events, training_seconds
 from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 from phalanx.run.steady import unix_now
+from phalanx.streams import printable
 
 KEPT = 256
 """Steps that are remembered; the leading worker holds back those of a tenth of a second at most."""
@@ -110,7 +111,7 @@ class ToRun:
             self._show(self._log.write(kind, **fields))
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        print(f"error: {text}", file=sys.stderr)  # nobody else would tell it, whichever worker this is
+        print(f"error: {printable(text)}", file=sys.stderr)  # nobody else would tell it, whichever worker this is
         self.event("fault", rank=0, what=f"exit {code}", detail=text)
 
     def result(self, value: dict[str, Any]) -> None:

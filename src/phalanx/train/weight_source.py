@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from phalanx.data.packing import check_kind
 from phalanx.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -114,6 +115,7 @@ def _opened(file: Path) -> Any:
     except FileNotFoundError:
         raise DataError(f"{file}: there is no such file") from None
     except (SafetensorError, OSError) as error:
+        check_kind(file, "safetensors")
         raise DataError(f"{file}: not a whole safetensors file ({error})") from None
 
 

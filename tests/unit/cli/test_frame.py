@@ -93,6 +93,8 @@ def test_wrong_usage_exits_64(arguments: list[str], said: str, capsys: pytest.Ca
         ("name: x\nmodel: {build: 'not_here:Net'}", [], "r.yaml:2: model.build: 'not_here:Net': there is no module"),
         ("model: {build: 'json:Net'}", [], "r.yaml:1: model.build: 'json:Net': json has no 'Net'"),
         ("task: 'not_here:Task'\nmodel: {build: 'json:load'}", [], "r.yaml:1: task: 'not_here:Task'"),
+        ("model: {build: 'json:load'}", [], "r.yaml: names no data.source; a recipe says what it trains and on what"),
+        ("data: {source: {text: '*'}}", ["data.sequence=8"], "r.yaml: names no model; a recipe says"),
         ("model: [", [], "r.yaml:2: not valid YAML"),
         (None, [], "r.yaml: there is no such file"),
     ],
@@ -121,7 +123,7 @@ def test_a_bad_recipe_leaves_the_process_with_its_code() -> None:
 
 
 def test_a_good_recipe_is_ok_and_tells_what_is_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("r.yaml").write_text("model: {build: 'json:load'}\nprecision: fp32\n")
+    Path("r.yaml").write_text("model: {build: 'json:load'}\nprecision: fp32\ndata: {source: {text: '*'}}\n")
     assert cli.main(["recipe", "check", "r.yaml", "steps=7"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == "ok  r.yaml: gpt-python, 7 steps of 16 samples"
@@ -130,7 +132,7 @@ def test_a_good_recipe_is_ok_and_tells_what_is_auto(capsys: pytest.CaptureFixtur
 
 
 def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("r.yaml").write_text("model: {build: 'json:load'}\n")
+    Path("r.yaml").write_text("model: {build: 'json:load'}\ndata: {source: {text: '*'}}\n")
     assert cli.main(["recipe", "check", "r.yaml", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["recipe"]["batch"] == {"global": 16, "micro": "auto", "per": None}

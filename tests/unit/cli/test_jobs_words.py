@@ -23,7 +23,9 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     )
     (tmp_path / "exp").mkdir()
     for name in ("one", "two"):
-        (tmp_path / "exp" / f"{name}.yaml").write_text(f"name: {name}\ndata: {{source: {{text: '*.txt'}}}}\n")
+        (tmp_path / "exp" / f"{name}.yaml").write_text(
+            f"name: {name}\nmodel: {{}}\ndata: {{source: {{text: '*.txt'}}}}\n"
+        )
 
     def typed(*words: str, code: int = 0) -> str:
         assert cli.main(["jobs", *words]) == code
@@ -40,7 +42,7 @@ def names(typed: Type) -> list[tuple[str, str]]:
 def test_a_dry_run_shows_what_would_travel_and_submits_nothing(typed: Type, tmp_path: Path) -> None:
     said = typed("submit", "exp/one.yaml", "--code", "folder", "--dry-run")
     assert "phalanx train one.yaml --run" in said
-    assert "# code that travels: 2 files, 84 bytes, sha256 " in said
+    assert "# code that travels: 2 files, 104 bytes, sha256 " in said
     assert names(typed) == []
 
 

@@ -50,12 +50,12 @@ def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     job = recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, nodes=2)
     assert (job.name, job.nodes) == ("mine", 2)
     assert job.command[1:] == (
-        *("-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
+        *("-P", "-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
         *("--nproc", "2", "--force"),
     )
 
 
-RECIPE = "name: mine\ndata: {source: {text: '*.txt'}}\n"
+RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
 
 
 def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: P
     job = recipe_job(tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "folder", environment={"A": "b"})
     assert job.code is not None
     assert (job.code.of, job.code.files, job.run) == (tmp_path, 1, Path("here").absolute())
-    assert job.command[1:] == ("-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
+    assert job.command[1:] == ("-P", "-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
     assert job.environment == {"A": "b", "PHALANX_CODE_OF": str(tmp_path)}
 
 
@@ -79,7 +79,7 @@ def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tm
         git("add", ".")
         git("commit", "--quiet", "-m", "another")
     assert recipe_job(recipe, [], None, None, False, None, "HEAD").code is not None
-    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:3: stpes"):
+    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
         recipe_job(recipe, [], None, None, False, None, "HEAD~1")
 
 
@@ -90,7 +90,7 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
     (tmp_path / "deep" / "loop.py").write_text("")
     monkeypatch.chdir(tmp_path)
     job = recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "folder")
-    assert job.command[4:6] == ("deep/loop.py", "-v")
+    assert job.command[5:7] == ("deep/loop.py", "-v")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(UsageError, match="start from a folder that the script lies in"):
@@ -100,7 +100,7 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
 def test_a_frameworks_job_is_named_after_its_script() -> None:
     job = framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
     assert job.name == "my.script"
-    assert job.command[1:6] == ("-m", "phalanx.jobs.launch", "jax", "2", "--")
+    assert job.command[1:7] == ("-P", "-m", "phalanx.jobs.launch", "jax", "2", "--")
     with pytest.raises(UsageError, match="needs a command"):
         framework_job("torch", [], None, None)
 

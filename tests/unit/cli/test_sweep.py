@@ -12,7 +12,7 @@ from phalanx.jobs.spec import Job
 
 def recipe(folder: Path, name: str, file: str | None = None) -> Path:
     path = folder / f"{file or name}.yaml"
-    path.write_text(f"name: {name}\ndata: {{source: {{text: '*.txt'}}}}\n")
+    path.write_text(f"name: {name}\nmodel: {{}}\ndata: {{source: {{text: '*.txt'}}}}\n")
     return path
 
 
@@ -64,7 +64,7 @@ def test_each_member_trains_in_a_run_of_its_own(tmp_path: Path) -> None:
     jobs = array([recipe(tmp_path, "mine")], ["steps=3"], variations(["init=null,x/y z"]), None, None, 2, make)
     assert [job.name for job in jobs] == ["mine.0", "mine.1"]
     assert [job.run for job in jobs] == [Path(f"runs/mine-init={end}").absolute() for end in ("null", "x_y_z")]
-    assert jobs[1].command[4:7] == (str(tmp_path / "mine.yaml"), "steps=3", "init=x/y z")
+    assert jobs[1].command[5:8] == (str(tmp_path / "mine.yaml"), "steps=3", "init=x/y z")
     assert {job.at_most for job in jobs} == {2}
 
 

@@ -10,8 +10,9 @@ import PIL.Image
 import pytest
 from small_data import contents, manifest_of, opened, prepare, write_texts
 
-from phalanx.data import inspect, load_tokenizer, verify
+from phalanx.data import inspect, load_tokenizer, open_data, verify
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.recipe.schema import Data, Evaluate, Source
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -75,7 +76,7 @@ def test_idx_images_may_have_channels(tmp_path, labels):
         (lambda images, labels: (b"", idx(labels)), "images: ends too early"),
         (lambda images, labels: (idx(labels), idx(labels)), "images: not an IDX file of unsigned bytes with 3 or 4"),
         (lambda images, labels: (idx(images), idx(labels[:-1])), "labels: 199 labels for the 200 images"),
-        (lambda images, labels: (gzip.compress(b"x") + b"junk", idx(labels)), "images: not an IDX file"),
+        (lambda images, labels: (gzip.compress(b"x") + b"junk", idx(labels)), "images: cannot be read to its end"),
     ],
 )
 def test_idx_files_that_are_not_whole_are_named(tmp_path, images, labels, harm, words):
@@ -152,6 +153,125 @@ def test_image_folders_that_are_none_are_refused(folder, tmp_path, source, words
         return
     with pytest.raises(RecipeError, match=words):
         prepare(tmp_path, tmp_path / "out", source)
+
+
+RAMP = np.linspace(0, 255, 64).reshape(8, 8).astype(np.uint8)
+
+
+def one_image(tmp_path, name, save):
+    """What is trained on of an 8 x 8 image that `save` writes: uint8 [8, 8, 3]."""
+    path = tmp_path / "images" / "a" / name
+    path.parent.mkdir(parents=True)
+    save(path)
+    batch = opened(prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [8, 8]})).train(0, 1)
+    return batch["images"][0]
+
+
+def in_sixteen_bits(path):
+    PIL.Image.fromarray(RAMP.astype(np.uint16) * 257).save(path)
+
+
+def in_floats(path):
+    PIL.Image.fromarray(RAMP.astype(np.float32) / 255).save(path)
+
+
+def see_through(path, mode="RGBA"):
+    """Black everywhere, more or less of it."""
+    PIL.Image.fromarray(np.dstack([np.zeros((8, 8, 3), np.uint8), 255 - RAMP])).convert(mode).save(path)
+
+
+def in_a_palette(path):
+    image = PIL.Image.fromarray(np.full((8, 8), 1, np.uint8)).convert("P")
+    image.putpalette([0, 0, 0, 10, 200, 30])
+    image.putpixel((0, 0), 0)
+    image.save(path, transparency=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        ("a.png", in_sixteen_bits),
+        ("a.tiff", in_sixteen_bits),
+        ("a.ppm", lambda path: PIL.Image.fromarray(RAMP.astype(np.uint16) * 257).save(path, format="PPM")),
+        ("a.tiff", in_floats),
+        ("a.png", see_through),
+        ("a.webp", lambda path: PIL.Image.fromarray(RAMP).convert("RGB").save(path, lossless=True)),
+        ("a.png", lambda path: see_through(path, "LA")),
+        ("a.png", lambda path: PIL.Image.fromarray(RAMP).save(path)),
+        ("a.tiff", lambda path: PIL.Image.fromarray(RAMP).convert("CMYK").save(path)),
+    ],
+    ids=["16-bit", "16-bit tiff", "16-bit pgm", "float", "alpha", "rgb", "gray alpha", "8-bit", "cmyk"],
+)
+def test_what_is_to_be_seen_in_an_image_is_what_is_trained_on(tmp_path, name, save):
+    pixels = one_image(tmp_path, name, save).astype(int)
+    assert np.abs(pixels - RAMP[:, :, None]).max() <= 1
+
+
+def test_the_transparent_colour_of_a_palette_is_white(tmp_path):
+    pixels = one_image(tmp_path, "a.png", in_a_palette)
+    assert pixels[0, 0].tolist() == [255, 255, 255]
+    assert pixels[4, 4].tolist() == [10, 200, 30]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_stands_upright(tmp_path, orientation):
+    image = PIL.Image.fromarray(RAMP)
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    pixels = one_image(tmp_path, "a.png", lambda path: image.save(path, exif=exif))[:, :, 0]
+    turned = {
+        1: RAMP,
+        2: RAMP[:, ::-1],
+        3: RAMP[::-1, ::-1],
+        4: RAMP[::-1],
+        5: RAMP.T,
+        6: RAMP.T[:, ::-1],
+        7: RAMP[::-1, ::-1].T,
+        8: RAMP.T[::-1],
+    }
+    assert (pixels == turned[orientation]).all()
+
+
+@pytest.mark.parametrize("scale", [2.0, -1.0, np.nan])
+def test_pixels_without_a_known_range_are_refused(tmp_path, scale):
+    floats = (RAMP.astype(np.float32) / 255 * np.float32(scale)).astype(np.float32)
+    with pytest.raises(DataError, match=r"a\.tiff: its pixels are floats .* save it with 8 or 16 bits"):
+        one_image(tmp_path, "a.tiff", lambda path: PIL.Image.fromarray(floats).save(path))
+
+
+def test_pixels_of_32_bits_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"a\.tiff: its pixels are 32-bit integers"):
+        one_image(tmp_path, "a.tiff", lambda path: PIL.Image.fromarray(RAMP.astype(np.int32)).save(path))
+
+
+def test_a_sub_folder_without_images_is_refused(folder, tmp_path):
+    (folder / "__pycache__").mkdir()
+    with pytest.raises(RecipeError, match=r"__pycache__ holds no image, but every sub-folder of .* is a class"):
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+
+
+def test_links_bring_an_image_into_a_class_once(folder, tmp_path):
+    (tmp_path / "store").mkdir()
+    PIL.Image.new("RGB", (4, 4)).save(tmp_path / "store" / "s.png")
+    (folder / "red" / "up").symlink_to("..")
+    (folder / "red" / "more").symlink_to(tmp_path / "store")
+    (folder / "red" / "again.png").symlink_to(tmp_path / "store" / "s.png")
+    (folder / "blue" / "too.png").symlink_to(tmp_path / "store" / "s.png")
+    manifest = manifest_of(prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]}))
+    assert manifest["labels"] == ["blue", "green", "red"]
+    assert sum(shard["count"] for shard in manifest["shards"]) == 9 + 2
+
+
+def test_classes_of_other_names_are_not_mixed_up(folder, tmp_path):
+    first = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    (folder / "green").rename(folder / "yellow")
+    second = prepare(tmp_path, tmp_path / "out2", {"images": "images", "size": [4, 4]})
+    sources = [Source(prepared=str(place)) for place in (first, second)]
+    words = r"its classes and those of {} have other names: number 1 is 'green' and 'red'"
+    with pytest.raises(RecipeError, match=words.format(r"data\.source\.1")):
+        open_data(Data(source=sources), Evaluate(), 0)
+    with pytest.raises(RecipeError, match=words.format(r"evaluate\.source")):
+        open_data(Data(source=sources[0]), Evaluate(source=sources[1]), 0)
 
 
 def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Preparing: the same bytes from any number of workers, whole or not there, and going on after an interruption."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -176,6 +177,15 @@ def test_a_place_that_is_taken_is_refused(texts, tmp_path):
         prepare(texts, texts, {"text": "*.txt"})
 
 
+def test_a_folder_of_the_users_is_not_used_as_working_folder(texts, tmp_path):
+    mine = tmp_path / "out.partial" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("keep this")
+    with pytest.raises(UsageError, match=r"out\.partial: .* holds other files; choose another place than .*out"):
+        prepare(texts, tmp_path / "out", {"text": "*.txt"})
+    assert mine.read_text() == "keep this"
+
+
 def test_an_empty_directory_is_as_good_as_none(texts, tmp_path):
     (tmp_path / "out").mkdir()
     verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
@@ -235,6 +245,38 @@ def test_two_at_once_make_one_dataset(texts, tmp_path, small_pieces):
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
 
 
+def test_without_locks_two_at_once_make_one_dataset(texts, tmp_path, small_pieces, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    expected = prepare(texts, tmp_path / "expected", {"text": "*.txt"})
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    notes, out = [], tmp_path / "out"
+
+    def another(now: Progress):
+        if now.note:
+            notes.append(now.note)
+        elif not out.exists():  # one that began later and is faster
+            prepare(texts, out, {"text": "*.txt"}, workers=1)
+
+    assert contents(prepare(texts, out, {"text": "*.txt"}, workers=1, progress=another)) == contents(expected)
+    assert "the file system has no locks" in notes[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "expected", "out"}
+    assert out.stat().st_mode == expected.stat().st_mode
+
+
+def test_a_file_system_that_syncs_no_folders_is_as_good(texts, tmp_path, monkeypatch):
+    real = os.fsync
+
+    def files_only(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
+
+
 def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
@@ -263,6 +305,7 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
 def test_a_worker_that_cannot_write_says_so(texts, tmp_path, small_pieces):
     (tmp_path / "out.partial").mkdir()
     partial = tmp_path / "out.partial"
+    (partial / "lock").touch()
 
     def obstruct(now: Progress):
         if now.note.startswith("training"):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import dataset, numbered, opened
 
-from phalanx.data import IGNORED, Feed
-from phalanx.errors import RecipeError
+from phalanx.data import IGNORED, Feed, shard
+from phalanx.errors import DataError, RecipeError
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +191,46 @@ def test_joined_documents_have_targets_everywhere(tmp_path):
 def test_facts_say_what_a_model_must_know(folder):
     facts = opened(folder, sequence=10).facts
     assert (facts.kind, facts.vocab, facts.sequence, facts.classes, facts.shape) == ("tokens", 2**32, 10, None, None)
+
+
+def flip(folder, byte):
+    """Change a byte of the first shard under a reader that has it mapped."""
+    with open(folder / "shard-00000.bin", "r+b") as file:
+        file.seek(byte)
+        value = file.read(1)
+        file.seek(byte)
+        file.write(bytes([value[0] ^ 1]))
+
+
+def test_damage_after_a_block_was_read_is_found_in_the_next_epoch(tmp_path):
+    folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
+    data = opened(folder, sequence=100)
+    data.train(0, data.train_samples)
+    flip(folder, 3 * 65536 + 5)
+    with pytest.raises(DataError, match=r"shard-00000\.bin block 3 .* the checksum differs"):
+        data.train(data.train_samples, data.train_samples)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_damage_of_held_out_samples_is_found_in_the_next_evaluation(tmp_path, own):
+    folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
+    evaluate = {"source": {"prepared": str(folder)}} if own else {"share": 0.3}
+    data = opened(folder, sequence=100, evaluate=evaluate)
+    half = data.held_out_samples // 2
+    for start in (0, half):
+        data.held_out(start, half)
+    flip(folder, 3 * 65536 + 5)
+    with pytest.raises(DataError, match=r"block 3 .* the checksum differs"):
+        [data.held_out(start, half) for start in (0, half)]
+
+
+def test_each_block_is_hashed_once_in_an_epoch(tmp_path, monkeypatch):
+    folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
+    hashed = []
+    monkeypatch.setattr(shard.Shard, "_check_block", lambda self, block: hashed.append(block))
+    data = opened(folder, sequence=100, share=0.2)
+    for first in range(0, 3 * data.train_samples, 10):
+        data.train(first, 10)
+        data.held_out(0, 1)
+    assert len(hashed) <= 3 * 7 + 300  # an evaluation of one sample touches one block, or two
+    assert sorted(set(hashed)) == list(range(7))

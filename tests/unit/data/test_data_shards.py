@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from small_data import dataset, manifest_of, numbered, opened
+from xxhash import xxh3_128_hexdigest
 
 from phalanx.data import inspect, verify
 from phalanx.data.manifest import read_manifest, token_dtype
@@ -182,3 +183,71 @@ def test_verify_counts_all_that_is_bad(folder):
         flip(folder / "shard-00000.bin", block * BLOCK)
     with pytest.raises(DataError, match=r"block 1 .*\n2 more like it"):
         verify(folder)
+
+
+def rewritten(folder, change):
+    """Change a manifest and give it the fingerprint of what it says now, as one who means harm would."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    change(body)
+    path.write_text(json.dumps(body))
+    said = xxh3_128_hexdigest(
+        json.dumps({k: v for k, v in body.items() if k != "fingerprint"}, sort_keys=True).encode()
+    )
+    path.write_text(json.dumps({**body, "fingerprint": said}))
+
+
+@pytest.mark.parametrize("check", [read_everything, verify, inspect])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("count", 10**12),
+        ("count", -5),
+        ("count", 99_999),
+        ("count", 1.5),
+        ("bytes", -1),
+        ("documents", -1),
+        ("file", "../../etc/hostname"),
+        ("sidecar", "/etc/hostname"),
+    ],
+)
+def test_a_shard_that_cannot_be_is_refused(folder, check, key, value):
+    rewritten(folder, lambda body: body["shards"][0].update({key: value}))
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest"):
+        check(folder)
+
+
+@pytest.mark.parametrize("check", [read_everything, verify, inspect])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "O"),
+        ("dtype", "<f4"),
+        ("dtype", "<u2"),
+        ("vocab", 0),
+        ("vocab", 10**30),
+        ("vocab", None),
+        ("vocab", 256),
+        ("kind", "images"),
+        ("kind", "other"),
+        ("shape", [1, 2, 3]),
+    ],
+)
+def test_a_manifest_of_what_cannot_be_is_refused(folder, check, key, value):
+    rewritten(folder, lambda body: body.update({key: value}))
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest"):
+        check(folder)
+
+
+def test_tokens_beyond_the_vocabulary_are_found(folder):
+    rewritten(folder, lambda body: body.update({"vocab": 100_000}))
+    with pytest.raises(
+        DataError, match=r"shard-00001\.bin: has the token 199999, but manifest\.json says that .* 100000"
+    ):
+        verify(folder)
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_named(folder):
+    (folder / "manifest.json").write_text('{"format": 1, "shards": ' + "[" * 100_000)
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest \(RecursionError"):
+        read_manifest(folder)

@@ -1,8 +1,11 @@
 """Finding files and reading documents: globs, packed files, JSON lines, Parquet; large files in parts."""
 
+import bz2
+import glob
 import gzip
 import json
 import lzma
+import os
 import sys
 
 import pyarrow
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from small_data import all_tokens, manifest_of, prepare, write_texts
 
 from phalanx.data import sources
-from phalanx.data.sources import Part, documents, find_files, split_file, stat_file
+from phalanx.data.finding import find_files, stat_file
+from phalanx.data.sources import Part, documents, split_file
 from phalanx.errors import DataError, RecipeError, UsageError
 
 
@@ -68,6 +72,69 @@ def test_a_glob_without_files_is_named(tree):
         find_files("*.txt", "**", tree)
 
 
+def test_links_upwards_bring_a_file_once(tree):
+    for name in ("deep/up", "deep/er/up", "deep/er/top"):
+        (tree / name).symlink_to(".." if name.endswith("up") else tree)
+    assert names(find_files("**/*.txt", [], tree)) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+
+
+def test_many_links_among_folders_end(tmp_path):
+    for number in range(12):
+        write_texts(tmp_path / f"d{number}", {"a.txt": str(number)})
+    for one in range(12):
+        for other in range(12):
+            (tmp_path / f"d{one}" / f"to{other}").symlink_to(f"../d{other}")
+    assert len(find_files("**/*.txt", [], tmp_path)) == 12
+
+
+def test_a_file_with_several_names_is_found_once(tree):
+    (tree / "z.txt").symlink_to("a.txt")
+    (tree / "y.txt").hardlink_to(tree / "b.txt")
+    (tree / "other").symlink_to("deep")
+    assert names(find_files(["*.txt", "other/er/*.txt", "deep/**/*.txt"], [], tree)) == [
+        "a.txt", "b.txt", "c.txt", "d.txt"
+    ]  # fmt: skip
+
+
+def test_linked_folders_elsewhere_are_searched(tree, tmp_path):
+    write_texts(tmp_path / "elsewhere", {"in/f.txt": "f"})
+    (tree / "linked").symlink_to(tmp_path / "elsewhere")
+    assert names(find_files("linked/**/*.txt", [], tree)) == ["f.txt"]
+    assert "f.txt" in names(find_files("**/*.txt", [], tree))
+
+
+@pytest.mark.parametrize("name", ["data[1].txt", "what?.txt", "a*b.txt", "[x]/c.txt"])
+def test_a_name_that_exists_is_no_pattern(tmp_path, name):
+    write_texts(tmp_path, {name: "this", "data1.txt": "other", "x/c.txt": "other"})
+    assert [file.path for file in find_files(name, [], tmp_path)] == [str(tmp_path / name)]
+    assert str(tmp_path / name) not in [file.path for file in find_files("**/*.txt", name, tmp_path)]
+
+
+@pytest.mark.parametrize("pattern", [".*.txt", "**/.hidden.txt", ".hidden.txt"])
+def test_hidden_files_are_found_by_a_dot_only(tree, pattern):
+    assert names(find_files(pattern, [], tree)) == [".hidden.txt"]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_patterns_find_what_pythons_glob_finds(tmp_path_factory, data):
+    parts = st.sampled_from(["a", "b", "ab", ".a", "b.txt"])
+    steps = st.sampled_from(["**", "*", "a*", "?", "[ab]", "[!a]*", "a", ".*", "*.txt", "b"])
+    folder = tmp_path_factory.mktemp("tree")
+    for path in data.draw(st.lists(st.lists(parts, min_size=1, max_size=4), max_size=8)):
+        place = folder.joinpath(*path)
+        if not any(parent.is_file() for parent in place.parents) and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("x")
+    pattern = "/".join(data.draw(st.lists(steps, min_size=1, max_size=4)))
+    found = glob.glob(str(folder / pattern), recursive=True)
+    expected = sorted({path for path in found if os.path.isfile(path)})
+    try:
+        assert [file.path for file in find_files(pattern, [], folder)] == expected
+    except RecipeError:
+        assert expected == []
+
+
 def test_text_files_become_documents_with_a_separator_behind_each(tmp_path):
     write_texts(tmp_path, {"a.txt": "one", "b.txt": "", "c.txt": "zwei\n", "d.txt": b"\xff\x00\xfe"})
     out = prepare(tmp_path, tmp_path / "out", {"text": "*.txt"})
@@ -76,7 +143,23 @@ def test_text_files_become_documents_with_a_separator_behind_each(tmp_path):
     assert (manifest["shards"][0]["documents"], manifest["shards"][0]["count"], manifest["vocab"]) == (3, 14, 256)
 
 
-@pytest.mark.parametrize(("suffix", "packer"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def zstd(data):
+    return pyarrow.compress(data, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "packer"),
+    [
+        (".gz", gzip.compress),
+        (".xz", lzma.compress),
+        (".bz2", bz2.compress),
+        (".zst", zstd),
+        (".GZ", gzip.compress),
+        ("", bz2.compress),
+        ("", zstd),
+        (".dump", lzma.compress),
+    ],
+)
 def test_packed_text_is_what_it_was_before_it_was_packed(tmp_path, suffix, packer):
     text = "".join(f"line {number}\n" for number in range(300_000)).encode()
     write_texts(tmp_path, {f"a.txt{suffix}": packer(text)})
@@ -92,6 +175,55 @@ def test_a_damaged_packed_file_is_named(tmp_path, suffix, packer, harm):
     with pytest.raises(DataError, match=rf"a\.txt{suffix}: cannot be read to its end"):
         prepare(tmp_path, tmp_path / "out", {"text": "*"})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"PK\x03\x04\x14\x00", "is a zip archive"),
+        (b"PAR1\x15\x04", "is a Parquet file; name it as `parquet`"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .* `git lfs pull`"),
+        ("words".encode("utf-16"), "is in UTF-16; convert it: iconv"),
+        (b"%PDF-1.7\n", "is a PDF"),
+        (b"x" * 257 + b"ustar\x0000", "is a tar archive"),
+        (gzip.compress(b"x" * 257 + b"ustar\x0000"), "is a tar archive"),
+        (bz2.compress(gzip.compress(b"words")), "is packed twice"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, kind, data, words):
+    write_texts(tmp_path, {"a.txt": data})
+    with pytest.raises(DataError, match=rf"a\.txt: {words}"):
+        prepare(tmp_path, tmp_path / "out", {kind: "*"})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("source", [{"parquet": "a.x"}, {"idx": {"images": "a.x", "labels": "a.x"}}])
+def test_a_pointer_of_git_lfs_is_named_whatever_it_stands_for(tmp_path, source):
+    write_texts(tmp_path, {"a.x": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"})
+    with pytest.raises(DataError, match=r"a\.x: is a pointer of Git LFS"):
+        prepare(tmp_path, tmp_path / "out", source)
+
+
+def test_a_parquet_file_in_a_packed_one_is_named(tmp_path):
+    write_texts(tmp_path, {"a.parquet.gz": gzip.compress(b"PAR1")})
+    with pytest.raises(DataError, match=r"a\.parquet\.gz: is packed by gzip; unpack it"):
+        prepare(tmp_path, tmp_path / "out", {"parquet": "*"})
+
+
+def test_a_damaged_file_of_zstd_is_named(tmp_path):
+    write_texts(tmp_path, {"a.txt.zst": zstd(bytes(range(256)) * 100)[:-20]})
+    with pytest.raises(DataError, match=r"a\.txt\.zst: cannot be read to its end"):
+        prepare(tmp_path, tmp_path / "out", {"text": "*"})
+
+
+@pytest.mark.parametrize(
+    "text", ['[\n{"text": "a"}\n]', '[{"text": "a"},\n{"text": "b"}]', "[" + '{"text": "a"},' * 90]
+)
+def test_an_array_of_json_is_told_with_its_cure(tmp_path, text):
+    write_texts(tmp_path, {"a.json": text})
+    with pytest.raises(DataError, match=r"a\.json: is an array of JSON, .* jq -c '\.\[\]' a\.json"):
+        prepare(tmp_path, tmp_path / "out", {"jsonl": "*"})
 
 
 def test_json_lines_give_the_named_field(tmp_path):
@@ -113,6 +245,7 @@ def test_json_lines_give_the_named_field(tmp_path):
             r"no field 'text'; it has 'body', 'id'\. Name it in data\.source\.field",
         ),
         ('{"text": 7}', DataError, "'text' should be text, found int"),
+        ("[" * 100_000, DataError, "the line at byte 16: not JSON that can be read: it is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, error, words):
@@ -136,6 +269,20 @@ def test_parquet_gives_the_named_column(tmp_path):
 def test_a_parquet_file_without_the_column_says_what_it_has(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"body": ["x"], "id": [1]}, 10)
     with pytest.raises(RecipeError, match="no column 'text'; it has 'body', 'id'"):
+        prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
+def test_parquet_without_rows_holds_no_text(tmp_path, tokenizer):
+    write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array([], pyarrow.string())}, 10)
+    with pytest.raises(RecipeError, match="hold no text at all"):
+        prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"}, tokenizer)
+
+
+def test_parquet_text_that_is_no_utf8_is_named(tmp_path):
+    broken = pyarrow.array([b"caf\xe9"]).cast(pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row group 0: text that is not UTF-8"):
         prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
 
 

@@ -1,5 +1,7 @@
 """Tokenizers: there and back, trained ones the same every time, stored ones verified."""
 
+import json
+import re
 import shutil
 import sys
 
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
-from phalanx.data import load_tokenizer
+from phalanx.data import load_tokenizer, sources
 from phalanx.data.tokenizers import TOKENIZER, train_bpe
 from phalanx.errors import DataError, RecipeError, UsageError
 
@@ -102,6 +104,173 @@ def test_a_tokenizer_without_a_separator_puts_none(tmp_path):
     assert all_tokens(out).tolist() == [0, 7, 7, 0, 7, 3]
     assert manifest_of(out)["shards"][0]["documents"] == 2
     assert manifest_of(out)["vocab"] == 8
+
+
+def made(kind, text):
+    """A small tokenizer as families of models have them, trained on `text`."""
+    normalizers, splits = tokenizers.normalizers, tokenizers.pre_tokenizers
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?", byte_fallback=kind == "llama"))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
+    if kind == "prefix space":
+        bpe.pre_tokenizer = splits.ByteLevel(add_prefix_space=True)
+    elif kind == "indented code":
+        bpe.pre_tokenizer = splits.ByteLevel(add_prefix_space=False)
+    elif kind == "metaspace":
+        bpe.pre_tokenizer = splits.Metaspace(prepend_scheme="always")
+    elif kind == "llama":  # merges know no words
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+        bpe.train_from_iterator(text.splitlines(), trainer)
+        return bpe
+    elif kind == "unigram":
+        bpe = tokenizers.Tokenizer(tokenizers.models.Unigram())
+        bpe.normalizer, bpe.pre_tokenizer = normalizers.NFKC(), splits.Metaspace()
+        trainer = tokenizers.trainers.UnigramTrainer(vocab_size=300, special_tokens=["?"], unk_token="?")
+    elif kind == "bert":
+        bpe = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="?"))
+        bpe.normalizer, bpe.pre_tokenizer = normalizers.BertNormalizer(), splits.BertPreTokenizer()
+        trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
+    bpe.train_from_iterator([text], trainer)
+    return bpe
+
+
+@pytest.mark.parametrize("kind", ["prefix space", "indented code", "metaspace", "llama", "unigram", "bert"])
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_a_document_in_chunks_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, kind, pieces):
+    text = "".join(
+        f"{'    ' * (n % 5)}for word_{n} in café{n % 7}:{' ' * (n % 4)}\n{chr(10) * (n % 3)}" for n in range(600)
+    )
+    text += " ".join(f"no line-end {n * n}" for n in range(300)) + " ﬁn 漢字 e\u0301"
+    whole = made(kind, text)
+    whole.save(str(tmp_path / "tok.json"))
+    write_texts(tmp_path, {"a.txt": text})
+    monkeypatch.setattr(sources, "CHUNK", 1500)
+    monkeypatch.setattr(sources, "CONTEXT", 400)
+    monkeypatch.setattr("phalanx.data.pieces._piece_size", lambda total: len(text.encode()) // pieces)
+    out = prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, "tok.json")
+    assert len(manifest_of(out)["shards"]) == pieces
+    assert all_tokens(out).tolist() == whole.encode(text, add_special_tokens=False).ids
+
+
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mine|>"]
+
+
+def with_special(folder, tokens):
+    folder.mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(tokens)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "<|endoftext|>"),
+        ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|mine|>", "lstrip": False}}}, "<|mine|>"),
+        (
+            {"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": [4, 3]}},
+            "<|im_end|>",
+        ),
+        ({"special_tokens_map.json": {"eos_token": "<|mine|>"}}, "<|mine|>"),
+        ({"config.json": {"eos_token_id": 6}}, "<|mine|>"),
+        ({"tokenizer_config.json": {"eos_token": "<|gone|>"}, "config.json": {"eos_token_id": 99}}, "<|endoftext|>"),
+        ({"tokenizer_config.json": ["no", "mapping"]}, "<|endoftext|>"),
+    ],
+)
+def test_documents_end_with_what_the_tokenizers_own_files_name(tmp_path, files, expected):
+    words = with_special(tmp_path / "model", SPECIAL)
+    words.save(str(tmp_path / "model" / TOKENIZER))
+    for name, value in files.items():
+        (tmp_path / "model" / name).write_text(json.dumps(value))
+    write_texts(tmp_path / "texts", {"1.txt": "a", "2.txt": "a a"})
+    number = words.token_to_id(expected)
+    out = prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
+    assert all_tokens(out).tolist() == [0, number, 0, 0, number]
+    assert load_tokenizer(out).separator == number
+    again = prepare(tmp_path / "texts", tmp_path / "again", {"text": "*.txt"}, str(out / TOKENIZER))
+    assert contents(again) == contents(out)  # a dataset's tokenizer ends documents as the dataset does
+
+
+@pytest.mark.parametrize(
+    "name", ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<|im_end|>", "<|eot_id|>", "[EOS]", "<eos>"]
+)
+def test_an_end_of_text_is_known_by_its_name(tmp_path, name):
+    words = with_special(tmp_path / "model", ["<s>", name, "<pad>"])
+    words.save(str(tmp_path / "model" / "mine.json"))
+    assert load_tokenizer(tmp_path / "model" / "mine.json").separator == words.token_to_id(name)
+
+
+def test_an_end_of_text_is_known_by_where_the_tokenizer_puts_it(tmp_path):
+    words = with_special(tmp_path / "model", ["<x>", "<y>"])
+    template = tokenizers.processors.TemplateProcessing(single="<x> $A <y>", special_tokens=[("<x>", 2), ("<y>", 3)])
+    words.post_processor = template
+    words.save(str(tmp_path / "model" / TOKENIZER))
+    assert load_tokenizer(tmp_path / "model" / TOKENIZER).separator == 3
+
+
+def test_a_tokenizer_without_an_end_of_text_is_warned_of(tmp_path):
+    notes = []
+    words = with_special(tmp_path / "model", ["<s>"])
+    words.save(str(tmp_path / "model" / TOKENIZER))
+    write_texts(tmp_path / "texts", {"1.txt": "a"})
+    source = {"text": "*.txt"}
+    progress = lambda now: notes.append(now.note)  # noqa: E731
+    prepare(tmp_path / "texts", tmp_path / "out", source, str(tmp_path / "model"), progress=progress)
+    (warning,) = filter(None, notes)
+    assert "has no token that ends a text, so nothing stands between documents; name one as eos_token" in warning
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch, workers):
+    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
+    texts = {
+        "1.txt": b"caf\xe9 na\xefve, more of it",
+        "2.txt": "fine \ufffd too, and long",
+        "3.txt": b"\xff and long enough",
+    }
+    write_texts(tmp_path / "texts", texts)
+    notes = []
+    options = {"workers": workers, "progress": lambda now: notes.append(now.note)}
+    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(bpe), **options)
+    (warning,) = filter(None, notes)
+    expected = (
+        r"warning: .*/1\.txt: bytes that are not UTF-8 became U\+FFFD in 2 places, and so in 1 more files; convert"
+    )
+    assert re.match(expected, warning)
+
+
+def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
+    write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})
+
+    counts = set()
+
+    def interrupt(now):
+        counts.add(now.count)
+        if len(counts - {0}) == 2:  # in the second piece
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=interrupt)
+    notes = []
+    assert (tmp_path / "out.partial" / "shard-00000.done").exists()
+    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=lambda now: notes.append(now.note))
+    (warning,) = filter(None, notes)
+    assert "became U+FFFD in 2 places" in warning
+
+
+def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer(tmp_path):
+    write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9"})
+    notes = []
+    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, progress=lambda now: notes.append(now.note))
+    assert set(notes) == {""}
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(RecipeError, match=r"empty\.json: its vocabulary is empty"):
+        load_tokenizer(tmp_path / "empty.json")
 
 
 def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):

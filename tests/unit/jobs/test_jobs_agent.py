@@ -83,6 +83,15 @@ def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path)
     assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
 
 
+def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "attempt-4-rank-1.log"
+    log.write_text("RuntimeError: a\nlast line\n")
+    ended = attempt({1: 1, 0: -9})
+    ended.crashes[1] = "RuntimeError: a last line (mine.py:3)"
+    _, message = verdict(ended, tmp_path, 4)
+    assert message == f"worker 1 ended with exit code 1: RuntimeError: a last line (mine.py:3) (log: {log})"
+
+
 def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
     assert first_to_fall({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
 

@@ -14,7 +14,7 @@ from lab import wait_until
 from phalanx.errors import ExitCode
 from phalanx.jobs.nursery import STORAGE, describe
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, TrialError, with_huge_pages
-from phalanx.run.channel import receive, send
+from phalanx.run.channel import drain, receive, send
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +212,24 @@ def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: NurseryPr
     start(nursery, "fail", tmp_path, 1)
     assert exits(nursery, 1) == {0: 1}
     assert "LookupError" in (tmp_path / "attempt-6-rank-0.log").read_text()
+
+
+def test_a_worker_that_raises_reports_type_message_and_line(nursery: NurseryProcess, tmp_path: Path) -> None:
+    list(drain(nursery.events))
+    start(nursery, "fail_at_length", tmp_path, 1)
+    assert exits(nursery, 1) == {0: 1}
+    (crash,) = drain(nursery.events)
+    text = "RuntimeError: CUDA error: it went wrong Consider this. Compile with that. ("
+    assert (crash["kind"], crash["rank"], crash["text"][: len(text)]) == ("crash", 0, text)
+    assert "nursery_calls.py:" in crash["text"]
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "nowhere/log"])
+def test_a_log_that_takes_nothing_does_not_end_a_worker(nursery: NurseryProcess, tmp_path: Path, log: str) -> None:
+    (tmp_path / "attempt-6-rank-0.log").symlink_to(log)
+    start(nursery, "speak", tmp_path, 1)
+    assert exits(nursery, 1) == {0: 0}
+    assert (tmp_path / "done").exists()
 
 
 def test_a_worker_whose_storage_fails_has_a_status_of_its_own(nursery: NurseryProcess, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def job(**fields: Any) -> Job:
 def test_the_entrypoint_reaches_the_driver_through_a_shell_as_it_was() -> None:
     nasty = ("$HOME", "a b", "'", '"', "`id`", "\\", "\n", "é", "")
     sent = json.loads(Ray().render(job(command=("x", *nasty))).files[FILE])
-    python, _, module, order, text = shlex.split(sent["entrypoint"])
+    python, _, _, module, order, text = shlex.split(sent["entrypoint"])
     assert (python, module, order) == ("python", MODULE, "run")
     assert Task.read(text).command == ("x", *nasty)
 

@@ -1,5 +1,6 @@
 """Checks between keys and workers, changes between recipes, import paths, and the schema's own pages."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,41 @@ def test_an_import_path_gives_the_object_beside_the_recipe(tmp_path: Path, monke
     assert import_object("ours_found:Net.make", tmp_path)() == 3
 
 
+def test_no_module_beside_the_recipe_takes_the_place_of_a_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    for name in ("queue", "chunk", "mypyc"):  # Python's own, not imported yet; a library's, likewise
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text("mine = True\n")
+    (tmp_path / "ours_helper.py").write_text("value = 5\n")
+    source = "import queue\nimport mypyc\nfrom ours_helper import value\ndef net(): return queue, mypyc, value\n"
+    (tmp_path / "ours_main.py").write_text(source)
+    found_queue, found_library, value = import_object("ours_main:net", tmp_path)()
+    assert hasattr(found_queue, "SimpleQueue")
+    assert not hasattr(found_library, "mine")
+    assert value == 5
+
+
+def test_the_module_that_the_recipe_names_is_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mypyc", raising=False)
+    (tmp_path / "mypyc").mkdir()
+    (tmp_path / "mypyc" / "__init__.py").write_text("")
+    (tmp_path / "mypyc" / "ours.py").write_text("def net(): return 4\n")
+    assert import_object("mypyc.ours:net", tmp_path)() == 4
+    for name in ("mypyc", "mypyc.ours"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("name", ["queue", "json", "yaml"])
+def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / f"{name}.py").write_text("class Net: pass\n")
+    with pytest.raises(RecipeError, match=rf"r.yaml:3: .*{name}\.py: its name is that of .* rename the file$"):
+        import_object(f"{name}:Net", tmp_path, "r.yaml:3")
+
+
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
@@ -358,3 +394,20 @@ def test_the_examples_of_the_schema_are_recipes() -> None:
 def test_the_reference_page_is_up_to_date() -> None:
     page = Path(__file__).parents[3] / "docs" / "recipe.md"
     assert page.read_text() == markdown(), "run `make docs`"
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize("key", ["optim.lr", "optim.weight_decay", "recovery.silence", "data.source.weight"])
+def test_numbers_are_finite(key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{key}: found (-?Infinity|NaN), expected a number"):
+        recipe(f"{key}={value}")
+
+
+@pytest.mark.parametrize("depth", [65, 3000])
+def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    (tmp_path / "deep.yaml").write_text(f"model: {{args: {{x: {nested}}}}}\n")
+    for path, overrides in ((tmp_path / "deep.yaml", []), (None, [f"model.args.x={nested}"])):
+        with pytest.raises(RecipeError, match="nested too deeply, expected at most 64 levels") as caught:
+            load_recipe(path, overrides)
+        assert len(str(caught.value)) < 300

@@ -281,3 +281,28 @@ def test_a_dump_keeps_the_order_of_the_schema_and_the_names_of_files() -> None:
     assert text.startswith("name: gpt-python\nmodel:\n")
     assert "batch: {global: 16, micro: auto}" in text
     assert "exact: auto" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "missing"),
+    [
+        ("name: a\n", [], ["model", "data.source"]),
+        ("data: {sequence: 8}\n", ["model.args.layers=1"], ["data.source"]),
+        ("model: {}\n", ["data.source.text=x"], []),
+    ],
+)
+def test_a_recipe_in_a_file_names_its_model_and_its_data(
+    tmp_path: Path, text: str, overrides: list[str], missing: list[str]
+) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    loaded = load_recipe(tmp_path / "r.yaml", overrides)
+    assert loaded.missing() == missing
+    if missing:
+        with pytest.raises(RecipeError, match=rf"r.yaml: names no {' and no '.join(missing)}; a recipe says"):
+            loaded.check_named()
+    else:
+        loaded.check_named()
+
+
+def test_the_example_needs_no_names() -> None:
+    load_recipe(None, ["steps=3"]).check_named()

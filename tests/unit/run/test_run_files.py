@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.run import directory as directory_module
-from phalanx.run.directory import write_json, write_whole
+from phalanx.run.directory import check_output, check_place, write_json, write_whole
 
 
 def test_naming_a_run_creates_nothing(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_creating_a_run_makes_its_folders_and_keeps_what_is_there(tmp_path: Path
     run.create()
     (run.logs / "old.log").touch()
     run.create()
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "logs"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "events.jsonl", "logs"]
     assert (run.logs / "old.log").exists()
 
 
@@ -114,3 +114,84 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(directory_module.os, "replace", look_first)
     write_json(path, {"new": 2})
     assert seen == [{"old": 1}, {"new": 2}]
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_a_run_is_not_kept_where_a_file_is(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is a file; choose another --run"):
+        check_place(tmp_path / path)
+
+
+def test_a_run_may_be_kept_where_nothing_is_yet(tmp_path: Path) -> None:
+    check_place(tmp_path / "not" / "there" / "yet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["recipe.yaml"],
+        ["train.py"],
+        [".git/config"],
+        ["resolved.yaml"],
+        ["logs/mine.log"],
+        ["checkpoints/model.pt", "logs/mine.log", "recipe.yaml"],
+        ["recipe.yaml", "logs/", "checkpoints/"],
+    ],
+)
+def test_a_run_is_not_kept_in_a_folder_of_the_users(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).mkdir(exist_ok=True) if name.endswith("/") else (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match=r"holds other files, such as .*; choose another --run, for instance .*/run$"):
+        check_place(tmp_path)
+
+
+def test_events_of_something_else_make_no_run(tmp_path: Path) -> None:
+    for name in ("logs", "checkpoints"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "events.jsonl").write_text('{"text": "a data set"}\n')
+    with pytest.raises(UsageError, match=r"holds other files, such as events\.jsonl"):
+        check_place(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["resolved.yaml", "events.jsonl", "logs", "nothing"])
+def test_a_run_that_lost_a_file_is_still_a_run(run: Run, lost: str) -> None:
+    for path in (run.recipe, run.resolved, run.path / "notes.txt"):
+        path.write_text("x")
+    run.events.write_text('{"t": 1.0, "kind": "worker"}\n')
+    place = run.path / lost
+    if place.is_dir():
+        place.rmdir()
+    place.unlink(missing_ok=True)
+    check_place(run.path)
+
+
+def test_a_start_that_was_killed_early_leaves_what_the_next_may_use(run: Run) -> None:
+    run.recipe.write_text("name: x")
+    (run.path / ".resolved.yaml.123.tmp").write_text("half")
+    check_place(run.path)
+
+
+@pytest.mark.parametrize("folder", ["lost+found", "logs"])
+def test_an_empty_disk_may_hold_a_run(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    check_place(tmp_path)
+
+
+def test_an_output_replaces_an_earlier_one_only(tmp_path: Path) -> None:
+    path = tmp_path / "out.yaml"
+    check_output("--out", path, ["# made by us"])
+    for ours in ("", "# made by us\nx: 1\n"):
+        path.write_text(ours)
+        check_output("--out", path, ["# made by us"])
+    path.write_text("# my own notes\n")
+    with pytest.raises(UsageError, match=r"--out .*out.yaml: is there already and was not written by this command"):
+        check_output("--out", path, ["# made by us"])
+
+
+def test_an_output_may_be_a_device(tmp_path: Path) -> None:
+    check_output("--html", Path("/dev/null"), ["x"])
+    with pytest.raises(UsageError, match="is a folder; expected a file"):
+        check_output("--html", tmp_path, ["x"])

@@ -66,7 +66,7 @@ class Helper:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid())],
+                [sys.executable, "-P", "-m", __name__, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # so that a signal reaches all that it starts

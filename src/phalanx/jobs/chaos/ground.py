@@ -78,7 +78,7 @@ class Commands:
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], output: Path, story: Story, nodes: int = 1
     ):
-        self.words, self.output, self.story = (sys.executable, "-m", "phalanx", *words), output, story
+        self.words, self.output, self.story = (sys.executable, "-P", "-m", "phalanx", *words), output, story
         self._environments = [dict(environment) for _ in range(nodes)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._since: list[float] = []
@@ -174,7 +174,7 @@ class Queued:
 
     def start(self) -> None:
         """As `phalanx jobs submit` does. UsageError with its words when it cannot."""
-        command = (sys.executable, "-m", "phalanx", "jobs", "submit", *self.words)
+        command = (sys.executable, "-P", "-m", "phalanx", "jobs", "submit", *self.words)
         said = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         with open(self.output, "a", encoding="utf-8") as output:
             output.write(said.stdout + said.stderr)
@@ -225,7 +225,7 @@ class Queued:
         folder = self.engine.store.folder
         with open(folder / "supervisor.log", "ab") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.jobs.queue.supervisor", str(folder)],
+                [sys.executable, "-P", "-m", "phalanx.jobs.queue.supervisor", str(folder)],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

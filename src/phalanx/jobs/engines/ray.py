@@ -57,7 +57,7 @@ class Ray:
                 raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTIONS)}")
         _check(job)
         task = task_of(job)
-        words = (job.options.get("python", "python"), "-m", MODULE, "run", task.text())
+        words = (job.options.get("python", "python"), "-P", "-m", MODULE, "run", task.text())
         # Ray gives a job three seconds to end unless told otherwise; the driver ends nodes within the warning
         environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning) + 15), JOB: DRAWN}}
         if job.code is not None:
@@ -125,7 +125,7 @@ class Ray:
         if str(info.status) != "RUNNING":
             raise UsageError(f"{job}: it does not run, so that nothing can be signalled")
         python = shlex.split(info.entrypoint)[0]
-        words = (python, "-m", MODULE, "signal", submission, info.metadata[NODES], str(int(number)))
+        words = (python, "-P", "-m", MODULE, "signal", submission, info.metadata[NODES], str(int(number)))
         with _explained(f"sending {signal.Signals(number).name} to {job}"):
             helper = client.submit_job(entrypoint=shlex.join(words))
             deadline = time.monotonic() + ANSWER

@@ -6,14 +6,14 @@ Each job has a folder there with its scripts, its log and what they leave (slurm
 that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.
 """
 
-import fcntl
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -37,6 +37,7 @@ from phalanx.jobs.engines.slurm_status import Result, fields, live_status, past_
 from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.queue.store import state_root
 from phalanx.jobs.spec import Job, State, Status
+from phalanx.run.lock import NoLocksError, alone_here, taken
 
 Call = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""
@@ -301,8 +302,11 @@ class Slurm:
     def _locked(self) -> Iterator[None]:
         """Nobody else submits here meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(self.folder / ".lock", "w") as lock, ExitStack() as stack:
+            try:
+                taken(lock.fileno(), inf)
+            except NoLocksError:
+                stack.enter_context(alone_here(lock.fileno(), inf))
             yield
 
 

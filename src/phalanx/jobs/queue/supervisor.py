@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.nursery import signal_name
 from phalanx.jobs.queue.runner import OUTPUT, read_ending
 from phalanx.jobs.queue.schedule import Running, Size, Waiting, devices_for, starts
@@ -29,7 +29,7 @@ from phalanx.jobs.queue.store import ASKED, TOLD, Row, Store
 from phalanx.jobs.spec import State, state_of
 from phalanx.run import Run
 from phalanx.run.directory import not_done, write_json
-from phalanx.run.lock import taken
+from phalanx.run.lock import NoLocksError, taken
 from phalanx.run.steady import Steady, born
 
 LOOK = 0.2
@@ -236,7 +236,7 @@ def spawn(home: Path, attempt: int) -> int:
     """Start the runner of an attempt in a session of its own; its output goes into the job's."""
     with open(home / OUTPUT, "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.jobs.queue.runner", str(home), str(attempt)],
+            [sys.executable, "-P", "-m", "phalanx.jobs.queue.runner", str(home), str(attempt)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -257,6 +257,8 @@ def ensure(folder: Path, idle: bool = True) -> bool:
         if idle:
             _launch(folder)
         return idle
+    except NoLocksError as error:
+        raise UsageError(f"{error}, which the queue needs; name a folder on a local disk by PHALANX_STATE") from None
     finally:
         os.close(lock)  # the supervisor that got it holds the lock on
 
@@ -266,7 +268,7 @@ def _open_lock(folder: Path) -> int:
 
 
 def _launch(folder: Path, *locks: int) -> None:
-    command = [sys.executable, "-m", "phalanx.jobs.queue.supervisor", str(folder), *map(str, locks)]
+    command = [sys.executable, "-P", "-m", "phalanx.jobs.queue.supervisor", str(folder), *map(str, locks)]
     with open(folder / "supervisor.log", "ab") as log:
         # the shell leaves at once, and what it started is nobody's child: a program that submits need not wait for it
         subprocess.run(

@@ -15,6 +15,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.recipe.imports import CONFIG
 from phalanx.recipe.schema import Adapter
 from phalanx.run import Run
+from phalanx.run.directory import sync
 from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
 from phalanx.train.checkpoint.beside import Notes, write_beside
 from phalanx.train.checkpoint.format import Manifest, read_manifest
@@ -95,7 +96,7 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, 
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only its owner read what it writes
         with open(folder / file, "rb") as written:
-            os.fsync(written.fileno())
+            sync(written.fileno())
         where |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if not single:

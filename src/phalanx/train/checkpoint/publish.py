@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from phalanx.run.directory import sync
 from phalanx.train.checkpoint.format import MANIFEST, SIDECAR, Share, checkpoint_name, encode_manifest, merge
 
 _TEMPORARY = ".tmp-"
@@ -30,14 +31,14 @@ def write_synced(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
 

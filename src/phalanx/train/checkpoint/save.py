@@ -30,6 +30,7 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import UsageError
+from phalanx.run.directory import sync
 from phalanx.train.checkpoint.format import (
     CHUNK,
     CorruptError,
@@ -310,7 +311,7 @@ def write_image(path: Path, image: Bytes) -> list[str]:
                     direct = _bypass_cache(fd, False)
                     continue
                 block = block[written:]
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
     return chunks

@@ -1,0 +1,118 @@
+"""What is in a file by its first bytes: packed text, which is unpacked, and what cannot be text, which is refused."""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from phalanx.errors import DataError, UsageError
+
+HEAD = 512
+"""Bytes by which a file is known."""
+_PACKED = {
+    "gzip": (b"\x1f\x8b\x08", (".gz",)),
+    "bzip2": (b"BZh", (".bz2",)),
+    "xz": (b"\xfd7zXZ\x00", (".xz",)),
+    "zstd": (b"\x28\xb5\x2f\xfd", (".zst", ".zstd")),
+}
+"""First bytes and endings of the names of packed files."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_BZIP2_BLOCK = b"1AY&SY"
+_OTHERS = {
+    b"PK\x03\x04": "a zip archive (or a document in one); unpack it",
+    b"PK\x05\x06": "an empty zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive; unpack it",
+    b"Rar!\x1a\x07": "a RAR archive; unpack it",
+    b"\x04\x22\x4d\x18": "packed by lz4; unpack it",
+    b"\x1f\x9d": "packed by compress; unpack it",
+    b"LZIP\x01": "packed by lzip; unpack it",
+    b"PAR1": "a Parquet file; name it as `parquet` (--parquet)",
+    b"ARROW1\x00\x00": "an Arrow file; write it as Parquet",
+    _POINTER: "a pointer of Git LFS and not the file itself; run `git lfs pull`",
+    b"%PDF-": "a PDF; extract its text",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file",
+    b"\x93NUMPY": "a NumPy array",
+    b"SQLite format 3\x00": "an SQLite database",
+    b"\x89PNG\r\n": "a PNG image; name its folder as `images`",
+    b"\xff\xd8\xff": "a JPEG image; name its folder as `images`",
+    b"GIF8": "a GIF image; name its folder as `images`",
+    b"\x7fELF": "a program",
+    b"\xff\xfe\x00\x00": "in UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
+    b"\x00\x00\xfe\xff": "in UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
+    b"\xff\xfe": "in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+}
+"""First bytes of what is no text, what it is and what would help."""
+
+
+def packing(path: str | Path, head: bytes) -> str | None:
+    """By what a file is packed, by its first bytes or, where these are of nothing known, its name."""
+    for kind, (magic, _) in _PACKED.items():
+        if head.startswith(magic) and (kind != "bzip2" or head[4:10] == _BZIP2_BLOCK):
+            return kind
+    name = str(path).lower()
+    return next((kind for kind, (_, endings) in _PACKED.items() if head and name.endswith(endings)), None)
+
+
+def packing_of(path: str | Path) -> str | None:
+    """`packing` of a file that lies there."""
+    with open(path, "rb") as file:
+        return packing(path, file.read(HEAD))
+
+
+def open_packed(raw: BinaryIO, kind: str, path: str | Path) -> BinaryIO:
+    """What is packed in an open file, as a stream."""
+    if kind == "zstd":
+        return _open_zstd(raw, path)
+    openers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    stream: BinaryIO = openers[kind](raw)
+    return stream
+
+
+def _open_zstd(raw: BinaryIO, path: str | Path) -> BinaryIO:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UsageError(
+            f"{path}: zstd needs the `pyarrow` package: pip install 'phalanx[pyarrow]', or unpack the file"
+        ) from None
+    stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return io.BufferedReader(stream)
+
+
+def check_kind(path: str | Path, kind: str) -> None:
+    """DataError when a file is of another kind than its source, as far as its first bytes say. One that cannot be read
+    is found out later, with the words for that."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+            packed = packing(path, head)
+            if packed is not None:
+                file.seek(0)
+                head = open_packed(file, packed, path).read(HEAD)
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
+        return
+    what = next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)
+    if kind not in ("text", "jsonl"):
+        what = what if head.startswith(_POINTER) else None
+        if packed is not None and kind != "idx":
+            what = f"packed by {packed}; unpack it"
+    elif head[257:262] == b"ustar":
+        what = "a tar archive; unpack it"
+    elif what is None and packed is not None and packing("", head) is not None:
+        what = "packed twice; unpack it once"
+    if what is not None:
+        raise DataError(f"{path}: is {what}")
+    if kind == "jsonl" and head.lstrip().startswith(b"[") and not _is_json_line(head):
+        raise DataError(
+            f"{path}: is an array of JSON, expected one object a line; convert it: jq -c '.[]' {Path(path).name}"
+        )
+
+
+def _is_json_line(head: bytes) -> bool:
+    """Whether a list ends with its line, so that the line itself is told."""
+    line = head.lstrip().split(b"\n", 1)[0].rstrip()
+    return line != b"[" and line.endswith(b"]")

@@ -1,0 +1,45 @@
+"""Locks, and file systems that have none."""
+
+import errno
+import fcntl
+import os
+from typing import Any
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.lock import locked
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL])
+def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_lock_of_the_file_system_needs_no_word(run: Run) -> None:
+    with locked(run) as note:
+        assert note is None
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_run_is_kept_from_others_of_this_machine(run: Run) -> None:
+    with locked(run) as note:
+        assert note is not None
+        assert f"{run.path}: the file system has no locks" in note
+        with pytest.raises(UsageError, match="another process is training this run"), locked(run):
+            pass
+    with locked(run) as note:
+        assert note is not None
+
+
+def test_a_lock_on_storage_that_fails_is_no_missing_lock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"), locked(run):
+        pass
