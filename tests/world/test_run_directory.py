@@ -194,8 +194,8 @@ def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: Lab, tmp_path: Path) -> None:
-    """Closed streams as after `nohup phalanx train ... <&- >&- 2>&- &`; the files stand where that is typed and beside
-    the recipe."""
+    """Closed streams as after `nohup phalanx train ... <&- >&- 2>&- &`; the files are in the working folder and the
+    recipe's."""
     folder = lab.furnish(tmp_path / "recipes")
     for name in ("random", "queue", "types", "copy", "platform", "logging", "json", "secrets", "numbers", "typing"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported by mistake')\n")

@@ -113,6 +113,6 @@ def check_kind(path: str | Path, kind: str) -> None:
 
 
 def _is_json_line(head: bytes) -> bool:
-    """Whether a list ends with its line, so that the line itself is told."""
+    """Whether a list ends with its line, so that the error names that line."""
     line = head.lstrip().split(b"\n", 1)[0].rstrip()
     return line != b"[" and line.endswith(b"]")

@@ -211,8 +211,8 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
         everything = Order(dataset.samples, dataset.samples, dataset.manifest.fingerprint, 0)
         held_out, held_out_samples = Pool([dataset], [everything], Mixture([1]), held_out=True), dataset.samples
     else:
-        apart = [_open(source, data.sequence) for source in sources]  # verified at other times than the training data
-        held_out = Pool(apart, orders, mixture, held_out=True)
+        again = [_open(source, data.sequence) for source in sources]  # verified at other times than the training data
+        held_out = Pool(again, orders, mixture, held_out=True)
         held_out_samples = mixture.samples_within([order.held for order in orders])
     decides = {
         "datasets": [dataset.manifest.fingerprint for dataset in train],
