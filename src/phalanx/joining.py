@@ -117,7 +117,7 @@ def _join(
     """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
     PhalanxError is told before it is raised."""
     from phalanx.train.joined import Joined
-    from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.meeting import Announced, announce, await_announcement
     from phalanx.train.place import agree, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
@@ -130,24 +130,25 @@ def _join(
         if place.leads:
             try:
                 given = _given(recipe, overrides)
+                where, attempt = _run_of(given, run), place.attempt
                 ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
             except PhalanxError as error:
-                announce(place, {"error": str(error), "code": int(error.code)})
+                announce(place, Announced(error=str(error), code=int(error.code)))
                 raise
             notes = ready.notes
-            told: dict[str, Any] = {"run": str(ready.run.path.absolute()), "folder": str(ready.folder)}
-            told["attempt"] = ready.first_attempt if events is None else place.attempt
-            announce(place, told)
+            attempt = ready.first_attempt if events is None else attempt
+            announce(place, Announced(os.path.realpath(where.path), attempt))
             if events is None:
                 show = stack.enter_context(Shown(ready.run, sys.stderr)).show
         else:
-            told = await_announcement(place)
             given = _given(recipe, overrides)
+            where = _run_of(given, run)
+            attempt = await_announcement(place, where.path).attempt
     except PhalanxError as error:
         _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
         raise
-    place = replace(place, attempt=told["attempt"])
-    where = Run(Path(told["run"]))
+    place = replace(place, attempt=attempt)
+    where = Run(where.path.absolute())
     report = reporter(where, place.leads, events, show)
     stack.callback(report.close)
     try:
@@ -161,7 +162,7 @@ def _join(
         # others would take the leading worker's for what they were told
         exchange = given.recipe.exchange.model_dump_json()
         agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
-        return Joined(where, resolved, Path(told["folder"]), place, report, stop, force, pulse), report, where
+        return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
         raise
@@ -173,6 +174,10 @@ def _given(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence
         given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
         return Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
     return load_recipe(None if recipe is None else Path(recipe), overrides)
+
+
+def _run_of(loaded: Loaded, run: "str | os.PathLike[str] | None") -> Run:
+    return Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
 
 
 def _pulse(local_rank: int) -> Pulse | Silent:
@@ -251,7 +256,7 @@ def _ready(
 ) -> Iterator[Ready]:
     """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
     _check_loop(loaded)
-    where = Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
+    where = _run_of(loaded, run)
     if not supervised:
         check_place(where.path)
     given, machine = loaded.recipe, this_machine()

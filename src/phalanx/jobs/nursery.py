@@ -5,9 +5,10 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 (hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
 
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
-number of `local` workers, `master` address and port, `meeting`; for workers that take the places of lost ones `only`
-their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`), `store`,
-`signal{number}` (with `ranks` to these workers only), `call{function, payload}`, `preload{function, payload}`, `exit`.
+number of `local` workers, `master` address and port, `meeting`, `key`; for workers that take the
+places of lost ones `only` their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers
+(`train/orders.py`), `store{address}`, `signal{number}` (with `ranks` to these workers only), `call{function, payload}`,
+`preload{function, payload}`, `exit`.
 Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `returned{value}` or `raised{...}`. Workers write
 their events to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life
 in memory that the agent made (`run/pulse.py`).
@@ -33,6 +34,7 @@ from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError, storage_failed
 from phalanx.run import pulse
 from phalanx.run.channel import Message, pair, receive, send
+from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Blocked in the nursery and in its children until they unblock them."""
@@ -56,7 +58,8 @@ class Nursery:
         self.pulse = pulse
         self.children: dict[int, int] = {}
         self.orders: dict[int, socket.socket] = {}
-        self.port = 0
+        self.master = ("", 0)
+        self.meeting = -1
         self.starts = 0
 
     def run(self) -> None:
@@ -93,8 +96,9 @@ class Nursery:
         if kind == "start":
             self.start(message)
         elif kind == "store":
-            self.port = self.port or self.start_store()
-            send(self.agent, {"kind": "store", "port": self.port})
+            if self.master[0] != message["address"]:
+                self.master = message["address"], self.start_store(message["address"])
+            send(self.agent, {"kind": "store", "port": self.master[1]})
         elif kind == "signal":
             self.kill(message["number"], message.get("ranks"))
         elif kind == "order":
@@ -118,9 +122,9 @@ class Nursery:
         first, local = message.get("first", 0), message.get("local", world)
         later = "only" in message
         self.starts += not later
-        if world > 1 and "master" not in message and not self.port:
-            self.port = self.start_store()
-        address, port = message.get("master", ("127.0.0.1", self.port))
+        address, port = message.get("master", ("127.0.0.1", 0))
+        if not later and "master" not in message:
+            self.open_meeting()
         for rank in message["only"] if later else range(first, first + local):
             near, far = pair()
             orders = str(far.fileno()) if message.get("elastic") else ""
@@ -132,6 +136,8 @@ class Nursery:
                 "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
+                STORE_VARIABLE: "" if "master" in message else f"/proc/self/fd/{self.meeting}",
+                KEY_VARIABLE: message.get("key", ""),
                 "PHALANX_ATTEMPT": str(message["attempt"]),
                 "PHALANX_MEETING": str(message.get("meeting", self.starts)),
                 "PHALANX_EVENTS": str(self.events.fileno()),
@@ -145,14 +151,24 @@ class Nursery:
             far.close()
             self.orders[rank] = near
 
-    def start_store(self) -> int:
-        """Fork the process that hosts the rendezvous store; return its port."""
+    def open_meeting(self) -> None:
+        """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
+        if self.meeting >= 0:
+            os.close(self.meeting)
+        self.meeting = os.memfd_create("phalanx-meeting")
+
+    def start_store(self, address: str) -> int:
+        """Fork the process that hosts the store where workers of several nodes meet; return its port. It listens on one
+        address only: torch would listen on all."""
         read, write = os.pipe()
 
         def host() -> None:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family)
+            port, fd = listener.getsockname()[1], listener.detach()
+            store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
             os.write(write, str(store.port).encode())
             os.close(write)
             signal.pause()
@@ -199,7 +215,7 @@ class Nursery:
             if rank is not None and (orders := self.orders.pop(rank, None)) is not None:
                 orders.close()
             if rank == STORE:
-                self.port = 0  # the next attempt gets another; workers that have met need it no more
+                self.master = ("", 0)  # the next attempt gets another; workers that have met need it no more
                 continue
             if rank is None or rank == CALL:
                 # A trial that was killed (out of memory, say) sent no reply: its end is the reply.

@@ -75,10 +75,10 @@ class NurseryProcess:
                 raise TrialError("the process that loads torch died; its message stands above", None)
             self._ready = True
 
-    def store(self) -> int:
-        """The port of the store where workers meet; it is there for all attempts."""
+    def store(self, address: str) -> int:
+        """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
         self.wait_ready()
-        send(self.control, {"kind": "store"})
+        send(self.control, {"kind": "store", "address": address})
         messages = receive(self.control)
         if messages is None:
             raise ConnectionError("the nursery is gone")

@@ -254,6 +254,11 @@ def token_from(environment: Mapping[str, str] = os.environ) -> bytes:
     return token.strip().encode()
 
 
+def store_key(token: bytes, nonce: str) -> bytes:
+    """What the workers of an attempt sign with where they meet."""
+    return hmac.digest(token, b"store" + nonce.encode(), "sha256")
+
+
 def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads: bool) -> Wire:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Wire(sock, hmac.digest(token, b"key" + leader + member, "sha256"), leads)
