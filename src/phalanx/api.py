@@ -45,6 +45,7 @@ from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, write_json, write_whole
 from phalanx.run.lock import locked
+from phalanx.run.trust import remember
 from phalanx.train.schedule import learning_rate, peak
 
 
@@ -286,7 +287,8 @@ def write_run(ready: Ready, loaded: Loaded) -> None:
     write_json(run.plan, ready.plan)
     keep_tokenizer(ready)
     write_json(run.cluster, ready.cluster)
-    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder)})
+    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder.absolute())})
+    remember(ready.recipe, ready.folder)
 
 
 def keep_tokenizer(ready: Ready) -> None:

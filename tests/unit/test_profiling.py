@@ -83,7 +83,7 @@ def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
 
 
 def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
-    text = "from phalanx.beside import torch_beside\nimport numpy\nwith torch_beside() as call: print(call('math:sqrt', 4))"
+    text = "from phalanx.beside import torch_beside as t\nimport numpy\nwith t() as call: print(call('math:sqrt', 4))"
     assert script(text, tmp_path) == ["None"]
 
 

@@ -18,6 +18,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
+    ] = False,
 ) -> None:
     """Continue a text with a language model that a run trained."""
     import codecs
@@ -31,7 +35,7 @@ def generate(
     from phalanx.train.generate import generate as continuation
     from phalanx.train.trained import load_trained
 
-    trained = load_trained(found, step, best, torch.device("cpu"))
+    trained = load_trained(found, step, best, torch.device("cpu"), trust_code)
     if trained.facts.kind != "tokens" or trained.facts.sequence is None:
         raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
     tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.is_file() else "bytes")

@@ -35,7 +35,7 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
     """Commit of the repository around `folder`; `dirty`: a tracked file in `folder` differs from it; `untracked`: how
     many files there it does not know. None without a repository, a commit or git."""
     commit = _git(git, folder, "rev-parse", "--verify", "HEAD")
-    status = _git(git, folder, "status", "--porcelain", "--", ".")
+    status = _git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     if commit is None or status is None:
         return None
     lines = status.splitlines()
@@ -43,8 +43,20 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
     return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked": untracked}
 
 
+def unhooked(git: str, folder: Path) -> list[str]:
+    """Options by which git runs nothing that a repository's own configuration names: it may have come from anybody."""
+    asked = ["config", "--local", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
+    try:
+        done = subprocess.run([git, "-C", str(folder), *asked], capture_output=True, timeout=30, check=False)
+        names = {os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+    except (OSError, subprocess.TimeoutExpired):
+        names = set()
+    options = ["core.fsmonitor=false", f"core.hooksPath={os.devnull}", *(f"{name}=" for name in sorted(names))]
+    return [word for option in options for word in ("-c", option)]
+
+
 def _git(git: str, folder: Path, *arguments: str) -> str | None:
-    command = [git, "-C", str(folder), *arguments]
+    command = [git, "-C", str(folder), *unhooked(git, folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git here, or a network disk that hangs: the run matters more

@@ -10,6 +10,7 @@ from phalanx.data import Facts
 from phalanx.errors import DataError, UsageError
 from phalanx.recipe import Recipe, load_recipe
 from phalanx.run import Run
+from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
 from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_tensors, newest_good
 from phalanx.train.model import build_model
 from phalanx.train.saving import best_file
@@ -24,14 +25,15 @@ class Trained:
     model: nn.Module
     recipe: Recipe
     facts: Facts
-    folder: Path
+    folder: Path | None
     checkpoint: Path
 
 
-def load_trained(run: Run, step: int | None, best: bool, device: torch.device) -> Trained:
+def load_trained(run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False) -> Trained:
     """The model of the run's checkpoint of `step`, of its best one, or of its newest good one.
 
-    UsageError when there is no such checkpoint, DataError when it is damaged.
+    UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
+    it is `trusted`; DataError when it is damaged.
     """
     checkpoint = _choose(run, step, best)
     recipe = load_recipe(run.resolved).recipe
@@ -45,12 +47,18 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device) -
         )
     facts = Facts(**plan["facts"])
     folder = Path(environment["folder"])
-    model = build_model(recipe.model, facts, folder, recipe.seed, device, recipe.adapter, load=False)
+    if not folder.is_absolute():
+        raise DataError(f"{run.environment}: folder is {str(folder)!r}, expected an absolute path")
+    if not trusted:
+        check_trusted(run.path, recipe, folder)
+    # Without code of the user's own no module is looked for in a folder that a stranger may have named.
+    modules = folder if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
+    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
     allocate([model], device)
     names = list(model_tensors(model))
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))
-    return Trained(model.eval(), recipe, facts, folder, checkpoint)
+    return Trained(model.eval(), recipe, facts, folder if code_of(recipe) else None, checkpoint)
 
 
 def _choose(run: Run, step: int | None, best: bool) -> Path:

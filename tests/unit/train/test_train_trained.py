@@ -1,5 +1,6 @@
 """A trained model out of a run: which checkpoint is taken, and what is said when there is none."""
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,4 +106,27 @@ def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
 def test_a_run_that_does_not_tell_how_its_model_is_built_is_refused(run: Run, name: str) -> None:
     (run.path / name).unlink()
     with pytest.raises(DataError, match=r"plan.json or environment.json is missing"):
+        load_trained(run, None, False, CPU)
+
+
+def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
+    run.resolved.write_text(dump_recipe(Recipe.model_validate({"model": command})))
+    with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
+        load_trained(run, None, False, CPU)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path) -> None:
+    """Not even in the place of a library's own."""
+    (tmp_path / "convnets.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    before = list(sys.path)
+    assert weight(run) == 4.0
+    assert sys.path == before
+
+
+def test_a_relative_folder_is_refused(run: Run) -> None:
+    write_json(run.environment, {"folder": "received/logs"})
+    with pytest.raises(DataError, match="expected an absolute path"):
         load_trained(run, None, False, CPU)

@@ -16,10 +16,11 @@ from phalanx.errors import UsageError
 from phalanx.jobs.engine import Request, no_such_job
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
-from phalanx.jobs.queue.store import ASKED, Row, Store, state_root
+from phalanx.jobs.queue.store import ASKED, Row, Store
 from phalanx.jobs.queue.supervisor import ensure, runner_of
 from phalanx.jobs.spec import DIGEST, Job, State, Status
 from phalanx.recipe.travelled import CODE, CODE_OF
+from phalanx.run.private import state_root
 
 MOST = 10_000
 """Jobs that may wait."""

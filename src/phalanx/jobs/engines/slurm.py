@@ -34,8 +34,8 @@ from phalanx.jobs.engines.slurm_script import (
     secret_file,
 )
 from phalanx.jobs.engines.slurm_status import Result, fields, live_status, past_status, read_result
-from phalanx.jobs.queue.store import state_root
 from phalanx.jobs.spec import Job, State, Status
+from phalanx.run.private import state_root
 
 Call = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.jobs.code import unpack
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.spec import Job, State, Status, placed
+from phalanx.run.private import check_own
 
 FORMAT = 2
 """Of the file. 1 had no `early`; it is taken over."""
@@ -72,22 +73,15 @@ class Row:
         return Status(str(self.id), self.name, *told, self.submitted, self.started, self.ended, run)
 
 
-def state_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_STATE, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
-    if given := environment.get("PHALANX_STATE"):
-        return Path(given)
-    if shared := environment.get("XDG_STATE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".local" / "state" / "phalanx"
-
-
 class Store:
     """The queue in `folder`, made when it is not there. UsageError for a file that is no queue."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
         self.folder, self.clock = folder, clock
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / "queue.db"
+        for place in (folder.parent, folder, self.path):  # its jobs are run
+            check_own(place, "the queue")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
             self._db.row_factory = sqlite3.Row

@@ -78,10 +78,19 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=200)]
+"""Of a file within its checkpoint's folder, and nowhere else."""
+
+
+def rank_file(rank: int) -> str:
+    """The name of what a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 class PieceRecord(_Record):
     """One block of a tensor: `extent` elements from `offset` on, in C order in the bytes [start, end) of a file."""
 
-    file: Annotated[str, StringConstraints(pattern=r"^[\w-][\w.-]*$")]
+    file: FileName
     bytes: tuple[int, int]
     offset: Shape
     extent: Shape
@@ -109,7 +118,7 @@ class FileRecord(_Record):
 class Share(_Record):
     """What one rank wrote; the shares of all ranks make the manifest."""
 
-    files: dict[str, FileRecord]
+    files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
 
 

@@ -14,10 +14,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.train.checkpoint.format import (
     CHUNK,
@@ -28,6 +28,7 @@ from phalanx.train.checkpoint.format import (
     Share,
     TensorRecord,
     checkpoint_name,
+    rank_file,
 )
 from phalanx.train.checkpoint.load import verify_files
 from phalanx.train.checkpoint.save import Saver, write_image
@@ -38,10 +39,16 @@ class Part(Share):
     """What one rank holds of a copy. `token` names the line of history, `meta` is what a checkpoint's manifest has."""
 
     format: Literal[1] = 1
-    step: int
-    token: str
-    rank: int
+    step: Annotated[int, Field(ge=0)]
+    token: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$", max_length=64)]
+    rank: Annotated[int, Field(ge=0)]
     meta: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        if set(self.files) != {rank_file(self.rank)}:
+            raise ValueError("it names other files than its rank's")
+        return self
 
     @property
     def file(self) -> str:
