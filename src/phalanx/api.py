@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +195,16 @@ def make_ready(
         old = None if differing else old
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
-    open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     first_attempt = last_attempt(run) + 1
     if old is not None:
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         check_layout(recipe, folder, call)
         notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world)]
-        plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
+        notes += run.damaged()
+        plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
+        plan = plan if isinstance(plan.get("facts"), dict) else {**plan, "facts": asdict(opened.facts)}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
@@ -271,12 +273,13 @@ def _replica(recipe: Recipe) -> Layout | None:
 
 def finished(run: Run, recipe: Recipe) -> str | None:
     """A sentence when this recipe has nothing left to do in this run."""
-    old, result = previous(run), run.read_json(run.result)
-    if old is None or result is None or result["status"] != "done" or result["steps"] < recipe.steps:
+    old, result = previous(run), run.read_lossy(run.result)
+    steps = result.get("steps")
+    if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
         return None
     if refused(*old, recipe):
         return None
-    return f"{run.path}: done at step {result['steps']}; steps={2 * result['steps']} would go on from there"
+    return f"{run.path}: done at step {steps}; steps={2 * steps} would go on from there"
 
 
 def write_run(ready: Ready, loaded: Loaded) -> None:
@@ -379,7 +382,7 @@ def shrink_micro(run: Run) -> str | None:
     was, values = old[1].batch.micro, old[1].model_dump(by_alias=True)
     values["batch"]["micro"] = micro
     why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
-    plan = run.read_json(run.plan) or {}
+    plan = run.read_lossy(run.plan)
     for choice in plan.get("chosen", []):
         if choice["key"] == "batch.micro":
             choice |= {"value": micro, "why": why}

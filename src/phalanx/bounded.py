@@ -3,6 +3,7 @@ their content can be wrong as one `DataError`. Knows files and JSON, not meaning
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,32 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_MAY_HIDE = re.compile(r"\\u00[0189]|\\u007f|\\[bfr]|\\u[dD][89a-fA-F]|\\u20[26]|[^ -~\t\n]")
+
+
+def printable(text: str) -> str:
+    """A text in which nothing steers a terminal, or turns the direction of writing: such characters as `\\x1b`."""
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text, with all its texts `printable`. ValueError where it is none, or nested too deeply."""
+    try:
+        value = json.loads(text)
+        return _printable(value) if _MAY_HIDE.search(text) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
 def open_regular(path: Path | str, follow: bool = True) -> int:
@@ -56,10 +83,9 @@ def read_text(path: Path | str, largest: int = SMALL, follow: bool = True) -> st
 def read_json(path: Path | str, largest: int = SMALL, follow: bool = True) -> dict[str, Any]:
     """A JSON object. DataError where it is none."""
     try:
-        value = json.loads(read_text(path, largest, follow))
-    except (ValueError, RecursionError) as error:  # also for numbers with thousands of digits
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise DataError(f"{path}: not valid JSON ({why})") from None
+        value = from_json(read_text(path, largest, follow))
+    except ValueError as error:  # also for numbers with thousands of digits
+        raise DataError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -268,14 +268,14 @@ def _ready(
         old = None
     if old is not None:
         resolved = go_on(old[1], given, world)
-        notes += [*continuing(old[1], resolved), *stays_told(given, resolved, world)]
-        plan: dict[str, Any] = where.read_json(where.plan) or {}
+        notes += [*where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
+        plan: dict[str, Any] = where.read_lossy(where.plan)
     else:
         whole = grown(given, world)
         choices = choices_untried(whole, machine.cores, world, machine.device)
         resolved = resolve(whole, choices, world)
         plan = {"chosen": [vars(choice) for choice in choices]}
-        if loop := (where.read_json(where.plan) or {}).get("loop"):  # forced: it went on with this optimizer's state
+        if loop := where.read_lossy(where.plan).get("loop"):  # forced: it went on with this optimizer's state
             plan["loop"] = loop
     check(resolved, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)

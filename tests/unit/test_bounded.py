@@ -1,11 +1,12 @@
 """Files that came from outside are read with an end, or refused in a sentence."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from phalanx.bounded import read_bytes, read_json, read_text
+from phalanx.bounded import printable, read_bytes, read_json, read_text
 from phalanx.errors import DataError
 
 
@@ -57,3 +58,19 @@ def test_a_link_is_followed_only_where_it_may_be(tmp_path: Path) -> None:
     assert read_text(tmp_path / "b") == "text"
     with pytest.raises(DataError, match="expected a file, found a link"):
         read_text(tmp_path / "b", follow=False)
+
+
+@pytest.mark.parametrize("hidden", ["\x1b]0;title\x07", "\x9b31m", "\r", "\x00", "\u202e", "\x7f"])
+def test_what_would_steer_a_terminal_is_read_as_what_it_is(tmp_path: Path, hidden: str) -> None:
+    for text in (json.dumps({hidden: [f"a{hidden}b"]}), json.dumps({hidden: [f"a{hidden}b"]}, ensure_ascii=False)):
+        if "\x00" in text or "\r" in text or "\x1b" in text:
+            continue
+        (tmp_path / "a.json").write_text(text)
+        (key, (value,)) = next(iter(read_json(tmp_path / "a.json").items()))
+        assert key == printable(hidden)
+        assert value == f"a{key}b"
+        assert key.isprintable()
+
+
+def test_other_texts_stay_as_they_are() -> None:
+    assert printable("ä → ö\n\tx 日本 🙂") == "ä → ö\n\tx 日本 🙂"

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import Call
+from phalanx.bounded import printable
 from phalanx.cli.interrupts import Interrupted, insistent
 from phalanx.errors import AWAY, ExitCode, PhalanxError, words_of
 
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None, beside: Call | None = None) -> int:
     except PhalanxError as error:
         if interrupted.lost:  # which may be why
             return _interrupted()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return int(error.code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()

@@ -26,6 +26,7 @@ def generate(
     """Continue a text with a language model that a run trained."""
     import codecs
 
+    from phalanx.bounded import printable
     from phalanx.run import Run
 
     found = Run.existing(run)
@@ -52,11 +53,12 @@ def generate(
         seed=seed,
         device=torch.device("cpu"),
     )
+    shown = printable if sys.stdout.isatty() else str  # what a model writes may steer a terminal
     sys.stdout.write(prompt)
     if tokenizer.name == "bytes":
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in stream:
-            sys.stdout.write(decoder.decode(bytes([token])))
+            sys.stdout.write(shown(decoder.decode(bytes([token]))))
             sys.stdout.flush()
     else:
         # Tokens of a byte-pair tokenizer may end within a character: decode all of it, print what is new.
@@ -65,7 +67,7 @@ def generate(
             produced.append(token)
             text = tokenizer.decode(produced)
             if not text.endswith("\ufffd"):
-                sys.stdout.write(text[len(written) :])
+                sys.stdout.write(shown(text[len(written) :]))
                 sys.stdout.flush()
                 written = text
     sys.stdout.write("\n")

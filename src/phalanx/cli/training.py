@@ -166,7 +166,7 @@ def introduction(ready: Ready) -> str:
 
 def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """How it ended, and what to type next."""
-    result = run.read_json(run.result) or {}
+    result = run.read_lossy(run.result)
     workers = [] if nproc is None else ["--nproc", str(nproc)]
     again = shlex.join(["phalanx", "train", str(path), *overrides, "--run", str(run.path), *workers])
     if code is ExitCode.DONE:

@@ -11,11 +11,14 @@ from typing import Any
 PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
 NAMES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD", "MALLOC_ARENA_MAX")
 
+HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
+"""Variables whose names hold one of these are neither recorded nor handed on unasked."""
+
 
 def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What environment.json holds, for a run started by `argv` with a recipe in `folder`."""
     return {
-        "argv": list(argv),
+        "argv": [masked(word) for word in argv],
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -28,7 +31,18 @@ def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that change speed, rounding or communication, sorted; others may hold secrets."""
     wanted = [name for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)]
-    return {name: environ[name] for name in wanted if name != "PHALANX_TOKEN"}
+    return {name: environ[name] for name in wanted if not hidden(name)}
+
+
+def hidden(name: str) -> bool:
+    """Whether a variable's name says that it holds a secret."""
+    return any(part in name.upper() for part in HIDDEN)
+
+
+def masked(word: str) -> str:
+    """A word of a command line, without the value of what its name says is secret."""
+    name, equals, value = word.partition("=")
+    return f"{name}=..." if equals and value and hidden(name) else word
 
 
 def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:

@@ -19,6 +19,11 @@ def with_huge_pages(tunables: str) -> str:
     return tunables if HUGE_PAGES in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES}=1")))
 
 
+def _without_token() -> dict[str, str]:
+    """Agents prove themselves by the token; user code needs none."""
+    return {name: value for name, value in os.environ.items() if name != "PHALANX_TOKEN"}
+
+
 class TrialError(Exception):
     """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
     SIGKILL, which is what the kernel does to a process when memory runs out."""
@@ -50,7 +55,7 @@ class NurseryProcess:
         self.process = subprocess.Popen(
             command + arguments,
             pass_fds=inherited,
-            env={**os.environ, "GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
+            env=_without_token() | {"GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )

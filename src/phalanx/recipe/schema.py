@@ -22,7 +22,9 @@ from pydantic import (
 class Part(BaseModel):
     """Base of every part of a recipe: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _steps(value: Any) -> Any:

@@ -35,8 +35,32 @@ _CONTROL = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\
 """What YAML does not allow in a text; PyYAML would refuse it without naming the line."""
 
 
+MOST, DEEPEST = 50_000, 100
+"""Values of a text, and how deeply they may be nested; recipes have some hundred."""
+
+
+TOO_MUCH = f"more than {MOST} values, or nested more than {DEEPEST} deep, which no recipe has"
+
+
+class _TooMuch(Exception):
+    """A text that is no recipe, with where that was noticed."""
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the resolution rules of YAML 1.2."""
+    """PyYAML's parser with the resolution rules of YAML 1.2, for so many values."""
+
+    _count = _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One more value, or what is within it."""
+        self._count += 1
+        self._depth += 1
+        if self._count > MOST or self._depth > DEEPEST:
+            raise _TooMuch(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name
 
@@ -76,6 +100,10 @@ def parse(text: str, label: str, numbered: bool = True) -> tuple[Any, Places]:
     except yaml.MarkedYAMLError as error:
         why = ", ".join(part for part in (error.problem, error.context) if part)
         raise RecipeError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from None
+    except _TooMuch as error:
+        raise RecipeError(f"{place(error.args[0])}: {TOO_MUCH}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{label}: not valid YAML: {error}") from None
     finally:
         loader.dispose()
     places: Places = {}
@@ -90,6 +118,8 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
     places.setdefault(key, where)
     if any(node is other for other in above):
         raise RecipeError(f"{where}: an anchor that contains itself")
+    if len(places) > MOST:  # anchors within anchors: few words may say endlessly much
+        raise RecipeError(f"{where}: {TOO_MUCH}")
     above = (*above, node)
     tag = node.tag.removeprefix(_TAG)
     if isinstance(node, yaml.MappingNode) and tag == "map":
@@ -99,6 +129,8 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
             if not isinstance(name_node, yaml.ScalarNode):
                 raise RecipeError(f"{at}: found a {name_node.id} as a key, expected a name")
             name = str(name_node.value)
+            if _CONTROL.search(name) or "\n" in name:
+                raise RecipeError(f"{at}: found {name!r} as a key, expected a name")
             if name in mapping:
                 raise RecipeError(f"{at}: {dotted((*key, name))}: stands here twice, first at {places[(*key, name)]}")
             places[(*key, name)] = at

@@ -90,6 +90,16 @@ class Run:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def damaged(self) -> list[str]:
+        """In words, which of the small files that a run can do without are not what was written."""
+        found = []
+        for path in (self.plan, self.cluster, self.environment, self.result, self.checkpoints / "best.json"):
+            try:
+                self.read_json(path)
+            except DataError as error:
+                found.append(f"{error}; the run goes on without it")
+        return found
+
     def read_lossy(self, path: Path) -> dict[str, Any]:
         """The same for a file that a run can do without: empty where it is missing or damaged."""
         try:

@@ -122,7 +122,10 @@ def read_history(run: Run) -> tuple[Lines, int]:
     lines, saved = value.get("lines"), value.get("saved")
     if not isinstance(lines, list) or not isinstance(saved, int):
         return [], 0
-    return [(str(token), upto) for token, upto in lines], saved
+    known = [line for line in lines if isinstance(line, list) and len(line) == 2]
+    if len(known) < len(lines) or not all(upto is None or isinstance(upto, int) for _, upto in known):
+        return [], 0
+    return [(str(token), upto) for token, upto in known], saved
 
 
 def begin_line(run: Run, token: str) -> None:

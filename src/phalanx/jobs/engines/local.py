@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cluster import Machine, this_machine
+from phalanx.cluster.environment import hidden
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Request, no_such_job
 from phalanx.jobs.queue.runner import OUTPUT
@@ -31,8 +32,6 @@ INHERITED_GROUPS = (
 )
 AGAIN = 5.0
 """Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
-HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
-"""Variables whose names hold one of these are handed on only when they are asked for."""
 
 
 class Local:
@@ -173,7 +172,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, value in environment.items():
         wanted = name in INHERITED or name.startswith(INHERITED_GROUPS)
-        if wanted and not any(part in name for part in HIDDEN):
+        if wanted and not hidden(name):
             found[name] = value
     for name in ("PHALANX_NODE", "PHALANX_NODES", "PHALANX_LEADER", CODE, CODE_OF, DIGEST):
         found.pop(name, None)

@@ -19,8 +19,11 @@ from typing import Annotated, Any, Literal, Self
 import xxhash
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
+from phalanx.bounded import read_bytes
+from phalanx.errors import DataError
 from phalanx.train.checkpoint.format import (
     CHUNK,
+    LARGEST,
     CorruptError,
     FileRecord,
     Manifest,
@@ -109,7 +112,9 @@ def decode_part(content: bytes, path: Path) -> Part:
 def read_part(path: Path) -> Part:
     """The part of a record, with every byte of its file verified. CorruptError when either is damaged."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST)
+    except DataError as error:
+        raise CorruptError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise CorruptError(path, str(error.strerror)) from None
     part = decode_part(content, path)
