@@ -198,6 +198,7 @@ def make_ready(
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     first_attempt = last_attempt(run) + 1
     if old is not None:
+        check_whole(run, old[1])
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         check_layout(recipe, folder, call)
@@ -229,6 +230,17 @@ def previous(run: Run) -> tuple[Recipe, Recipe] | None:
     if not run.resolved.is_file():
         return None
     return load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+
+
+def check_whole(run: Run, resolved: Recipe) -> None:
+    """RecipeError where a run's resolved recipe is cut short."""
+    found: dict[str, object] = {"threads": resolved.threads, "batch.micro": resolved.batch.micro}
+    found |= {"layout": resolved.layout, "precision": resolved.precision, "compile": resolved.compile}
+    if unresolved := [key for key, value in found.items() if value == "auto"]:
+        raise RecipeError(
+            f"{run.resolved}: is empty or cut short: it leaves {unresolved[0]} open; put back what was there, or train "
+            "in another --run"
+        )
 
 
 def changed(run: Run, differing: Sequence[Difference]) -> str:

@@ -25,6 +25,7 @@ from phalanx.api import (
     changed,
     check_machine,
     check_place,
+    check_whole,
     continuing,
     create,
     last_attempt,
@@ -267,6 +268,7 @@ def _ready(
         notes += [f"forced: {difference}" for difference in differing]
         old = None
     if old is not None:
+        check_whole(where, old[1])
         resolved = go_on(old[1], given, world)
         notes += [*where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
         plan: dict[str, Any] = where.read_lossy(where.plan)

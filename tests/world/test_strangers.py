@@ -1,16 +1,19 @@
 """Who does not belong to a run does not reach its workers: another host, or another user of this machine."""
 
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from lab import Lab, fault, plan_faults, wait_until
+from lab import Ended, Lab, fault, plan_faults, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.events import read_events
@@ -113,12 +116,14 @@ def opened_by_nobody(pid: int) -> str:
     return subprocess.run([*command, program, str(pid)], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_store_of_several_nodes_listens_on_the_address_of_the_job_only(lab: Lab, tmp_path: Path) -> None:
+def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(lab: Lab, tmp_path: Path) -> None:
+    """The store listens on the job's address only. Who reaches it nevertheless repeats what workers of the first
+    attempt said there, and puts addresses of his own, where those of the next will look."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
     token.chmod(0o600)
     run = lab.place()
-    plan_faults(run, [fault(0, "slow", delay=0.15)])
+    plan_faults(run, [fault(0, "slow", delay=0.1), fault(25, ranks=[1])])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc", "1")
@@ -129,6 +134,34 @@ def test_the_store_of_several_nodes_listens_on_the_address_of_the_job_only(lab: 
             for node in range(2)
         ]
         wait_until(lambda: trains(run, 0), 60, "a step")
-        found = set().union(*(listening(node.pid) for node in nodes))
-        assert {address for address, _ in found} == {"127.0.0.1"}
-        assert [node.wait(timeout=60) for node in nodes] == [ExitCode.DONE, ExitCode.DONE]
+        found = listening(nodes[0].pid)
+        assert {address for address, _ in found | listening(nodes[1].pid)} == {"127.0.0.1"}
+        trap = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        planted = sum(plant(port, trap.getsockname()[1]) for _, port in found)
+        assert planted > 0, "the stranger found the store"
+        ended = [node.wait(timeout=90) for node in nodes]
+        trap.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+    assert ended == [ExitCode.DONE, ExitCode.DONE]
+    assert any(event["kind"] == "fault" for event in read_events(run.events))
+    assert Ended(run, 0, "").digest == lab.reference(CHANGES, 2).digest
+
+
+def plant(port: int, trap: int) -> int:
+    """Say in the store at this port, if it is one, what may lead workers of the next attempt astray; how often."""
+    try:
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1))
+        names = store.list_keys()
+    except (DistError, RuntimeError):
+        return 0
+    said = {name: store.get(name) for name in names if name.startswith("attempt0/1/") and store.check([name])}
+    here = socket.inet_aton("127.0.0.1")
+    own = {
+        name: re.sub(rb"..(?=" + re.escape(here) + rb")", trap.to_bytes(2, "big"), value, flags=re.DOTALL)
+        for name, value in said.items()
+    }
+    for name, value in said.items():
+        for each in (value, own[name][32:], own[name]):
+            store.set(name.replace("attempt0/1/", "attempt1/2/"), each)
+    return sum(own[name] != value for name, value in said.items())

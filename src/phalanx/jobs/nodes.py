@@ -202,7 +202,7 @@ class Crew:
         while self.door is not None and not self.door.arrived.empty():
             wire, hello = self.door.arrived.get()
             wrong = misfit(hello, introduction(hello.get("node"), self.count))
-            if wrong is not None or hello["node"] in (0, None) or not 0 < hello["node"] < self.count:
+            if wrong is not None or type(hello["node"]) is not int or not 0 < hello["node"] < self.count:
                 told = wrong or f"there is no node {hello.get('node')} among {self.count}"
                 with contextlib.suppress(ConnectionError):
                     wire.send({"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": told})

@@ -58,7 +58,7 @@ class Nursery:
         self.pulse = pulse
         self.children: dict[int, int] = {}
         self.orders: dict[int, socket.socket] = {}
-        self.master = ("", 0)
+        self.port = 0
         self.meeting = -1
         self.starts = 0
 
@@ -96,9 +96,8 @@ class Nursery:
         if kind == "start":
             self.start(message)
         elif kind == "store":
-            if self.master[0] != message["address"]:
-                self.master = message["address"], self.start_store(message["address"])
-            send(self.agent, {"kind": "store", "port": self.master[1]})
+            self.port = self.port or self.start_store(message["address"])
+            send(self.agent, {"kind": "store", "port": self.port})
         elif kind == "signal":
             self.kill(message["number"], message.get("ranks"))
         elif kind == "order":
@@ -215,7 +214,7 @@ class Nursery:
             if rank is not None and (orders := self.orders.pop(rank, None)) is not None:
                 orders.close()
             if rank == STORE:
-                self.master = ("", 0)  # the next attempt gets another; workers that have met need it no more
+                self.port = 0  # the next attempt gets another; workers that have met need it no more
                 continue
             if rank is None or rank == CALL:
                 # A trial that was killed (out of memory, say) sent no reply: its end is the reply.

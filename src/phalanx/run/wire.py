@@ -90,7 +90,10 @@ class Wire:
             if not hmac.compare_digest(mac, self._sign(self._theirs, self._taken, payload)):
                 return None
             self._taken += 1
-            messages += json.loads(payload)
+            try:
+                messages += json.loads(payload)
+            except (ValueError, RecursionError, TypeError):
+                return None
         return None if self._too_large() else messages
 
     def close(self) -> None:

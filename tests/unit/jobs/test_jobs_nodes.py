@@ -200,3 +200,11 @@ def test_the_fingerprint_is_that_of_names_and_contents_of_modules(tmp_path: Path
 
 def test_nodes_with_the_same_versions_fit() -> None:
     assert misfit(introduction(1, 3), introduction(0, 3)) is None
+
+
+@pytest.mark.parametrize("node", ["x", None, [1], {"a": 1}, 1.5, True])
+def test_an_agent_that_says_no_number_is_sent_away(crew: Crew, node: Any) -> None:
+    wire = come(crew, 1, {"node": node})
+    assert crew.admit() == []
+    assert crew.others == {}
+    wire.close()

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from phalanx.errors import UsageError
 from phalanx.jobs.code import unpack
 from phalanx.jobs.queue.schedule import Size
@@ -25,6 +27,7 @@ FORMAT = 2
 """Of the file. 1 had no `early`; it is taken over."""
 CODE = "code"
 """Where a job's folder holds the code that came with it."""
+SEAL = "xxh3"
 ASKED, TOLD = 1, 2
 _SCHEMA = """
 CREATE TABLE jobs (
@@ -73,6 +76,46 @@ class Row:
         return Status(str(self.id), self.name, *told, self.submitted, self.started, self.ended, run)
 
 
+class _Damaged(UsageError):
+    """A page of the file that SQLite cannot make sense of, met wherever it is read."""
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
+        damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
+            raise
+        raise _Damaged(f"queue.db is damaged ({error}); move its folder away to begin anew") from None
+
+
+class _Cursor(sqlite3.Cursor):
+    def execute(self, *what: Any) -> "_Cursor":
+        with _told():
+            super().execute(*what)
+            return self
+
+    def fetchone(self) -> Any:
+        with _told():
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with _told():
+            return super().fetchall()
+
+    def __next__(self) -> Any:
+        with _told():
+            return super().__next__()
+
+
+class _Connection(sqlite3.Connection):
+    def execute(self, *what: Any) -> _Cursor:
+        return self.cursor(_Cursor).execute(*what)
+
+
 class Store:
     """The queue in `folder`, made when it is not there. UsageError for a file that is no queue."""
 
@@ -83,7 +126,7 @@ class Store:
             check_own(place, "the queue")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._changing():
@@ -95,7 +138,7 @@ class Store:
                     self._db.execute("ALTER TABLE jobs ADD COLUMN early INTEGER NOT NULL DEFAULT 0")
                 if version in (0, 1):
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, _Damaged) as error:
             raise UsageError(
                 f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
             ) from None
@@ -134,7 +177,7 @@ class Store:
             ident = cursor.lastrowid
             assert ident is not None
             home = self.home(ident)
-            spec = json.dumps(_plain(placed(job, home / CODE)))
+            spec = _sealed(_plain(placed(job, home / CODE)), job.name, size, job.priority)
             self._db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (spec, ident))
             shutil.rmtree(home, ignore_errors=True)  # of one that was killed while it submitted
             home.mkdir(parents=True, mode=0o700)
@@ -195,9 +238,9 @@ class Store:
 
     def _row(self, row: sqlite3.Row) -> Row:
         try:
-            job = _job(json.loads(row["spec"]))
+            job = _job(_opened(row))
             state, given = State(row["state"]), tuple(json.loads(row["given"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
             ) from None
@@ -205,6 +248,25 @@ class Store:
         rest = {name: row[name] for name in names.split()}
         size = Size(row["devices"], row["cores"])
         return Row(row["id"], row["name"], job, state, size, given=given, cancelled=row["cancelled"], **rest)
+
+
+def _sealed(plain: dict[str, Any], name: str, size: Size, priority: int) -> str:
+    """What a job is, with a checksum over it and what its row says of it: a command that a bit has changed in is not
+    run."""
+    return json.dumps({**plain, SEAL: _seal(plain, name, size.devices, size.cores, priority)})
+
+
+def _opened(row: sqlite3.Row) -> dict[str, Any]:
+    """What `_sealed` made; rows of older versions have no seal. ValueError where it was changed since."""
+    plain: dict[str, Any] = json.loads(row["spec"])
+    seal = plain.pop(SEAL, None)
+    if seal is not None and seal != _seal(plain, row["name"], row["devices"], row["cores"], row["priority"]):
+        raise ValueError("its checksum differs")
+    return plain
+
+
+def _seal(*what: Any) -> str:
+    return xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
 
 
 def _plain(job: Job) -> dict[str, Any]:
