@@ -59,10 +59,11 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
 
 def unhooked(git: str, folder: Path) -> list[str]:
     """Options by which git runs nothing that a repository's own configuration names: it may have come from anybody."""
-    asked = ["config", "--local", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
+    asked = ["config", "--show-scope", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
     try:
         done = subprocess.run([git, "-C", str(folder), *asked], capture_output=True, timeout=30, check=False)
-        names = {os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+        words = os.fsdecode(done.stdout).split("\0")
+        names = {name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")}
     except (OSError, subprocess.TimeoutExpired):
         names = set()
     options = ["core.fsmonitor=false", f"core.hooksPath={os.devnull}", *(f"{name}=" for name in sorted(names))]

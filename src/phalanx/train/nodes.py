@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import UsageError
 from phalanx.run.hot import node_name
 from phalanx.train.place import Place
 
@@ -124,10 +124,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """DataError for what is none."""
+    """DistError, as where a worker is lost, for what is none."""
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise DataError(f"another worker names {name!r} where a dtype is expected: it is none of this run")
+        raise dist.DistError(f"another worker names {name!r} where a dtype is expected: it is none of this run")
     return found
 
 
@@ -141,10 +141,10 @@ def _read(content: torch.Tensor) -> Any:
     try:
         return json.loads(content.cpu().numpy().tobytes())
     except (ValueError, RecursionError):
-        raise DataError("what another worker said is not JSON: it is no worker of this run, or was damaged") from None
+        raise dist.DistError("what another worker said is not JSON: it is no worker of this run") from None
 
 
 def _bounded(size: int) -> int:
     if not 0 < size <= LARGEST:
-        raise DataError(f"another worker says {size} bytes where 1 to {LARGEST} are expected: it is none of this run")
+        raise dist.DistError(f"a worker says {size} bytes where 1 to {LARGEST} are expected: it is none of this run")
     return size

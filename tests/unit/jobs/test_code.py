@@ -287,8 +287,11 @@ def test_a_received_repository_runs_nothing_of_its_configuration(
         ("filter.evil.clean", f"touch {ran}; cat"),
         ("filter.evil.smudge", f"touch {ran}; cat"),
         ("filter.evil.required", "true"),
+        ("extensions.worktreeConfig", "true"),
     ):
         git(repository, "config", key, value)
+    write(repository, **{"lib.py": "y", ".gitattributes": "* filter=evil\n*.py filter=worse\n"})
+    git(repository, "config", "--worktree", "filter.worse.clean", f"touch {ran}; cat")
     os.utime(repository / ".gitattributes", (1, 1))
     git_state(repository)
     assert not ran.exists()
