@@ -6,6 +6,7 @@ same fingerprint, and an edited manifest is found out because its fingerprint no
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any, Literal
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.bounded import read_json
 from phalanx.errors import DataError, storage_failed
 from phalanx.run.directory import write_json
 
 FORMAT = 1
+LARGEST = 1 << 28
+"""Bytes of a manifest."""
+_FILE = re.compile(r"[\w-][\w.-]*")
 MANIFEST = "manifest.json"
 LABEL_BYTES = 4  # an image record is its label, as a little-endian uint32, followed by its pixels
 
@@ -75,6 +80,22 @@ class Manifest:
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
 
+    def check(self) -> None:
+        """ValueError or TypeError where sizes do not fit each other, or a file lies elsewhere. The fingerprint fits
+        whatever somebody wrote there."""
+        dtype = np.dtype(self.dtype)
+        if dtype.kind != "u" or self.kind not in ("tokens", "images"):
+            raise ValueError(f"{self.kind} of dtype {self.dtype}")
+        if (self.kind == "images") is (self.shape is None) or not all(size > 0 for size in self.shape or ()):
+            raise ValueError(f"{self.kind} of shape {self.shape}")
+        for shard in self.shards:
+            if not all(_FILE.fullmatch(name) for name in (shard.file, shard.sidecar)):
+                raise ValueError(f"{shard.file!r} and {shard.sidecar!r} are no names of files here")
+            if min(shard.bytes, shard.count, shard.documents) < 0:
+                raise ValueError(f"{shard.file} has fewer than 0 bytes")
+            if shard.bytes != shard.count * self.record * dtype.itemsize:
+                raise ValueError(f"{shard.file}: {shard.count} records are not {shard.bytes} bytes")
+
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, whole or not at all."""
         write_json(folder / MANIFEST, {**self._body(), "fingerprint": self.fingerprint})
@@ -83,6 +104,13 @@ class Manifest:
 def token_dtype(vocab: int) -> np.dtype[Any]:
     """The narrowest little-endian unsigned type that holds the tokens 0 .. vocab - 1."""
     return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, LARGEST)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix(f"{path}: ")) from None
 
 
 def is_dataset(folder: Path) -> bool:
@@ -94,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset directory; DataError when it is missing, unreadable or was changed."""
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
+        body = _read(path)
         fingerprint, version = body.pop("fingerprint"), body.pop("format")
         if version != FORMAT:
             raise DataError(f"{path}: dataset format {version}; this Phalanx reads format {FORMAT}. Prepare it again")
@@ -102,6 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         for key in ("shape", "labels"):
             body[key] = None if body[key] is None else tuple(body[key])
         manifest = Manifest(**body)
+        manifest.check()
     except FileNotFoundError:
         raise DataError(
             f"{folder}: no dataset here ({MANIFEST} is missing); `phalanx data prepare` makes one"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,3 +183,20 @@ def test_verify_counts_all_that_is_bad(folder):
         flip(folder / "shard-00000.bin", block * BLOCK)
     with pytest.raises(DataError, match=r"block 1 .*\n2 more like it"):
         verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"count": 10**12}, {"count": -5}, {"bytes": -8}, {"documents": -1}, {"file": "../shard-00000.bin"}),
+        *({"sidecar": "/etc/hostname"}, {"file": ""}, {"dtype": "O"}, {"dtype": "<f4"}, {"kind": "images"}),
+        {"shape": (0, 28, 28)},
+    ],
+)
+def test_a_manifest_whose_sizes_do_not_fit_is_refused_although_its_fingerprint_does(folder, change):
+    manifest = read_manifest(folder)
+    own = {key: value for key, value in change.items() if key in ("dtype", "kind", "shape")}
+    first = replace(manifest.shards[0], **{key: value for key, value in change.items() if key not in own})
+    replace(manifest, shards=(first, *manifest.shards[1:]), **own).write(folder)
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest"):
+        read_manifest(folder)
