@@ -4,7 +4,6 @@ says in a sentence what is wrong. Never a traceback, a hang, or memory without e
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a JSON value."""
-    yield above
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, below in pairs:
-        yield from places(below, (*above, key))
+def place(value: Any, rng: random.Random) -> tuple[Any, ...]:
+    """The path of a value in a JSON value; the higher it stands, the likelier it is taken."""
+    path: list[Any] = []
+    while isinstance(value, dict | list) and value and rng.random() < 0.7:
+        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        path.append(key)
+        value = value[key]
+    return tuple(path)
 
 
 def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """The value with another one at a path; `new` None at its end removes the key every second time."""
+    """The value with another one at a path."""
     if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -72,7 +73,7 @@ def retyped(content: bytes, rng: random.Random) -> bytes:
     lines = content.splitlines() if content.count(b"\n{") else [content]
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
-    changed = put(value, rng.choice(list(places(value))), rng.choice(STRANGE))
+    changed = put(value, place(value, rng), rng.choice(STRANGE))
     lines[at] = json.dumps(changed).encode()
     return b"\n".join(lines)
 

@@ -16,6 +16,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.changes import differences, is_free
 from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
+from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
@@ -169,14 +170,17 @@ def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool)
     found = [each for each in found if not any(f"{each.key}.".startswith(f"{key}.") for key in own)]
     if not found:
         return
-    listed = "; ".join(map(str, found))
     if not force:
+        listed = "; ".join(map(str, found))
         raise RecipeError(
             f"{parts.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
             "give --force to go on with the new ones"
         )
     if parts.place.leads:
-        parts.reporter.event("warning", text=f"forced: the run goes on with another recipe: {listed}")
+        told = {event.get("text") for event in read_events(parts.run.events) if event["kind"] == "warning"}
+        for text in (f"forced: {each}" for each in found):
+            if text not in told:  # by whoever compared the recipes as they were given
+                parts.reporter.event("warning", text=text)
 
 
 def _resume_hot(parts: Parts) -> Loaded | None:

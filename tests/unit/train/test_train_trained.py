@@ -126,7 +126,28 @@ def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path
     assert sys.path == before
 
 
-def test_a_relative_folder_is_refused(run: Run) -> None:
-    write_json(run.environment, {"folder": "received/logs"})
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *([], None, "a", {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab": -1}),
+        *({**asdict(FACTS), "vocab": 10**30}, {**asdict(FACTS), "sequence": 1.5}, {**asdict(FACTS), "shape": [1]}),
+    ],
+)
+def test_facts_that_no_data_have_are_refused(run: Run, facts: object) -> None:
+    write_json(run.plan, {"facts": facts})
+    with pytest.raises(DataError, match=r"plan.json: facts is not what data have"):
+        load_trained(run, None, False, CPU)
+
+
+@pytest.mark.parametrize("step", ["x", None, [1], 1.5, True])
+def test_a_best_step_that_is_no_number_is_refused(run: Run, step: object) -> None:
+    write_json(best_file(run), {"step": step})
+    with pytest.raises(DataError, match=r"best.json: step is .*, expected a number"):
+        load_trained(run, None, True, CPU)
+
+
+@pytest.mark.parametrize("folder", [None, 1, [], "", "logs"])
+def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) -> None:
+    write_json(run.environment, {"folder": folder})
     with pytest.raises(DataError, match="expected an absolute path"):
         load_trained(run, None, False, CPU)
