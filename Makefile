@@ -23,10 +23,10 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser
+	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser tests/fuzz
 
 test-all: venv ## Run all tests, also those that take minutes each.
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz
 
 test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
 	$(BIN)/python -m pytest tests/cluster

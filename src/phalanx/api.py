@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
 from phalanx.run.lock import locked
+from phalanx.run.trust import remember
 from phalanx.train.schedule import learning_rate, peak
 
 
@@ -197,14 +198,17 @@ def make_ready(
         old = None if differing else old
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
-    open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     first_attempt = last_attempt(run) + 1
     if old is not None:
+        check_whole(run, old[1])
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         check_layout(recipe, folder, call)
         notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world)]
-        plan, cluster = run.read_json(run.plan) or {}, run.read_json(run.cluster) or {}
+        notes += run.damaged()
+        plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
+        plan = plan if isinstance(plan.get("facts"), dict) else {**plan, "facts": asdict(opened.facts)}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
@@ -229,6 +233,17 @@ def previous(run: Run) -> tuple[Recipe, Recipe] | None:
     if not run.resolved.is_file():
         return None
     return load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+
+
+def check_whole(run: Run, resolved: Recipe) -> None:
+    """RecipeError where a run's resolved recipe is cut short."""
+    found: dict[str, object] = {"threads": resolved.threads, "batch.micro": resolved.batch.micro}
+    found |= {"layout": resolved.layout, "precision": resolved.precision, "compile": resolved.compile}
+    if unresolved := [key for key, value in found.items() if value == "auto"]:
+        raise RecipeError(
+            f"{run.resolved}: is empty or cut short: it leaves {unresolved[0]} open; put back what was there, or train "
+            "in another --run"
+        )
 
 
 def changed(run: Run, differing: Sequence[Difference]) -> str:
@@ -273,12 +288,13 @@ def _replica(recipe: Recipe) -> Layout | None:
 
 def finished(run: Run, recipe: Recipe) -> str | None:
     """A sentence when this recipe has nothing left to do in this run."""
-    old, result = previous(run), run.read_json(run.result)
-    if old is None or result is None or result["status"] != "done" or result["steps"] < recipe.steps:
+    old, result = previous(run), run.read_lossy(run.result)
+    steps = result.get("steps")
+    if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
         return None
     if refused(*old, recipe):
         return None
-    return f"{run.path}: done at step {result['steps']}; steps={2 * result['steps']} would go on from there"
+    return f"{run.path}: done at step {steps}; steps={2 * steps} would go on from there"
 
 
 def write_run(ready: Ready, loaded: Loaded) -> None:
@@ -290,7 +306,8 @@ def write_run(ready: Ready, loaded: Loaded) -> None:
     write_json(run.plan, ready.plan)
     keep_tokenizer(ready)
     write_json(run.cluster, ready.cluster)
-    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder)})
+    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder.absolute())})
+    remember(ready.recipe, ready.folder)
 
 
 def keep_tokenizer(ready: Ready) -> None:
@@ -381,7 +398,7 @@ def shrink_micro(run: Run) -> str | None:
     was, values = old[1].batch.micro, old[1].model_dump(by_alias=True)
     values["batch"]["micro"] = micro
     why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
-    plan = run.read_json(run.plan) or {}
+    plan = run.read_lossy(run.plan)
     for choice in plan.get("chosen", []):
         if choice["key"] == "batch.micro":
             choice |= {"value": micro, "why": why}

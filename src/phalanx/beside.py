@@ -1,8 +1,9 @@
 """A process beside this one that imports torch while this one reads and checks what it is needed for."""
 
 import gc
+import importlib
+import json
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,9 @@ from typing import Any
 
 from phalanx.compat import die_with_parent
 
-Call = Callable[..., Any]
-"""`call(function, *arguments)`: what a module's function returns in that process, or None when it did not return, for
-whatever reason; then ask again here, where it will tell. Works once; all of it must be picklable."""
+Call = Callable[[str, Any], Any]
+"""`call("module:function", payload)`: what that function of `payload` returns in that process, or None when it did not
+return, for whatever reason; then ask again here, where it will tell. Works once; all of it must be JSON values."""
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def torch_beside() -> Iterator[Call]:
     block, whatever it does then. Enter it before numpy and torch, whose threads would be lost, are imported here; where
     they are, there is little to gain, and nothing is called."""
     if not sys.modules.keys().isdisjoint({"numpy", "torch"}):
-        yield lambda function, *arguments: None
+        yield lambda function, payload: None
         return
     (asked, ask), (answered, answer) = os.pipe(), os.pipe()
     process = os.fork()
@@ -36,12 +37,12 @@ def torch_beside() -> Iterator[Call]:
     os.close(asked)
     os.close(answer)
 
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        with suppress(BrokenPipeError), open(ask, "wb", closefd=False) as pipe:  # it ended: there will be no answer
-            pickle.dump((function, arguments), pipe)
-        with open(answered, "rb", closefd=False) as pipe:
+    def call(function: str, payload: Any) -> Any:
+        with suppress(BrokenPipeError), open(ask, "w", closefd=False) as pipe:  # it ended: there will be no answer
+            pipe.write(json.dumps([function, payload]) + "\n")
+        with open(answered, closefd=False) as pipe:
             found = pipe.read()
-        return pickle.loads(found) if found else None
+        return json.loads(found) if found else None
 
     try:
         yield call
@@ -56,8 +57,9 @@ def _serve(asked: int, answer: int) -> None:
     gc.disable()  # nearly all that is made stays: looking for garbage in it is a third of what importing torch takes
     import torch  # noqa: F401 - what takes the time
 
-    with open(asked, "rb") as pipe:
-        function, arguments = pickle.load(pipe)
-    found = pickle.dumps(function(*arguments))
-    with open(answer, "wb") as pipe:
+    with open(asked) as pipe:
+        function, payload = json.loads(pipe.readline())
+    module, _, name = function.partition(":")
+    found = json.dumps(getattr(importlib.import_module(module), name)(payload))
+    with open(answer, "w") as pipe:
         pipe.write(found)

@@ -24,6 +24,7 @@ from phalanx.api import (
     Ready,
     changed,
     check_machine,
+    check_whole,
     continuing,
     create,
     last_attempt,
@@ -130,7 +131,7 @@ def _join(
     """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
     PhalanxError is told before it is raised."""
     from phalanx.train.joined import Joined
-    from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.meeting import Announced, announce, await_announcement
     from phalanx.train.place import agree, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
@@ -143,24 +144,25 @@ def _join(
         if place.leads:
             try:
                 given = _given(recipe, overrides)
+                where, attempt = _run_of(given, run), place.attempt
                 ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
             except PhalanxError as error:
-                announce(place, {"error": str(error), "code": int(error.code)})
+                announce(place, Announced(error=str(error), code=int(error.code)))
                 raise
             notes = ready.notes
-            told: dict[str, Any] = {"run": str(ready.run.path.absolute()), "folder": str(ready.folder)}
-            told["attempt"] = ready.first_attempt if events is None else place.attempt
-            announce(place, told)
+            attempt = ready.first_attempt if events is None else attempt
+            announce(place, Announced(os.path.realpath(where.path), attempt))
             if events is None:
                 show = stack.enter_context(Shown(ready.run, sys.stderr)).show
         else:
-            told = await_announcement(place)
             given = _given(recipe, overrides)
+            where = _run_of(given, run)
+            attempt = await_announcement(place, where.path).attempt
     except PhalanxError as error:
         _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
         raise
-    place = replace(place, attempt=told["attempt"])
-    where = Run(Path(told["run"]))
+    place = replace(place, attempt=attempt)
+    where = Run(where.path.absolute())
     report = reporter(where, place.leads, events, show)
     stack.callback(report.close)
     try:
@@ -174,7 +176,7 @@ def _join(
         # others would take the leading worker's for what they were told
         exchange = given.recipe.exchange.model_dump_json()
         agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
-        return Joined(where, resolved, Path(told["folder"]), place, report, stop, force, pulse), report, where
+        return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
         raise
@@ -186,6 +188,10 @@ def _given(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence
         given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
         return Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
     return load_recipe(None if recipe is None else Path(recipe), overrides)
+
+
+def _run_of(loaded: Loaded, run: "str | os.PathLike[str] | None") -> Run:
+    return Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
 
 
 def _pulse(local_rank: int) -> Pulse | Silent:
@@ -265,7 +271,7 @@ def _ready(
 ) -> Iterator[Ready]:
     """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
     _check_loop(loaded)
-    where = Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
+    where = _run_of(loaded, run)
     if not supervised:
         check_place(where.path)
     given, machine = loaded.recipe, this_machine()
@@ -276,15 +282,16 @@ def _ready(
         notes += [f"forced: {difference}" for difference in differing]
         old = None
     if old is not None:
+        check_whole(where, old[1])
         resolved = go_on(old[1], given, world)
-        notes += [*continuing(old[1], resolved), *stays_told(given, resolved, world)]
-        plan: dict[str, Any] = where.read_json(where.plan) or {}
+        notes += [*where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
+        plan: dict[str, Any] = where.read_lossy(where.plan)
     else:
         whole = grown(given, world)
         choices = choices_untried(whole, machine.cores, world, machine.device)
         resolved = resolve(whole, choices, world)
         plan = {"chosen": [vars(choice) for choice in choices]}
-        if loop := (where.read_json(where.plan) or {}).get("loop"):  # forced: it went on with this optimizer's state
+        if loop := where.read_lossy(where.plan).get("loop"):  # forced: it went on with this optimizer's state
             plan["loop"] = loop
     check(resolved, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)

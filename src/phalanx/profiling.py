@@ -37,10 +37,21 @@ def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half", beside
     }
 
     def follow() -> dict[str, Any]:
-        found = None if beside is None else beside(_followed, loaded, facts, numbers)
+        asked = {"recipe": loaded.recipe.model_dump(mode="json", by_alias=True), "folder": str(loaded.folder)}
+        asked |= {"facts": vars(facts), "numbers": numbers}
+        found = None if beside is None else beside("phalanx.profiling:followed", asked)
         return _followed(loaded, facts, numbers) if found is None else found
 
     return from_plain(remembered("profiles", key, follow))
+
+
+def followed(payload: dict[str, Any]) -> dict[str, Any]:
+    """`_followed` of JSON values, for a process of its own."""
+    from phalanx.data import Facts
+
+    facts = Facts(**{**payload["facts"], "shape": payload["facts"]["shape"] and tuple(payload["facts"]["shape"])})
+    loaded = Loaded(Recipe.model_validate(payload["recipe"]), None, Path(payload["folder"]), {})
+    return _followed(loaded, facts, payload["numbers"])
 
 
 def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The report's pages in a real browser: they render, ask nobody for anything, and complain of nothing."""
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +93,43 @@ def test_dark_mode_is_dark_and_a_phone_needs_no_sideways_scrolling(page: Page, t
     assert corner < 60
     page.resize(390, 800)
     assert page.evaluate("document.documentElement.scrollWidth <= 390")
+
+
+HOSTILE = '"><script>document.title="ran"</script><img src=x onerror=\'document.title="ran"\'>\'"&lt;</style>`'
+
+
+def hostile(value: object) -> object:
+    """The same with a script in every text."""
+    if isinstance(value, dict):
+        return {key: each if key == "kind" else hostile(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [hostile(each) for each in value]
+    return f"{value}{HOSTILE}" if isinstance(value, str) else value
+
+
+def test_no_text_of_a_run_becomes_script_or_markup(page: Page, tmp_path: Path) -> None:
+    runs = [Run(troubled(tmp_path / name)) for name in ("a", "b")]
+    for run in runs:
+        lines = [json.dumps(hostile(json.loads(line))) for line in run.events.read_text().splitlines()]
+        run.events.write_text("\n".join(lines) + "\n")
+        for path in (run.plan, run.cluster, run.environment, run.result):
+            if path.exists():
+                path.write_text(json.dumps(hostile(json.loads(path.read_text()))))
+        resolved = json.loads(run.resolved.read_text())
+        run.resolved.write_text(json.dumps({**resolved, "name": f"x{HOSTILE}"}))
+    compared = tmp_path / "compare.html"
+    compared.write_text(compare_html(compare_runs(runs)))
+    for path in (write_report(runs[0].path), compared):
+        page.open(path)
+        assert "script" in page.evaluate("document.body.innerText")
+        assert page.evaluate("document.querySelectorAll('script').length") == 1
+        assert page.evaluate("document.querySelectorAll('main img').length") == 0
+        assert page.evaluate("document.title") != "ran"
+        assert [request for request in page.requests if not request.startswith(("file:", "data:"))] == []
+
+
+def test_the_page_itself_forbids_any_other_script(page: Page, tmp_path: Path) -> None:
+    path = write_report(healthy(tmp_path / "run"))
+    path.write_text(path.read_text().replace("</main>", "<script>document.title='ran'</script></main>"))
+    page.open(path)
+    assert page.evaluate("document.title") != "ran"

@@ -145,6 +145,7 @@ class Nodes:
         self.lab, self.run, self.folder, self.changes = lab, run, folder, changes
         self.token = folder / "token"
         self.token.write_text("0123456789abcdef" * 4)
+        self.token.chmod(0o600)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()

@@ -48,6 +48,7 @@ class Nodes:
 def nodes(lab: Lab, tmp_path: Path) -> Iterator[Nodes]:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
+    token.chmod(0o600)
     nodes = Nodes(lab, lab.place(), token, {})
     with nodes.stack:
         yield nodes

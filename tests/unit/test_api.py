@@ -8,10 +8,19 @@ import pytest
 
 import phalanx
 from phalanx import api
-from phalanx.api import changed, continuing, create, finished, last_step, result_of, trial_recipe
-from phalanx.errors import ExitCode, UsageError
+from phalanx.api import (
+    changed,
+    check_whole,
+    continuing,
+    create,
+    finished,
+    last_step,
+    result_of,
+    trial_recipe,
+)
+from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent import Outcome
-from phalanx.recipe import Recipe, dump_recipe, refused
+from phalanx.recipe import Recipe, dump_recipe, load_recipe, refused
 from phalanx.run import EventLog, Run
 from phalanx.run.directory import write_json
 from phalanx.run.lock import locked
@@ -260,3 +269,11 @@ def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monk
     monkeypatch.setattr(Run, "create", refuse)
     with pytest.raises(UsageError, match="cannot be kept here: Read-only file system"):
         create(Run(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("text", ["", "name: mine\n", "threads: 2\nprecision: fp32\n"])
+def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: str) -> None:
+    run = Run(tmp_path)
+    run.resolved.write_text(text)
+    with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
+        check_whole(run, load_recipe(run.resolved).recipe)

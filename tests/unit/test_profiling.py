@@ -69,11 +69,13 @@ def test_what_is_wrong_is_told_and_no_process_is_left(tmp_path: Path, what: str)
 
 
 def test_what_is_called_beside_us_returns_what_it_found(tmp_path: Path) -> None:
-    text = "from phalanx.beside import torch_beside\nimport os\nwith torch_beside() as call: print(call(max, 3, 5))"
-    assert script(text, tmp_path) == ["5"]
+    text = "from phalanx.beside import torch_beside\nwith torch_beside() as call: print(call('operator:neg', 5))"
+    assert script(text, tmp_path) == ["-5"]
 
 
-@pytest.mark.parametrize("how", ["call(os._exit, 0)", "call(int, 'x'), call(int, 5)"], ids=["dies", "raises"])
+@pytest.mark.parametrize(
+    "how", ["call('os:_exit', 0)", "call('builtins:int', 'x'), call('builtins:int', 5)"], ids=["dies", "raises"]
+)
 def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
     text = f"from phalanx.beside import torch_beside\nimport os\nwith torch_beside() as call: print({how})"
     (told,) = script(text, tmp_path)
@@ -81,7 +83,7 @@ def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
 
 
 def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
-    text = "from phalanx.beside import torch_beside\nimport numpy\nwith torch_beside() as call: print(call(max, 3, 5))"
+    text = "from phalanx.beside import torch_beside as t\nimport numpy\nwith t() as call: print(call('math:sqrt', 4))"
     assert script(text, tmp_path) == ["None"]
 
 

@@ -50,6 +50,7 @@ def on_two_nodes(
     """Two launchers on this machine, as two nodes would run them: code, output and errors of each."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
+    token.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"PHALANX_NODES": "2", "PHALANX_LEADER": f"127.0.0.1:{port}", "PHALANX_TOKEN_FILE": str(token)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab import Ended, Lab, Values, fault
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.run import Run
 from phalanx.run.directory import RESULT_FORMAT
 
@@ -204,3 +204,43 @@ def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: 
     line = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words]
     assert subprocess.run(line, cwd=folder, env={**os.environ, **lab.variables()}, check=False).returncode == 0
     assert '"status": "done"' in Run(folder / "r").result.read_text()
+
+
+@pytest.mark.parametrize("damage", ["lost", "torn", "foreign"])
+def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab, damage: str) -> None:
+    stopped = lab.train({}, 2, faults=[fault(6, "term")])
+    run = stopped.run
+    small = [run.plan, run.cluster, run.environment, run.result, run.checkpoints / "best.json", run.path / "hot.json"]
+    for path in small:
+        if damage == "lost":
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(
+                '{"steps": ' if damage == "torn" else '{"steps": "x", "step": [], "facts": 1, "lines": [1]}'
+            )
+    ended = lab.train({}, 2, run)
+    assert ended.digest == lab.reference({}, 2).digest
+    told = [event["text"] for event in ended.kind("warning")]
+    assert any("plan.json: not valid JSON" in text for text in told) is (damage == "torn")
+    assert run.read_json(run.plan)["facts"]["kind"] == "tokens"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("optim.lr", "lr: 0.003", "lr: 0.103"),
+        ("seed", "seed: 0", "seed: 1"),
+        ("batch.global", "global: 12", "global: 24"),
+    ],
+)
+def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: Lab, key: str, before: str, after: str) -> None:
+    run = lab.train({}, 1, faults=[fault(6, "term")]).run
+    text = run.resolved.read_text()
+    assert before in text
+    run.resolved.write_text(text.replace(before, after))
+    ended = lab.train({}, 1, run)
+    assert ended.code == ExitCode.RECIPE
+    assert f"is not what {run.checkpoints}" in str(ended.message)
+    assert f": {key}: " in str(ended.message)
+    run.resolved.write_text(text)
+    assert lab.train({}, 1, run).digest == lab.reference({}, 1).digest

@@ -16,6 +16,10 @@ def evaluate(
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score a trained model on the data that training never saw: loss and the task's metrics."""
@@ -32,7 +36,7 @@ def evaluate(
     from phalanx.train.trained import load_trained
 
     place = from_environment({})
-    trained = load_trained(found, step, best, place.device)
+    trained = load_trained(found, step, best, place.device, trust_code)
     recipe = trained.recipe
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     if data.held_out_samples == 0:

@@ -18,10 +18,15 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
+    ] = False,
 ) -> None:
     """Continue a text with a language model that a run trained."""
     import codecs
 
+    from phalanx.bounded import printable
     from phalanx.run import Run
 
     found = Run.existing(run)
@@ -31,7 +36,7 @@ def generate(
     from phalanx.train.generate import generate as continuation
     from phalanx.train.trained import load_trained
 
-    trained = load_trained(found, step, best, torch.device("cpu"))
+    trained = load_trained(found, step, best, torch.device("cpu"), trust_code)
     if trained.facts.kind != "tokens" or trained.facts.sequence is None:
         raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
     tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.is_file() else "bytes")
@@ -48,11 +53,12 @@ def generate(
         seed=seed,
         device=torch.device("cpu"),
     )
+    shown = printable if sys.stdout.isatty() else str  # what a model writes may steer a terminal
     sys.stdout.write(prompt)
     if tokenizer.name == "bytes":
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in stream:
-            sys.stdout.write(decoder.decode(bytes([token])))
+            sys.stdout.write(shown(decoder.decode(bytes([token]))))
             sys.stdout.flush()
     else:
         # Tokens of a byte-pair tokenizer may end within a character: decode all of it, print what is new.
@@ -61,7 +67,7 @@ def generate(
             produced.append(token)
             text = tokenizer.decode(produced)
             if not text.endswith("\ufffd"):
-                sys.stdout.write(text[len(written) :])
+                sys.stdout.write(shown(text[len(written) :]))
                 sys.stdout.flush()
                 written = text
     sys.stdout.write("\n")

@@ -1,6 +1,7 @@
 """What `phalanx train` prints around a run, on this machine or as one worker of an outside launcher."""
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -87,11 +88,12 @@ def train_here(
 def crew_of(nursery: NurseryProcess, membership: Membership) -> Iterator[Crew]:
     """All nodes of a run, of which this is the leading one. When this ends with an error, the others end with its
     code."""
-    here = Here(nursery.control, nursery.events, nursery.pulses)
+    token = token_from() if membership.leader is not None else b""
+    here = Here(nursery.control, nursery.events, nursery.pulses, token)
     with contextlib.ExitStack() as stack:
         door = None
         if membership.leader is not None:
-            door = stack.enter_context(Door(membership.leader, token_from()))
+            door = stack.enter_context(Door(membership.leader, token))
         crew = stack.enter_context(Crew(here, membership.nodes, door))
         try:
             yield crew
@@ -176,7 +178,7 @@ def introduction(ready: Ready) -> str:
 
 def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """How it ended, and what to type next."""
-    result = run.read_json(run.result) or {}
+    result = run.read_lossy(run.result)
     workers = [] if nproc is None else ["--nproc", str(nproc)]
     again = shlex.join(["phalanx", "train", str(path), *overrides, "--run", str(run.path), *workers])
     if code is ExitCode.DONE:
@@ -191,23 +193,26 @@ def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], n
 def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool, out: TextIO) -> int:
     """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
     run ready, follows it and keeps its events; the others wait for its word."""
-    from phalanx.train.meeting import announce, await_announcement
+    from phalanx.train.meeting import Announced, announce, await_announcement
     from phalanx.train.nodes import nodes_told
     from phalanx.train.place import from_environment
     from phalanx.train.worker import take_part
 
     place = from_environment()
     if not place.leads:
-        payload = await_announcement(place)
-        if payload.get("finished"):
+        loaded = load_recipe(path, overrides)
+        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+        told = await_announcement(place, run.path)
+        if told.finished:
             return int(ExitCode.DONE)
-        return int(take_part(payload, replace(place, attempt=payload["attempt"])))
+        payload = {"run": str(run.path.absolute()), "folder": str(loaded.folder), "force": force}
+        return int(take_part(payload, replace(place, attempt=told.attempt)))
     with contextlib.ExitStack() as stack:
         try:
             loaded = load_recipe(path, overrides)
             run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
             if done := finished(run, loaded.recipe):
-                announce(place, {"finished": True})
+                announce(place, Announced(finished=True))
                 print(done, file=out)
                 return int(ExitCode.DONE)
             with NurseryProcess() as nursery, preparing() as progress:
@@ -224,11 +229,10 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                     )
                 )
         except (PhalanxError, TrialError) as error:
-            announce(place, {"error": str(error), "code": int(error.code)})
+            announce(place, Announced(error=str(error), code=int(error.code)))
             raise
         payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
-        payload["attempt"] = ready.first_attempt
-        announce(place, payload)
+        announce(place, Announced(os.path.realpath(run.path), ready.first_attempt))
         print(printable(introduction(ready)), file=out)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)

@@ -11,11 +11,14 @@ from typing import Any
 PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
 NAMES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD", "MALLOC_ARENA_MAX")
 
+HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
+"""Variables whose names hold one of these are neither recorded nor handed on unasked."""
+
 
 def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What environment.json holds, for a run started by `argv` with a recipe in `folder`."""
     return {
-        "argv": list(argv),
+        "argv": [masked(word) for word in argv],
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -28,14 +31,25 @@ def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that change speed, rounding or communication, sorted; others may hold secrets."""
     wanted = [name for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)]
-    return {name: environ[name] for name in wanted if name != "PHALANX_TOKEN"}
+    return {name: environ[name] for name in wanted if not hidden(name)}
+
+
+def hidden(name: str) -> bool:
+    """Whether a variable's name says that it holds a secret."""
+    return any(part in name.upper() for part in HIDDEN)
+
+
+def masked(word: str) -> str:
+    """A word of a command line, without the value of what its name says is secret."""
+    name, equals, value = word.partition("=")
+    return f"{name}=..." if equals and value and hidden(name) else word
 
 
 def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
     """Commit of the repository around `folder`; `dirty`: a tracked file in `folder` differs from it; `untracked`: how
     many files there it does not know. None without a repository, a commit or git."""
     commit = _git(git, folder, "rev-parse", "--verify", "HEAD")
-    status = _git(git, folder, "status", "--porcelain", "--", ".")
+    status = _git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     if commit is None or status is None:
         return None
     lines = status.splitlines()
@@ -43,8 +57,21 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
     return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked": untracked}
 
 
+def unhooked(git: str, folder: Path) -> list[str]:
+    """Options by which git runs nothing that a repository's own configuration names: it may have come from anybody."""
+    asked = ["config", "--show-scope", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
+    try:
+        done = subprocess.run([git, "-C", str(folder), *asked], capture_output=True, timeout=30, check=False)
+        words = os.fsdecode(done.stdout).split("\0")
+        names = {name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")}
+    except (OSError, subprocess.TimeoutExpired):
+        names = set()
+    options = ["core.fsmonitor=false", f"core.hooksPath={os.devnull}", *(f"{name}=" for name in sorted(names))]
+    return [word for option in options for word in ("-c", option)]
+
+
 def _git(git: str, folder: Path, *arguments: str) -> str | None:
-    command = [git, "-C", str(folder), *arguments]
+    command = [git, "-C", str(folder), *unhooked(git, folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git here, or a network disk that hangs: the run matters more

@@ -15,10 +15,13 @@ from typing import Any, Literal
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.bounded import read_json
 from phalanx.errors import DataError, storage_failed
 from phalanx.run.directory import write_json
 
 FORMAT = 1
+LARGEST = 1 << 28
+"""Bytes of a manifest."""
 MANIFEST = "manifest.json"
 _FILE = r"shard-\d{5,}\.(bin|idx)"
 _LARGEST = 1 << 32
@@ -89,6 +92,13 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, LARGEST)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix(f"{path}: ")) from None
+
+
 def is_dataset(folder: Path) -> bool:
     """Whether a dataset was prepared here. Its contents are not looked at."""
     return (folder / MANIFEST).is_file()
@@ -98,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset directory; DataError when it is missing, unreadable or was changed."""
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
+        body = _read(path)
         fingerprint, version = body.pop("fingerprint"), body.pop("format")
         if version != FORMAT:
             raise DataError(f"{path}: dataset format {version}; this Phalanx reads format {FORMAT}. Prepare it again")

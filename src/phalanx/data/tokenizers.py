@@ -14,11 +14,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.bounded import read_text
 from phalanx.data.manifest import is_dataset, read_manifest, token_dtype
 from phalanx.data.shard import Values
 from phalanx.errors import DataError, RecipeError, UsageError
 
 TOKENIZER = "tokenizer.json"
+LARGEST = 1 << 28
+"""Bytes of a tokenizer.json; the largest have some ten million."""
+PANIC = "PanicException"
+"""What Rust raises in Python where it gives up."""
 END_OF_TEXT = "<|endoftext|>"
 _OTHER_KINDS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Tokenizers that a Hugging Face directory may have instead."""
@@ -81,18 +86,21 @@ class FileTokenizer:
         """`separator`: its number where that is known, else what the files that lie with it say."""
         library = _library()
         try:
-            self._tokenizer = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._tokenizer = library.Tokenizer.from_str(read_text(path, LARGEST))
+            tokens = self._tokenizer.get_vocab(with_added_tokens=True).values()
         except FileNotFoundError:
             raise RecipeError(f"{path}: no such tokenizer; give `bytes`, `bpe:SIZE` or a tokenizer.json") from None
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more special
+        except BaseException as error:  # the library raises nothing more special, and its panics are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
             raise RecipeError(f"{path}: not a tokenizer.json that `tokenizers` can read ({error})") from None
         # Truncation and padding are for models with fixed inputs; here they would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = name
-        self.vocab = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not self.vocab:
+        if not tokens:
             raise RecipeError(f"{path}: its vocabulary is empty")
+        self.vocab = max(tokens) + 1
         self.separator: int | None = end_of_text(path, self._tokenizer) if separator == "found" else separator
         self._dtype = token_dtype(self.vocab)
 

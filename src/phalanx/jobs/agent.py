@@ -5,6 +5,7 @@ ends with an exit code of `errors.ExitCode`; workers never outlive their agent, 
 """
 
 import itertools
+import secrets
 import select
 import selectors
 import signal
@@ -195,7 +196,9 @@ class Agent:
             self.replicas = Replicas(attempt, start, self.clock, self.emit, size=self.replica)
         try:
             if self.crew.count > 1:
-                start |= {"master": [self.crew.address, self.nursery.store()], "meeting": next(self._meetings)}
+                address = self.crew.address
+                start |= {"master": [address, self.nursery.store(address)], "meeting": next(self._meetings)}
+                start["nonce"] = secrets.token_hex(16)
                 start["environment"] |= self.crew.network
             for node, ranks in attempt.places.items():
                 node.clear()

@@ -10,12 +10,13 @@ import os
 import stat
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from phalanx.cluster.environment import unhooked
 from phalanx.errors import UsageError
 
 LARGEST = 100_000_000
@@ -34,6 +35,8 @@ MARKS = {
     "a run": (("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
 }
 """Folders that are never code, by what lies in them: all names of one of the sets."""
+MOST_LINKS = 40
+"""That are followed to a file; as the kernel."""
 SECRETIVE = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
 """Files whose names say that they hold secrets: what travels may be read by others."""
 
@@ -117,7 +120,8 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
     full = found.stdout.decode().strip()
     start = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(top))).as_posix()
     if full == _asked(top, "rev-parse", "--verify", "--quiet", "HEAD").stdout.decode().strip():
-        changed = _git(top, "git", "status", "--porcelain", "-z", "--untracked-files=no").decode(errors="replace")
+        asked = ("status", "--porcelain", "-z", "--untracked-files=no", "--ignore-submodules=dirty")
+        changed = _git(top, "git", *asked).decode(errors="replace")
         if names := [entry[3:] for entry in changed.split("\0") if entry[2:3] == " "]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UsageError(
@@ -128,11 +132,15 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
     entries, left_out = [], []
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         members = [member for member in tar if member.isfile() or member.issym()]
-        known = _places(member.name for member in members)
+        links = {member.name: member.linkname for member in members if member.issym()}
+        known = _places(member.name for member in members if not member.issym())
         _check_size(f"commit {full[:12]} of {top}", {member.name: member.size for member in members})
         for member in members:
+            if any(str(parent) in links for parent in PurePosixPath(member.name).parents):
+                left_out.append((member.name, "it lies below a link"))
+                continue
             if member.issym():
-                if _within(member.name, member.linkname, known):
+                if _within(member.name, member.linkname, known, links):
                     entries.append(Entry(member.name, b"", target=member.linkname))
                 else:
                     left_out.append((member.name, f"a link to {member.linkname}, which does not travel"))
@@ -151,12 +159,18 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
 def unpack(tar: bytes, where: Path) -> None:
     """Put a snapshot's files into a new folder that only its owner can enter."""
     where.mkdir(mode=0o700, parents=True)
+    top = os.path.realpath(where)
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
-        for member in archive:
+        for member in sorted(archive, key=lambda member: member.issym()):  # through a link nothing is written
             path = where / member.name
+            if ".." in PurePosixPath(member.name).parts or path.is_absolute() is not where.is_absolute():
+                raise UsageError(f"{member.name}: a snapshot holds no file outside of its folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             if member.issym():
                 path.symlink_to(member.linkname)
+                if not Path(os.path.realpath(path)).is_relative_to(top):
+                    path.unlink()
+                    raise UsageError(f"{member.name}: a snapshot holds no link to what lies outside of its folder")
                 continue
             body = archive.extractfile(member)
             assert body is not None
@@ -242,7 +256,7 @@ def _sorted_out(top: Path, names: Iterable[str]) -> tuple[dict[str, str | None],
     files = _places(taken)
     for name in links:
         real = os.path.relpath(os.path.realpath(top / name), os.path.realpath((top / name).parent))
-        if _within(name, real, files):
+        if _within(name, real, files, {}):
             taken[name] = Path(real).as_posix()
         else:
             left_out[name] = f"a link to {os.readlink(top / name)}, which does not travel"
@@ -256,9 +270,25 @@ def _places(names: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _within(name: str, target: str, places: frozenset[str]) -> bool:
-    """Whether a link leads to something that travels, too."""
-    return not os.path.isabs(target) and os.path.normpath(os.path.join(os.path.dirname(name), target)) in places
+def _within(name: str, target: str, places: frozenset[str], links: Mapping[str, str]) -> bool:
+    """Whether a link leads to something that travels, too, over any other `links`, as the file system will follow it:
+    component by component."""
+    here, rest, followed = list(PurePosixPath(name).parent.parts), [*reversed(PurePosixPath(target).parts)], 0
+    while rest:
+        part = rest.pop()
+        if part == "/" or (part == ".." and not here):
+            return False
+        if part == "..":
+            here.pop()
+            continue
+        here.append(part)
+        if (onward := links.get("/".join(here))) is not None:
+            here.pop()
+            rest += reversed(PurePosixPath(onward).parts)
+            followed += 1
+            if followed > MOST_LINKS:
+                return False
+    return "/".join(here) in places
 
 
 def _no_code(folder: Path) -> str | None:
@@ -303,6 +333,7 @@ def _git(folder: Path, what: str, *arguments: str) -> bytes:
 
 def _asked(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     try:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, stdin=subprocess.DEVNULL)
+        command = ["git", "-C", str(folder), *unhooked("git", folder), *arguments]
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise UsageError(f"{folder} belongs to a git repository, and git is not installed here") from None

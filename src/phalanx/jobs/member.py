@@ -71,7 +71,7 @@ class Member:
         while True:
             with NurseryProcess() as nursery:
                 nursery.wait_ready()
-                here = Here(nursery.control, nursery.events, nursery.pulses)
+                here = Here(nursery.control, nursery.events, nursery.pulses, self.token)
                 while nursery.process.poll() is None:
                     wire = self._reach(until)
                     if wire is None:

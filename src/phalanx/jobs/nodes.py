@@ -22,7 +22,7 @@ from phalanx.jobs.hang import held_still
 from phalanx.jobs.sources import fingerprint
 from phalanx.run.channel import Message, drain, receive, send
 from phalanx.run.pulse import Beat, Pulses
-from phalanx.run.wire import Door, Wire
+from phalanx.run.wire import Door, Wire, store_key
 
 PING = 1.0
 """Seconds between two signs of life of an agent."""
@@ -57,15 +57,21 @@ class Node(Protocol):
 class Here:
     """This node: its nursery's two sockets and the memory that its workers write signs to."""
 
-    def __init__(self, control: socket.socket, events: socket.socket, pulses: Pulses):
+    def __init__(self, control: socket.socket, events: socket.socket, pulses: Pulses, token: bytes = b""):
         self.name = socket.gethostname()
-        self.control, self.events, self.pulses = control, events, pulses
+        self.control, self.events, self.pulses, self._token = control, events, pulses, token
 
     def sockets(self) -> Sequence[Any]:
         return (self.control, self.events)
 
     def send(self, *messages: Message) -> None:
-        send(self.control, *messages)
+        send(self.control, *(self._keyed(message) for message in messages))
+
+    def _keyed(self, message: Message) -> Message:
+        """With the attempt's key, which every node makes of the job's token: it never travels."""
+        if message["kind"] != "start" or "nonce" not in message:
+            return message
+        return {**message, "key": store_key(self._token, message["nonce"]).hex()}
 
     def receive(self, sock: Any) -> list[Message] | None:
         """Also all that workers have said so far: that may lie in many packets, and must not come after the nursery's
@@ -196,7 +202,7 @@ class Crew:
         while self.door is not None and not self.door.arrived.empty():
             wire, hello = self.door.arrived.get()
             index = hello.get("node")
-            wrong = misfit(hello, introduction(0, self.count))
+            wrong = misfit(hello, introduction(index, self.count))
             if wrong is not None or type(index) is not int or not 0 < index < self.count:
                 told = wrong or f"there is no node {index} among {self.count}"
                 with contextlib.suppress(ConnectionError):

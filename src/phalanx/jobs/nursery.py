@@ -5,13 +5,14 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 (hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
 
 Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
-number of `local` workers, `master` address and port, `meeting`; for workers that take the places of lost ones `only`
-their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`), `store`,
-`signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`, `preload{function, payload}`,
-`exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`, `store lost{attempt}` (the newest, which may
-still have needed it), `returned{value, number}` or `raised{...}` in answer to the call of that number. Workers write
-their events, and `crash{rank, text}` for an exception that ends them, to a second socket, which they inherit and whose
-number stands in PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
+number of `local` workers, `master` address and port, `meeting`, `key`; for workers that take the places of lost ones
+`only` their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`),
+`store{address}`, `signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`,
+`preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`,
+`store lost{attempt}` (the newest, which may still have needed it), `returned{value, number}` or `raised{...}` in answer
+to the call of that number. Workers write their events, and `crash{rank, text}` for an exception that ends them, to a
+second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life in memory that the
+agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from phalanx.recipe import told
 from phalanx.recipe.travelled import code_of
 from phalanx.run import pulse
 from phalanx.run.channel import Message, pair, receive, send
+from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
 from phalanx.streams import Lasting
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -68,6 +70,7 @@ class Nursery:
         self.store = 0  # the process that hosts it
         self.hosts = False  # for workers of several nodes
         self.attempt = 0
+        self.meeting = -1
         self.starts = 0
 
     def run(self) -> None:
@@ -105,7 +108,7 @@ class Nursery:
             self.start(message)
         elif kind == "store":
             self.reap()  # one that has just died is none
-            self.hosts, self.port = True, self.port or self.start_store()
+            self.hosts, self.port = True, self.port or self.start_store(message["address"])
             send(self.agent, {"kind": "store", "port": self.port})
         elif kind == "signal":
             self.kill(message["number"], message.get("ranks"))
@@ -131,11 +134,11 @@ class Nursery:
         first, local = message.get("first", 0), message.get("local", world)
         later = "only" in message
         self.starts += not later
-        if world > 1 and "master" not in message and not self.port:
-            self.port = self.start_store()
         if self.hosts and not self.port:
             send(self.agent, {"kind": "store lost", "attempt": self.attempt})
-        address, port = message.get("master", ("127.0.0.1", self.port))
+        address, port = message.get("master", ("127.0.0.1", 0))
+        if not later and "master" not in message:
+            self.open_meeting()
         for rank in message["only"] if later else range(first, first + local):
             near, far = pair()
             orders = str(far.fileno()) if message.get("elastic") else ""
@@ -147,6 +150,8 @@ class Nursery:
                 "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
+                STORE_VARIABLE: "" if "master" in message else f"/proc/self/fd/{self.meeting}",
+                KEY_VARIABLE: message.get("key", ""),
                 "PHALANX_ATTEMPT": str(message["attempt"]),
                 "PHALANX_MEETING": str(message.get("meeting", self.starts)),
                 "PHALANX_EVENTS": str(self.events.fileno()),
@@ -160,21 +165,30 @@ class Nursery:
             far.close()
             self.orders[rank] = near
 
-    def start_store(self) -> int:
-        """Fork the process that hosts the rendezvous store; return its port. One that dies at once is followed by
-        another."""
+    def open_meeting(self) -> None:
+        """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
+        if self.meeting >= 0:
+            os.close(self.meeting)
+        self.meeting = os.memfd_create("phalanx-meeting")
+
+    def start_store(self, address: str) -> int:
+        """Fork the process that hosts the store where workers of several nodes meet; return its port. It listens on one
+        address only: torch would listen on all. One that dies at once is followed by another."""
         for _ in range(STORES):
-            if port := self._start_store():
+            if port := self._start_store(address):
                 return port
         raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
 
-    def _start_store(self) -> int:
+    def _start_store(self, address: str) -> int:
         read, write = os.pipe()
 
         def host() -> None:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family)
+            port, fd = listener.getsockname()[1], listener.detach()
+            store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
             os.write(write, str(store.port).encode())
             os.close(write)
             signal.pause()

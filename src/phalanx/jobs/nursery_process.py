@@ -26,6 +26,11 @@ LEAVING = 30.0
 """Seconds in which a nursery that is not needed any more must have ended what lives below it."""
 
 
+def _without_token() -> dict[str, str]:
+    """Agents prove themselves by the token; user code needs none."""
+    return {name: value for name, value in os.environ.items() if name != "PHALANX_TOKEN"}
+
+
 class TrialError(Exception):
     """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
     SIGKILL, which is what the kernel does to a process when memory runs out."""
@@ -68,7 +73,7 @@ class NurseryProcess:
         self.process = subprocess.Popen(
             command + arguments,
             pass_fds=inherited,
-            env={**os.environ, "GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
+            env=_without_token() | {"GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )
@@ -97,10 +102,10 @@ class NurseryProcess:
             self._answer("ready")
             self._ready = True
 
-    def store(self) -> int:
-        """The port of the store where workers meet; it is there for all attempts."""
+    def store(self, address: str) -> int:
+        """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
         self.wait_ready()
-        self._ask({"kind": "store"})
+        self._ask({"kind": "store", "address": address})
         port: int = self._answer("store")["port"]
         return port
 

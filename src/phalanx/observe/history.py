@@ -33,8 +33,8 @@ GROWN = "grown"
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN for whatever is not a number (null, a missing key)."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    """A JSON value as a float; NaN for whatever is not a number (null, a missing key), or larger than anything is."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
 def whole(value: Any, default: int) -> int:
@@ -187,7 +187,7 @@ class _Reader:
                 if isinstance(event.get("step"), int):
                     self.evals[event["step"]] = event
             elif kind == "worker":
-                self.nodes.add(event.get("node"))
+                self.nodes.add(str(event.get("node")))
             elif kind == "end":
                 if self.attempts:
                     self.attempts[-1].ended = str(event.get("status", "stopped"))

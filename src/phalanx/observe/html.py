@@ -6,6 +6,8 @@ script only show values under the pointer. `page.css` and `page.js` beside this 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -32,12 +34,12 @@ _MOST_EVENTS = 200
 def html_page(summary: Summary, history: History, advices: Sequence[Advice]) -> str:
     """The whole document."""
     what = summary.what
-    status = summary.status.replace(" ", "-")
+    status = re.sub(r"[^a-z]+", "-", summary.status)
     began = f" · started {units.moment(summary.began)}" if summary.began else ""
     figures = run_figures(summary, history)
     plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step was finished yet.</p>'
     body = f"""
-<header><h1>{escape(what.name)}</h1><span class="status {status}">{escape(summary.status)}</span></header>
+<header><h1>{escape(what.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
 <p class="sub">{escape(verdict(summary).partition(": ")[2] or verdict(summary))}{escape(began)}</p>
 {_tiles(summary)}
 <h2>Course of the run</h2>
@@ -58,7 +60,9 @@ def document(title: str, body: str, footer: str) -> str:
     """A page around `body` that needs, and may ask, nobody."""
     here = Path(__file__)
     css, script = here.with_name("page.css").read_text(), here.with_name("page.js").read_text()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    script = f"\n{script}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -75,8 +79,7 @@ def document(title: str, body: str, footer: str) -> str:
 <main>{body}
 <footer>{escape(footer)}</footer>
 </main>
-<script>
-{script}</script>
+<script>{script}</script>
 </body>
 </html>
 """

@@ -43,9 +43,9 @@ class LiveFacts:
 def facts_of(run: Run) -> LiveFacts:
     """The facts of a run whose resolved recipe, plan and cluster files are written; what is missing is not shown."""
     from phalanx.observe.metrics import measured_rate
-    from phalanx.observe.what import read_recipe
+    from phalanx.observe.what import read_recipe, sane
 
-    recipe, plan, cluster = read_recipe(run), run.read_json(run.plan) or {}, run.read_json(run.cluster)
+    recipe, plan, cluster = read_recipe(run), sane(run.read_lossy(run.plan)) or {}, sane(run.read_lossy(run.cluster))
     task = recipe.get("task")
     return LiveFacts(
         name=str(recipe.get("name", run.path.name)),

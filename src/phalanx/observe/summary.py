@@ -20,7 +20,7 @@ from phalanx.observe.foretold import Difference, largest_difference
 from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.sentences import straggler_in_words
-from phalanx.observe.what import What, read_recipe, what_ran
+from phalanx.observe.what import What, read_recipe, sane, what_ran
 from phalanx.run import Event, Run
 
 
@@ -183,8 +183,8 @@ def summarise(run: Run) -> Summary:
 
 def summary_of(run: Run, history: History) -> Summary:
     """`summarise` for a history that was already read."""
-    plan, cluster = run.read_json(run.plan), run.read_json(run.cluster)
-    result = run.read_json(run.result) or {}
+    plan, cluster = sane(run.read_json(run.plan)), sane(run.read_json(run.cluster))
+    result = sane(run.read_json(run.result)) or {}
     recipe = read_recipe(run)
     what = what_ran(run, recipe, plan, cluster, run.read_json(run.environment), history)
     steps = history.steps

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from phalanx.errors import DataError
+from phalanx.bounded import read_text
+from phalanx.errors import DataError, RecipeError
 from phalanx.observe.history import History
+from phalanx.recipe.load import LARGEST
 from phalanx.recipe.schema import Recipe
+from phalanx.recipe.text import parse
 from phalanx.run import Run
 
 
@@ -55,14 +58,46 @@ def read_recipe(run: Run) -> dict[str, Any]:
     """resolved.yaml as a plain mapping with every default filled in; as it stands when this version of Phalanx does
     not understand it. DataError when it is not YAML."""
     try:
-        raw = yaml.safe_load(run.resolved.read_text())
-    except yaml.YAMLError as error:
-        raise DataError(f"{run.resolved}: not valid YAML ({str(error).splitlines()[0]})") from None
+        raw, _ = parse(read_text(run.resolved, LARGEST, follow=False), str(run.resolved))
+    except RecipeError as error:
+        raise DataError(str(error)) from None
     raw = raw if isinstance(raw, dict) else {}
     try:
         return Recipe.model_validate(raw).model_dump(mode="json", by_alias=True)
     except ValidationError:
         return raw
+
+
+NUMBERS = frozenset(
+    {"parameters", "flops_per_sample", "units_per_sample", "predicted_step_seconds", "foretold_step_seconds"}
+    | {"cores", "count", "threads", "steps"}
+)
+TEXTS = frozenset({"unit", "flops_rule", "device", "name", "data_sheet_source", "host", "status", "digest"})
+TABLES = frozenset({"matmul_tflops", "data_sheet_tflops", "predicted_parts", "loop", "git"})
+LISTS = frozenset({"chosen"})
+
+
+def sane(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a small JSON file of a run says, without what is not of its kind: it may be damaged."""
+    if value is None:
+        return None
+    return {key: each for key, each in value.items() if _fits(key, each)}
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in NUMBERS:
+        return value is None or (_is_number(value) and 0 <= value < 1e30)
+    if key in TEXTS:
+        return value is None or isinstance(value, str)
+    if key in LISTS:
+        return isinstance(value, list)
+    if key.endswith("_tflops"):
+        return isinstance(value, dict) and all(_is_number(each) and 0 <= each < 1e30 for each in value.values())
+    return isinstance(value, dict) if key in TABLES else True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -142,7 +177,7 @@ def _part(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _int(value: Any) -> int | None:
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return int(value) if _is_number(value) else None
 
 
 def _data(data: Mapping[str, Any], task: str) -> str:

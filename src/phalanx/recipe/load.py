@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.errors import ExitCode, PhalanxError, RecipeError, storage_failed
+from phalanx.bounded import read_bytes
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, storage_failed
 from phalanx.recipe.explain import explained, found, nearest
 from phalanx.recipe.overrides import override
 from phalanx.recipe.schema import Recipe
@@ -18,6 +19,10 @@ from phalanx.recipe.travelled import home_of
 from phalanx.recipe.variables import expand, expanded, variables
 
 _NAMING = "a recipe says what it trains and on what: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
+
+
+LARGEST = 1 << 20
+"""Bytes of a text that somebody wrote."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,9 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 def read_text(path: Path) -> str:
     """The text of a file that somebody wrote. RecipeError: there is none, or it is no text."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, LARGEST).decode("utf-8-sig")
+    except DataError as error:
+        raise RecipeError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
     except FileNotFoundError:
         beside = sorted(other.name for other in path.absolute().parent.glob("*.y*ml"))
         raise RecipeError(f"{path}: there is no such file{nearest(path.name, beside)}") from None

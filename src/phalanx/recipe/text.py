@@ -39,8 +39,31 @@ _CONTROL = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\
 """What YAML does not allow in a text; PyYAML would refuse it without naming the line."""
 
 
+MOST = 50_000
+"""Values of a text; recipes have some hundred."""
+TOO_MUCH = f"more than {MOST} values, which no recipe has"
+
+
+class _TooMuch(Exception):
+    """A text that is no recipe, with where that was noticed, and why."""
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the resolution rules of YAML 1.2."""
+    """PyYAML's parser with the resolution rules of YAML 1.2, for so many values."""
+
+    _count = _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One more value, or what is within it."""
+        self._count += 1
+        self._depth += 1
+        if self._count > MOST or self._depth > 2 * DEPTH:  # how deep each value is shows when all are there
+            why = TOO_MUCH if self._count > MOST else _TOO_DEEP
+            raise _TooMuch(self.peek_event().start_mark, why)  # type: ignore[no-untyped-call]
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name
 
@@ -82,6 +105,10 @@ def parse(text: str, label: str, numbered: bool = True) -> tuple[Any, Places]:
         raise RecipeError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from None
     except RecursionError:
         raise RecipeError(f"{label}: {_TOO_DEEP}") from None
+    except _TooMuch as error:
+        raise RecipeError(f"{place(error.args[0])}: {error.args[1]}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{label}: not valid YAML: {error}") from None
     finally:
         loader.dispose()
     places: Places = {}
@@ -98,6 +125,8 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
         raise RecipeError(f"{where}: an anchor that contains itself")
     if len(above) == DEPTH:
         raise RecipeError(f"{where}: {_TOO_DEEP}")
+    if len(places) > MOST:  # anchors within anchors: few words may say endlessly much
+        raise RecipeError(f"{where}: {TOO_MUCH}")
     above = (*above, node)
     tag = node.tag.removeprefix(_TAG)
     if isinstance(node, yaml.MappingNode) and tag == "map":
@@ -107,6 +136,8 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
             if not isinstance(name_node, yaml.ScalarNode):
                 raise RecipeError(f"{at}: found a {name_node.id} as a key, expected a name")
             name = str(name_node.value)
+            if _CONTROL.search(name) or "\n" in name:
+                raise RecipeError(f"{at}: found {name!r} as a key, expected a name")
             if name in mapping:
                 raise RecipeError(f"{at}: {dotted((*key, name))}: stands here twice, first at {places[(*key, name)]}")
             places[(*key, name)] = at

@@ -13,7 +13,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.text import Key, dotted
 
-_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{([^{}$]*)\}")
 
 
 def variables(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -9,17 +9,26 @@ from typing import Any
 
 import xxhash
 
+from phalanx.bounded import read_json
+from phalanx.errors import DataError
+from phalanx.run.private import check_own
+
+LARGEST = 64 << 20
 FRESH = 86400.0
 """Seconds for which a measurement is taken as it is."""
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
+    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx. UsageError where another user owns it,
+    or may write there: what lies in it is trained on."""
     if given := environ.get("PHALANX_CACHE"):
-        return Path(given)
-    if shared := environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".cache" / "phalanx"
+        root = Path(given)
+    elif shared := environ.get("XDG_CACHE_HOME"):
+        root = Path(shared) / "phalanx"
+    else:
+        root = Path.home() / ".cache" / "phalanx"
+    check_own(root, "the cache")
+    return root
 
 
 def remembered(
@@ -38,17 +47,22 @@ def remembered(
     if old is not None and now() - path.stat().st_mtime < FRESH:
         return old
     value = measure()
-    _keep(path, {"key": key, "value": value})
+    _keep(path, {"key": key, "value": value, "xxh3": _hash(value)})
     return value
 
 
 def _kept(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text())
-        value = found["value"] if found["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):  # absent or torn: measuring mends either
+        found = read_json(path, LARGEST)
+        value = found["value"]
+        known = isinstance(value, dict) and found["key"] == key and found["xxh3"] == _hash(value)
+    except (OSError, DataError, KeyError, TypeError):  # absent, torn or changed: measuring again is as good
         return None
-    return value if isinstance(value, dict) else None
+    return value if known else None
+
+
+def _hash(value: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _keep(path: Path, value: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.bounded import read_json
 from phalanx.errors import DataError, UsageError
 
 RESULT_FORMAT = 1
@@ -107,14 +108,26 @@ class Run:
     def read_json(self, path: Path) -> dict[str, Any] | None:
         """One of the run's JSON files, or None when it was not written yet. DataError when it is not JSON."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            return read_json(path, follow=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: not valid JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
-        return value
+
+    def damaged(self) -> list[str]:
+        """In words, which of the small files that a run can do without are not what was written."""
+        found = []
+        for path in (self.plan, self.cluster, self.environment, self.result, self.checkpoints / "best.json"):
+            try:
+                self.read_json(path)
+            except DataError as error:
+                found.append(f"{error}; the run goes on without it")
+        return found
+
+    def read_lossy(self, path: Path) -> dict[str, Any]:
+        """The same for a file that a run can do without: empty where it is missing or damaged."""
+        try:
+            return self.read_json(path) or {}
+        except DataError:
+            return {}
 
 
 def not_done(run: Run) -> str | None:

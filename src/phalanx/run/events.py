@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from phalanx.bounded import from_json, open_regular
 from phalanx.errors import storage_failed
 from phalanx.run.steady import unix_now
 
 Event = dict[str, Any]
+LATEST, MOST = 1e11, 1 << 53
+"""Seconds of a time, and a count, beyond which they are none."""
+LONGEST = 16 << 20
+"""Characters of a line that is read as one."""
 
 
 class EventLog:
@@ -64,19 +69,28 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every whole event in order. A line that is not a JSON object (torn by a crash) is skipped."""
+    """Every whole event in order. A line that is none (torn by a crash, or damaged) is skipped."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return
     with open(descriptor, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(LONGEST):
             try:
-                event = json.loads(line)
+                event = from_json(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and "kind" in event:
+            if isinstance(event, dict) and isinstance(event.get("kind"), str) and _sane(event):
                 yield event
+
+
+def _sane(event: Event) -> bool:
+    """Whether the fields that order events are what they should be, as far as they are there."""
+    t = event.get("t", 0.0)
+    if type(t) not in (int, float) or not 0 <= t <= LATEST:
+        return False
+    counts = (event.get(name, 0) for name in ("step", "from_step", "attempt", "world"))
+    return all(type(count) is int and 0 <= count <= MOST for count in counts)
 
 
 def steps_of(events: Iterable[Event]) -> list[Event]:
@@ -87,7 +101,7 @@ def steps_of(events: Iterable[Event]) -> list[Event]:
     for event in events:
         if event["kind"] == "start":
             attempt = int(event.get("attempt", attempt + 1))
-        elif event["kind"] == "step":
+        elif event["kind"] == "step" and "step" in event:
             step = int(event["step"])
             if step not in latest or attempt >= latest[step][0]:
                 latest[step] = (attempt, event)
@@ -98,6 +112,8 @@ def training_seconds(events: Iterable[Event]) -> float:
     """The time of all attempts together, each from its `start` event on, without what lies between them."""
     seconds, last = 0.0, None
     for event in events:
+        if "t" not in event:
+            continue
         if event["kind"] == "start":
             last = event["t"]
         elif event["kind"] == "worker" and not event.get("later"):  # the next attempt gets ready

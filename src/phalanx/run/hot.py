@@ -20,6 +20,7 @@ from pathlib import Path
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run.directory import Run, write_json
+from phalanx.run.private import others_may_write
 
 VARIABLE = "PHALANX_HOT"
 """Names the folder below which hot copies lie."""
@@ -66,6 +67,11 @@ def open_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
     if folder is None:
         raise UsageError(f"there is no {MEMORY} here; name a folder by {VARIABLE}")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    base = folder.parent.stat()
+    if not base.st_mode & stat.S_ISVTX and (base.st_uid not in (os.getuid(), 0) or others_may_write(base)):
+        raise UsageError(
+            f"{folder.parent}: other users may put another folder in the place of one of this user's there"
+        )
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not is_private(folder):
@@ -123,7 +129,10 @@ def read_history(run: Run) -> tuple[Lines, int]:
     lines, saved = value.get("lines"), value.get("saved")
     if not isinstance(lines, list) or not isinstance(saved, int):
         return [], 0
-    return [(str(token), upto) for token, upto in lines], saved
+    known = [line for line in lines if isinstance(line, list) and len(line) == 2]
+    if len(known) < len(lines) or not all(upto is None or isinstance(upto, int) for _, upto in known):
+        return [], 0
+    return [(str(token), upto) for token, upto in known], saved
 
 
 def begin_line(run: Run, token: str) -> None:

@@ -6,6 +6,11 @@ from typing import Self
 
 from phalanx.errors import UsageError
 
+STORE_VARIABLE = "PHALANX_STORE"
+"""Names the file where workers of one machine meet."""
+KEY_VARIABLE = "PHALANX_STORE_KEY"
+"""Holds what workers of several nodes sign with what they say in the store where they meet."""
+
 
 @dataclass(frozen=True)
 class Membership:

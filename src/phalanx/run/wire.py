@@ -20,8 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
-from phalanx.errors import UsageError
+from phalanx.bounded import read_text
+from phalanx.errors import DataError, UsageError
 from phalanx.run.channel import Message
+from phalanx.run.private import check_own
 
 HANDSHAKE = 5.0
 """Seconds that an end may take to prove itself, all in all."""
@@ -30,6 +32,9 @@ SENDING = 10.0
 LARGEST = 16 << 20
 """Bytes of a frame; stacks and errors are far smaller."""
 SHORTEST_TOKEN = 16
+FEWEST_CHARACTERS = 6
+"""Different ones in a token; among 16 random hexadecimal digits there are hardly ever fewer."""
+LARGEST_TOKEN = 4096
 AGENT = b"A"
 """The purpose of an agent's connection to its leader; other rooms have others."""
 WAITING = 64
@@ -89,7 +94,10 @@ class Wire:
             if not hmac.compare_digest(mac, self._sign(self._theirs, self._taken, payload)):
                 return None
             self._taken += 1
-            messages += json.loads(payload)
+            try:
+                messages += json.loads(payload)
+            except (ValueError, RecursionError, TypeError):
+                return None
         return None if self._too_large() else messages
 
     def close(self) -> None:
@@ -306,15 +314,31 @@ def token_from(environment: Mapping[str, str] = os.environ) -> bytes:
     path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
     if path is not None:
         try:
-            token = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {error.strerror}") from None
-    if len(token.strip()) < SHORTEST_TOKEN:
+            check_own(Path(path), "the token")
+            token = read_text(path, LARGEST_TOKEN)
+            found = os.stat(path)
+        except (OSError, DataError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {why}") from None
+        if found.st_uid == os.getuid() and found.st_mode & 0o077:
+            raise UsageError(f"PHALANX_TOKEN_FILE={path}: other users may read the token; `chmod 600 {path}`")
+    if not _is_random(token.strip()):
         raise UsageError(
             "several nodes need a token that all of them know: at least 16 random characters in a file that only you "
             "can read (PHALANX_TOKEN_FILE), such as `openssl rand -hex 32` prints"
         )
     return token.strip().encode()
+
+
+def _is_random(token: str) -> bool:
+    """Whether it is long enough to be random, and neither a word said again and again nor of a few characters."""
+    period = (token + token).find(token, 1) if token else 0
+    return period >= SHORTEST_TOKEN and len(set(token)) >= FEWEST_CHARACTERS
+
+
+def store_key(token: bytes, nonce: str) -> bytes:
+    """What the workers of an attempt sign with where they meet."""
+    return hmac.digest(token, b"store" + nonce.encode(), "sha256")
 
 
 def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads: bool) -> Wire:

@@ -2,17 +2,21 @@
 the start that is told, the result."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
+from phalanx.recipe.changes import differences, is_free
 from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
+from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
@@ -36,6 +40,8 @@ from phalanx.train.state import Progress, state_tensors
 from phalanx.train.step import Stepper, slots_for
 
 SAME_FILES = "restore the files that the recipe's data.source matched"
+PLACES = ("data.source", "data.tokenizer", "evaluate.source", "batch.micro")
+"""Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
 
 
 def make_stepper(
@@ -142,11 +148,39 @@ def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, 
             raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {cure}")
         if parts.place.leads:
             parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
+    check_recipe(parts, loaded.path, meta, force)
     progress = Progress.from_meta(meta)
     if kept is None:  # older checkpoints do not say that they are one
         progress.saved = progress.step
     go_on_from(parts.run, parts.place, progress.step, kept)
     return progress
+
+
+def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool) -> None:
+    """RecipeError where what decides the mathematics is not what the checkpoint at `path` was trained with: it stands
+    there under a checksum, and in resolved.yaml it does not."""
+    if "recipe" not in meta:
+        return
+    try:
+        trained = Recipe.model_validate(meta["recipe"])
+    except ValidationError as error:
+        raise DataError(f"{path}: its recipe is not one that this Phalanx knows ({error.errors()[0]['msg']})") from None
+    own = (*PLACES, "exchange") if trained.exchange.exact == "no" else PLACES  # chosen while training
+    found = [each for each in differences(trained, parts.recipe) if not is_free(each.key)]
+    found = [each for each in found if not any(f"{each.key}.".startswith(f"{key}.") for key in own)]
+    if not found:
+        return
+    if not force:
+        listed = "; ".join(map(str, found))
+        raise RecipeError(
+            f"{parts.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
+            "give --force to go on with the new ones"
+        )
+    if parts.place.leads:
+        told = {event.get("text") for event in read_events(parts.run.events) if event["kind"] == "warning"}
+        for text in (f"forced: {each}" for each in found):
+            if text not in told:  # by whoever compared the recipes as they were given
+                parts.reporter.event("warning", text=text)
 
 
 def _resume_hot(parts: Parts) -> Loaded | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.data import Data
+from phalanx.train.nodes import said_by
 from phalanx.train.objective import Sums
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.shard import let_go
@@ -123,6 +124,5 @@ def _shared(names: list[str], place: Place, speaker: int) -> list[str]:
     """The metrics' names, known to those who speak, on all workers."""
     if place.world == 1:
         return names
-    box = [names]
-    dist.broadcast_object_list(box, src=speaker)
-    return box[0]
+    said: list[str] = said_by(speaker, names, device=place.device)
+    return said

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from phalanx.run import Run
 from phalanx.run.cache import remembered
 from phalanx.run.directory import write_json
 from phalanx.train.fp8 import QuantisedWeight, compute_in_fp8, fits, linear, quantise_once
+from phalanx.train.nodes import exchanged, said_by
 from phalanx.train.place import Place
 
 GAIN = 1.05
@@ -123,21 +123,19 @@ class Chooser:
     def _agreed(self, shapes: Collection[Shape]) -> dict[Shape, Times]:
         """The same times on all workers: of their shapes together, as the leading one measured them."""
         if self.place.world > 1:
-            everybody: list[Any] = [None] * self.place.world
-            dist.all_gather_object(everybody, shapes)
-            shapes = set[Shape]().union(*everybody)
-        told: list[Any] = [None]
+            everybody = exchanged(self.place, [asdict(shape) for shape in shapes])
+            shapes = {Shape(**each) for said in everybody for each in said}
+        found: dict[Shape, Times] = {}
         if self.place.leads:
             path = self.run.path / "fp8.json"
             known = _read(self.run, path)
             found = {shape: known.get(shape) or self._measured(shape) for shape in sorted(shapes)}
             if found.keys() - known.keys():
                 _write(path, known | found)
-            told = [found]
         if self.place.world > 1:
-            dist.broadcast_object_list(told, src=0)
-        times: dict[Shape, Times] = told[0]
-        return times
+            told = said_by(0, [[asdict(shape), asdict(times)] for shape, times in found.items()])
+            found = {Shape(**shape): Times(**times) for shape, times in told}
+        return found
 
     def _measured(self, shape: Shape) -> Times:
         device = self.place.device

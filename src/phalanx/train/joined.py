@@ -205,7 +205,7 @@ class Joined:
 
     def _write_plan(self, prepared: Prepared, dataset: Any, tokens: int) -> None:
         """Complete plan.json by what only the loop knew. UsageError when the run was begun with another optimizer."""
-        plan = self._run.read_json(self._run.plan) or {}
+        plan = self._run.read_lossy(self._run.plan)
         now = prepared.facts["optimizer"].partition(",")[0]
         if "loop" in plan and (before := plan["loop"]["optimizer"].partition(",")[0]) != now:
             raise UsageError(
@@ -278,7 +278,7 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
-    layout, begun = recipe.layout, "loop" in (run.read_json(run.plan) or {})
+    layout, begun = recipe.layout, "loop" in run.read_lossy(run.plan)
     left_open = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
     assert isinstance(layout, Layout)
     beside = travels_beside(recipe.exchange, layout, place.device.type)

@@ -1,7 +1,7 @@
 """Which workers share a node, and what all workers say to one another in words.
 
-Words travel as bytes over the process group, where every worker is known: at starts and when something is decided,
-never in a step.
+Words travel as the bytes of JSON over the process group, at starts and when something is decided, never in a step:
+what a peer sends is only ever read as values, and no more of it than LARGEST.
 """
 
 import json
@@ -17,6 +17,10 @@ import torch.distributed as dist
 from phalanx.errors import UsageError
 from phalanx.run.hot import node_name
 from phalanx.train.place import Place
+
+CPU = torch.device("cpu")
+LARGEST = 256 << 20
+"""Bytes of what one worker says; records of a large state's pieces are some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,76 @@ def nodes_of(place: Place, environment: Mapping[str, str] = os.environ) -> Nodes
 
 def exchanged(place: Place, value: Any) -> list[Any]:
     """What each worker says, anything that JSON can hold, by rank; every worker calls it."""
-    text = json.dumps(value)
+    content = _written(value)
     if place.world == 1:
-        return [json.loads(text)]
-    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return [_read(content)]
     size = torch.tensor([content.numel()])
     sizes = [torch.empty_like(size) for _ in range(place.world)]
     dist.all_gather(sizes, size)
-    longest = int(max(sizes))
+    longest = _bounded(int(max(sizes)))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: content.numel()] = content
     contents = [torch.empty_like(padded) for _ in range(place.world)]
     dist.all_gather(contents, padded)
-    return [json.loads(bytes(each[: int(length)].tolist())) for each, length in zip(contents, sizes, strict=True)]
+    return [_read(each[: int(length)]) for each, length in zip(contents, sizes, strict=True)]
+
+
+def said_by(source: int, value: Any, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
+    """What the worker `source`, by its rank of all, says to all of a group; the others' `value` is not looked at. Every
+    worker of the group calls it."""
+    speaks = dist.get_rank() == source
+    content = (_written(value) if speaks else torch.empty(0, dtype=torch.uint8)).to(device)
+    size = torch.tensor([content.numel()], device=device)
+    dist.broadcast(size, src=source, group=group)
+    if not speaks:
+        content = torch.empty(_bounded(int(size)), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src=source, group=group)
+    return _read(content)
+
+
+def say_to(target: int, value: Any, group: dist.ProcessGroup | None, device: torch.device = CPU) -> None:
+    """Say something to the worker `target`, by its rank of all, which calls `heard_from`."""
+    content = _written(value).to(device)
+    dist.send(torch.tensor([content.numel()], device=device), target, group)
+    dist.send(content, target, group)
+
+
+def heard_from(source: int, group: dist.ProcessGroup | None, device: torch.device = CPU) -> Any:
+    """What the worker `source`, by its rank of all, says to this one by `say_to`."""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, source, group)
+    content = torch.empty(_bounded(int(size)), dtype=torch.uint8, device=device)
+    dist.recv(content, source, group)
+    return _read(content)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in words; `dtype_named` is the way back."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """DistError, as where a worker is lost, for what is none."""
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise dist.DistError(f"another worker names {name!r} where a dtype is expected: it is none of this run")
+    return found
+
+
+def _written(value: Any) -> torch.Tensor:
+    content = bytearray(json.dumps(value).encode())
+    _bounded(len(content))
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _read(content: torch.Tensor) -> Any:
+    try:
+        return json.loads(content.cpu().numpy().tobytes())
+    except (ValueError, RecursionError):
+        raise dist.DistError("what another worker said is not JSON: it is no worker of this run") from None
+
+
+def _bounded(size: int) -> int:
+    if not 0 < size <= LARGEST:
+        raise dist.DistError(f"a worker says {size} bytes where 1 to {LARGEST} are expected: it is none of this run")
+    return size

@@ -127,7 +127,7 @@ class Keeper:
             descriptor = -1
             try:
                 copy.mkdir(mode=0o700, exist_ok=True)
-                descriptor = os.open(copy / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                descriptor = os.open(copy / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
                 stack.callback(os.close, descriptor)
             except OSError as error:
                 wrong = str(error)

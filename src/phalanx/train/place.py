@@ -19,11 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
-from phalanx.cluster.interfaces import missing
+from phalanx.cluster.interfaces import VARIABLES, missing
 from phalanx.errors import DataError, UsageError
+from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
+from phalanx.run.wire import listening_at, store_key, token_from
+from phalanx.train.signed import SignedStore
 
 PATIENCE = timedelta(minutes=10)
 """How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
@@ -121,10 +124,15 @@ def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return made
 
 
+def is_local(environment: Mapping[str, str]) -> bool:
+    """Whether all workers are on this machine, as whoever started them says."""
+    return environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+
+
 def local_network(environment: Mapping[str, str]) -> dict[str, str]:
-    """gloo binds to the address of the host's name, which need not be usable; a local world talks over loopback."""
-    local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
-    return {"GLOO_SOCKET_IFNAME": "lo"} if local and "GLOO_SOCKET_IFNAME" not in environment else {}
+    """gloo binds to the address of the host's name, which need not be usable, and NCCL to any that others may reach; a
+    local world talks over loopback."""
+    return {name: "lo" for name in VARIABLES if is_local(environment) and name not in environment}
 
 
 def check_interfaces(place: Place, environment: Mapping[str, str]) -> None:
@@ -137,20 +145,52 @@ def check_interfaces(place: Place, environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def _connect(address: str, port: int, hosts: bool, patience: timedelta) -> TCPStore:
-    store = TCPStore(address, port, None, hosts, patience)
-    store.set_timeout(PATIENCE)
-    return store
+def _connect(address: str, port: int, hosts: bool, local: bool, key: bytes | None, patience: timedelta) -> Store:
+    if not hosts:
+        store = TCPStore(address, port, None, False, patience)
+        store.set_timeout(PATIENCE)
+    else:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:  # torch itself would listen on all addresses
+            own = address if local or ":" in address else listening_at(address)
+            listener = socket.create_server((own, port), family=family)
+        except OSError as error:
+            why = str(error.strerror).partition(" (while")[0]
+            raise UsageError(
+                f"MASTER_ADDR={address} MASTER_PORT={port}: worker 0 cannot listen there: {why}; name an address of "
+                "its machine, and a port that is free"
+            ) from None
+        store = TCPStore(address, port, None, True, PATIENCE, master_listen_fd=listener.detach())
+    return store if key is None else SignedStore(store, key)
 
 
-def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> TCPStore:
-    """The store where workers meet, opened once in a process. The agent and torchrun host it; under any other launcher
-    the leading worker does."""
+@functools.cache
+def _shared(path: str) -> FileStore:
+    return FileStore(path, -1)
+
+
+def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> Store:
+    """The store where workers meet, opened once in a process. Workers of our agent on one machine have a file that no
+    other user can open; on several nodes the agent hosts one, and what stands there is signed with the attempt's key.
+    torchrun hosts its own; under any other launcher the leading worker does. What stands there is signed where the
+    launcher gives workers a token."""
+    if path := environment.get(STORE_VARIABLE):
+        return _shared(path)
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
     hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
-    return _connect(address, int(port), place.leads and not hosted, CONNECTING if hosted else PATIENCE)
+    patience = CONNECTING if hosted else PATIENCE
+    hosts = place.leads and not hosted
+    return _connect(address, int(port), hosts, is_local(environment), _key(environment), patience)
+
+
+def _key(environment: Mapping[str, str]) -> bytes | None:
+    if given := environment.get(KEY_VARIABLE):
+        return bytes.fromhex(given)
+    if environment.keys().isdisjoint({"PHALANX_TOKEN", "PHALANX_TOKEN_FILE"}):
+        return None
+    return store_key(token_from(environment), environment.get("TORCHELASTIC_RUN_ID", ""))
 
 
 def store_of(place: Place, environment: Mapping[str, str] = os.environ) -> PrefixStore:

@@ -24,7 +24,7 @@ from phalanx.train.ends import make_stepper, tell_start
 from phalanx.train.evaluation import Scores
 from phalanx.train.gang import Gang, Summoned
 from phalanx.train.model import Seeds
-from phalanx.train.nodes import exchanged
+from phalanx.train.nodes import dtype_name, dtype_named, exchanged, said_by
 from phalanx.train.objective import Objective
 from phalanx.train.orders import Connections, Order, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
@@ -223,12 +223,13 @@ class Regrouping:
         dist.all_gather(all_of_them, mine)
         reached = [int(each[0]) for each in all_of_them]
         source = reached.index(max(reached))
-        box: list[Any] = [None]
+        own: list[Any] = []
         if place.rank == source:
             assert standing is not None
-            box = [(replace(standing, summed=False, unfinished=None), self._fingerprint, scale)]
-        dist.broadcast_object_list(box, src=source)
-        farthest, fingerprint, scale = box[0]
+            own = [standing.words(), self._fingerprint, {name: float(value) for name, value in scale.items()}]
+        words, fingerprint, scales = said_by(source, own)
+        farthest = Standing.from_words(words)
+        scale = {name: torch.tensor(value, dtype=torch.float64) for name, value in scales.items()}
         if fingerprint != self._fingerprint:
             raise DataError(
                 f"the data of worker {self._number} are not those of the others: all nodes must read the same"
@@ -271,11 +272,10 @@ class Whole:
 
 def broadcast(own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """The tensors of the worker `source` of this group, which gives its `own`, on all of it."""
-    box: list[Any] = [own and [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()]]
-    dist.broadcast_object_list(box, src=source, group=group)
+    words = [[name, list(tensor.shape), dtype_name(tensor.dtype)] for name, tensor in (own or {}).items()]
     found = {}
-    for name, shape, dtype in box[0]:
-        tensor = torch.empty(shape, dtype=dtype) if own is None else own[name].contiguous()
+    for name, shape, dtype in said_by(source, words, group):
+        tensor = torch.empty(shape, dtype=dtype_named(dtype)) if own is None else own[name].contiguous()
         if tensor.numel():  # a shard may have no row of it
             dist.broadcast(tensor, src=source, group=group)
         found[name] = tensor

@@ -252,8 +252,8 @@ class Saving:
             self._removals.append(self._janitor.submit(self._remove_old, step))
 
     def _remove_old(self, step: int) -> list[Path]:
-        best = self._run.read_json(best_file(self._run))
-        protected = [step] if best is None else [step, best["step"]]
+        best = self._run.read_lossy(best_file(self._run)).get("step")
+        protected = [step, best] if isinstance(best, int) else [step]
         return retain(self._run.checkpoints, self._keep, protected)
 
     def _remove_new(self, step: int) -> None:

@@ -7,7 +7,7 @@ Numbers: the step, and the samples consumed, from which the order of data follow
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,19 @@ class Standing:
     improved: bool = False
     back_for: str = ""
     unfinished: Unfinished | None = None
+
+    def words(self) -> dict[str, Any]:
+        """As JSON values, for others: without what is this worker's own."""
+        return asdict(replace(self, summed=False, unfinished=None))
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> "Standing":
+        """What `words` made."""
+        last = words["last"]
+        if last is not None:
+            change = None if last["change"] is None else (last["change"][0], last["change"][1])
+            last = Last(change, tuple((kind, moment, event) for kind, moment, event in last["told"]))
+        return cls(**{**words, "progress": Progress.from_meta(words["progress"]), "last": last})
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ def _train(
     pulse.beat("restoring")
     micro = recipe.batch.micro
     assert isinstance(micro, int)
-    with explain_memory(micro, run.read_json(run.plan)):
+    with explain_memory(micro, run.read_lossy(run.plan)):
         if recipe.compile and built is not None:
             warm_up(built.parts, built.objective, progress)
             pulse.beat("compiling")

@@ -1,9 +1,12 @@
 """No byte of a checkpoint can change without being found, and the file is named."""
 
 import json
+import math
+import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from phalanx.train.checkpoint import (
     read_manifest,
     verify,
 )
-from phalanx.train.checkpoint.format import _sidecar
+from phalanx.train.checkpoint.format import Manifest, _sidecar
 
 FILES = ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
 
@@ -185,3 +188,76 @@ def test_tensors_that_do_not_fit_are_no_reason_to_take_an_older_checkpoint(tmp_p
     save(tmp_path, 40, {"w": torch.zeros(4)})
     with pytest.raises(DataError, match="step-000000040"):
         load_newest(tmp_path, lambda *_: None, {"w": torch.zeros(3)})
+
+
+def record(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> dict[str, object]:
+    """A manifest of one tensor of bytes, in these blocks: offset and extent."""
+    found, at = [], 0
+    for offset, extent in pieces:
+        end = at + math.prod(extent)
+        found.append({"file": "rank-00000.safetensors", "bytes": [at, end], "offset": offset, "extent": extent})
+        at = end
+    tensors = {"t": {"dtype": "U8", "shape": shape, "pieces": found}}
+    return {"files": {"rank-00000.safetensors": {"bytes": at, "chunks": ["0"] * -(-at // 1024)}}, "tensors": tensors}
+
+
+def manifest(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> Manifest:
+    return Manifest.model_validate({**record(pieces, shape), "chunk_bytes": 1024, "meta": {}})
+
+
+@pytest.mark.timeout(20)
+def test_many_pieces_side_by_side_in_any_dimension_are_read_soon() -> None:
+    count = 20_000
+    for dimension in range(3):
+        shape = tuple(count if each == dimension else 1 for each in range(3))
+        pieces = [(tuple(n if each == dimension else 0 for each in range(3)), (1, 1, 1)) for n in range(count)]
+        assert manifest(pieces, shape).nbytes == count
+
+
+def test_pieces_in_a_grid_and_in_a_pinwheel_fill_a_tensor() -> None:
+    grid = [((a, b, c), (2, 3, 1)) for a in (0, 2) for b in (0, 3, 6) for c in range(4)]
+    manifest(grid, (4, 9, 4))
+    pinwheel = [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((1, 1), (1, 1))]
+    manifest(pinwheel, (3, 3))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))],
+        [((0, 0), (1, 3)), ((0, 0), (1, 3)), ((2, 0), (1, 3))],
+        [((0, 0), (3, 1)), ((0, 1), (3, 1))],
+    ],
+)
+def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    with pytest.raises(ValueError, match="do not hold each element exactly once"):
+        manifest(pieces, (3, 3))
+
+
+@pytest.mark.parametrize("file", ["../../etc/hostname", "/etc/hostname", "a/b", "..", ""])
+def test_a_manifest_names_no_file_outside_of_its_folder(file: str) -> None:
+    value = {**record([((0,), (4,))], (4,)), "files": {file: {"bytes": 4, "chunks": ["0"]}}}
+    with pytest.raises(ValueError, match="String should"):
+        Manifest.model_validate({**value, "meta": {}, "chunk_bytes": 1024})
+
+
+@pytest.mark.parametrize("change", [{"chunk_bytes": 1 << 62}, {"shape": [0] * 65}, {"shape": [0, 10**30]}])
+def test_sizes_that_no_checkpoint_has_are_refused(change: dict[str, Any]) -> None:
+    value = {**record([], (0,)), "meta": {}, "chunk_bytes": change.get("chunk_bytes", 1024)}
+    if "shape" in change:
+        value["tensors"] = {"t": {"dtype": "U8", "shape": change["shape"], "pieces": []}}
+    with pytest.raises(ValueError, match="validation error"):
+        Manifest.model_validate(value)
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"])
+@pytest.mark.timeout(20)
+def test_a_pipe_or_a_device_in_the_place_of_a_file_is_refused(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(CorruptError, match=f"{name}: expected a file, found a pipe"):
+        verify(copy)
+    (copy / name).unlink()
+    (copy / name).symlink_to("/dev/zero")
+    with pytest.raises(CorruptError, match=f"{name}: expected a file, found a device"):
+        verify(copy)

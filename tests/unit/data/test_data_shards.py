@@ -249,5 +249,5 @@ def test_tokens_beyond_the_vocabulary_are_found(folder):
 
 def test_a_manifest_that_is_nested_too_deeply_is_named(folder):
     (folder / "manifest.json").write_text('{"format": 1, "shards": ' + "[" * 100_000)
-    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest \(RecursionError"):
+    with pytest.raises(DataError, match=r"manifest\.json: not a dataset manifest"):
         read_manifest(folder)

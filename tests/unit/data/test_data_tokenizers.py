@@ -308,3 +308,33 @@ def test_without_the_library_the_message_says_what_to_install(texts, tmp_path, b
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match=r"pip install 'phalanx\[tokenizers\]'"):
         load_tokenizer(bpe)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{}", b"\xff\xfe", b"[" * 100_000, b"1" * 5000),
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}',
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
+    (tmp_path / TOKENIZER).write_bytes(content)
+    with pytest.raises(RecipeError, match=r"tokenizer.json: "):
+        load_tokenizer(tmp_path / TOKENIZER)
+
+
+def test_a_panic_of_the_library_is_told_as_any_other_error(tmp_path, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Library:
+        class Tokenizer:
+            @staticmethod
+            def from_str(text):
+                raise PanicException("regex")
+
+    monkeypatch.setattr("phalanx.data.tokenizers._library", Library)
+    (tmp_path / TOKENIZER).write_text("{}")
+    with pytest.raises(RecipeError, match=r"not a tokenizer.json that `tokenizers` can read \(regex\)"):
+        load_tokenizer(tmp_path / TOKENIZER)

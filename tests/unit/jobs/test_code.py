@@ -1,5 +1,6 @@
 """What of a folder or a commit travels with a job, and what is refused."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster.environment import git_state
 from phalanx.errors import UsageError
 from phalanx.jobs import code as travelling
 from phalanx.jobs.code import Code, commit_code, folder_code, unpack
@@ -201,3 +203,98 @@ def test_a_dry_run_tells_count_bytes_hash_and_what_is_left_out(tmp_path: Path) -
         f"# from {tmp_path}",
         "# left out: .env: its name says that it holds secrets",
     ]
+
+
+def commit_of(folder: Path) -> str:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "links")
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"esc": "p/q/../../small.yaml", "p/q": "../a"},
+        {"esc": "p/out/passwd", "p/out": "../../../etc"},
+        {"esc": "loop", "loop": "esc"},
+        {"esc": "/etc/passwd"},
+        {"esc": "../outside"},
+    ],
+    ids=["lexically within", "over another link", "loop", "absolute", "above"],
+)
+def test_a_link_of_a_commit_that_leads_outside_is_left_out(repository: Path, links: dict[str, str]) -> None:
+    write(repository, **{"a/b.txt": "b"})
+    for name, target in links.items():
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).symlink_to(target)
+    code = commit_code(repository, commit_of(repository))
+    assert "esc" in told(code)
+    assert "esc" not in names(code)
+
+
+def test_a_link_of_a_commit_over_another_link_within_it_travels(repository: Path, tmp_path: Path) -> None:
+    write(repository, **{"a/b.txt": "b"})
+    (repository / "folder").symlink_to("a")
+    (repository / "file").symlink_to("folder/b.txt")
+    unpack(commit_code(repository, commit_of(repository)).tar, tmp_path / "copy")
+    assert (tmp_path / "copy" / "file").read_text() == "b"
+
+
+def packed(*members: tuple[str, str | None]) -> bytes:
+    """A tar of files that hold their names, and of links to what stands beside the name."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, target in members:
+            info = tarfile.TarInfo(name)
+            if target is not None:
+                info.type, info.linkname = tarfile.SYMTYPE, target
+            info.size = 0 if target is not None else len(name)
+            archive.addfile(info, io.BytesIO(name.encode()))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("link", "../outside"), ("link/planted", None)],
+        [("../outside/planted", None)],
+        [("esc", "../outside")],
+        [("p/q", "../a"), ("a/b", None), ("esc", "p/q/../../outside")],
+    ],
+    ids=["below a link", "above", "a link above", "over another link"],
+)
+def test_a_hostile_snapshot_writes_nothing_outside_of_its_folder(
+    tmp_path: Path, members: list[tuple[str, str | None]]
+) -> None:
+    (tmp_path / "outside").mkdir()
+    with pytest.raises((UsageError, OSError)):
+        unpack(packed(*members), tmp_path / "copy")
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_received_repository_runs_nothing_of_its_configuration(
+    repository: Path, tmp_path: Path, commit: bool
+) -> None:
+    ran = tmp_path / "ran"
+    hooks = write(tmp_path / "hooks", **{"post-index-change": f"#!/bin/sh\ntouch {ran}\n"})
+    (hooks / "post-index-change").chmod(0o755)
+    write(repository, **{".gitattributes": "* filter=evil\n"})
+    head = commit_of(repository)
+    for key, value in (
+        ("core.fsmonitor", f"touch {ran}; echo"),
+        ("core.hooksPath", str(hooks)),
+        ("filter.evil.clean", f"touch {ran}; cat"),
+        ("filter.evil.smudge", f"touch {ran}; cat"),
+        ("filter.evil.required", "true"),
+        ("extensions.worktreeConfig", "true"),
+    ):
+        git(repository, "config", key, value)
+    write(repository, **{"lib.py": "y", ".gitattributes": "* filter=evil\n*.py filter=worse\n"})
+    git(repository, "config", "--worktree", "filter.worse.clean", f"touch {ran}; cat")
+    os.utime(repository / ".gitattributes", (1, 1))
+    git_state(repository)
+    assert not ran.exists()
+    with contextlib.suppress(UsageError):
+        commit_code(repository, head) if commit else folder_code(repository)
+    assert not ran.exists()

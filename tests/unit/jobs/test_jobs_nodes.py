@@ -12,10 +12,10 @@ import pytest
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of
 from phalanx.jobs.sources import fingerprint
-from phalanx.run.channel import pair, send
+from phalanx.run.channel import pair, receive, send
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulses
-from phalanx.run.wire import Door, Wire, dial
+from phalanx.run.wire import Door, Wire, dial, store_key
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 
@@ -203,3 +203,29 @@ def test_the_fingerprint_is_that_of_names_and_contents_of_modules(tmp_path: Path
 
 def test_nodes_with_the_same_versions_fit() -> None:
     assert misfit(introduction(1, 3), introduction(0, 3)) is None
+
+
+@pytest.mark.parametrize("node", ["x", None, [1], {"a": 1}, 1.5, True])
+def test_an_agent_that_says_no_number_is_sent_away(crew: Crew, node: Any) -> None:
+    wire = come(crew, 1, {"node": node})
+    assert crew.admit() == []
+    assert crew.others == {}
+    wire.close()
+
+
+def test_the_key_of_an_attempt_is_made_on_each_node_and_never_travels(ends: list[socket.socket]) -> None:
+    pulses = Pulses()
+    start = {"kind": "start", "nonce": "n1"}
+    Here(ends[0], ends[2], pulses, TOKEN).send(start, {"kind": "signal", "number": 9})
+    told, other = receive(ends[1]) or []
+    pulses.close()
+    assert told == {**start, "key": store_key(TOKEN, "n1").hex()}
+    assert other == {"kind": "signal", "number": 9}
+    assert len({store_key(TOKEN, "n1"), store_key(TOKEN, "n2"), store_key(b"another token", "n1")}) == 3
+
+
+def test_workers_of_one_machine_need_no_key(ends: list[socket.socket]) -> None:
+    pulses = Pulses()
+    Here(ends[0], ends[2], pulses).send({"kind": "start"})
+    pulses.close()
+    assert receive(ends[1]) == [{"kind": "start"}]

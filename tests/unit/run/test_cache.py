@@ -56,3 +56,11 @@ def test_a_torn_or_foreign_file_is_measured_anew_and_replaced(tmp_path: Path, te
 def test_a_cache_that_cannot_be_written_costs_only_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert remembered("trials", KEY, Counter(), folder=tmp_path / "file") == {"rate": 1}
+
+
+def test_a_value_that_was_changed_is_measured_again(tmp_path: Path) -> None:
+    measure = Counter()
+    remembered("trials", KEY, measure, folder=tmp_path)
+    (path,) = (tmp_path / "trials").iterdir()
+    path.write_text(path.read_text().replace('"rate": 1', '"rate": 3'))
+    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 2}

@@ -153,13 +153,35 @@ def test_the_token_goes_over_no_wire() -> None:
 
 def test_the_token_comes_from_a_file_or_a_variable(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_text("a" * 40 + "\n")
-    assert token_from({"PHALANX_TOKEN_FILE": str(file)}) == b"a" * 40
-    assert token_from({"PHALANX_TOKEN": "b" * 20}) == b"b" * 20
-    assert token_from({"PHALANX_TOKEN_FILE": str(file), "PHALANX_TOKEN": "b" * 20}) == b"a" * 40
+    file.write_bytes(TOKEN + b"\n")
+    file.chmod(0o600)
+    other = "fedcba9876543210"
+    assert token_from({"PHALANX_TOKEN_FILE": str(file)}) == TOKEN
+    assert token_from({"PHALANX_TOKEN": other}) == other.encode()
+    assert token_from({"PHALANX_TOKEN_FILE": str(file), "PHALANX_TOKEN": other}) == TOKEN
 
 
-@pytest.mark.parametrize("environment", [{}, {"PHALANX_TOKEN": "short"}, {"PHALANX_TOKEN_FILE": "/nowhere/token"}])
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o666])
+def test_a_token_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(TOKEN)
+    file.chmod(mode)
+    with pytest.raises(UsageError, match="other users may"):
+        token_from({"PHALANX_TOKEN_FILE": str(file)})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        *(
+            {},
+            {"PHALANX_TOKEN": "short"},
+            {"PHALANX_TOKEN_FILE": "/nowhere/token"},
+            {"PHALANX_TOKEN_FILE": "/dev/zero"},
+        ),
+        *({"PHALANX_TOKEN": "a" * 40}, {"PHALANX_TOKEN": "password" * 8}, {"PHALANX_TOKEN": "abcabd" * 8 + "x"}),
+    ],
+)
 def test_no_token_or_one_that_can_be_guessed_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         token_from(environment)

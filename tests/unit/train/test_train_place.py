@@ -68,8 +68,8 @@ def test_leaving_without_having_joined_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("variables", "network"),
     [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "lo"}),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, {}),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, {"NCCL_SOCKET_IFNAME": "lo"}),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {}),
     ],
 )

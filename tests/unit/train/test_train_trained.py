@@ -1,5 +1,6 @@
 """A trained model out of a run: which checkpoint is taken, and what is said when there is none."""
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,4 +106,48 @@ def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
 def test_a_run_that_does_not_tell_how_its_model_is_built_is_refused(run: Run, name: str) -> None:
     (run.path / name).unlink()
     with pytest.raises(DataError, match=r"plan.json or environment.json is missing"):
+        load_trained(run, None, False, CPU)
+
+
+def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
+    run.resolved.write_text(dump_recipe(Recipe.model_validate({"model": command})))
+    with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
+        load_trained(run, None, False, CPU)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path) -> None:
+    """Not even in the place of a library's own."""
+    (tmp_path / "convnets.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    before = list(sys.path)
+    assert weight(run) == 4.0
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *([], None, "a", {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab": -1}),
+        *({**asdict(FACTS), "vocab": 10**30}, {**asdict(FACTS), "sequence": 1.5}, {**asdict(FACTS), "shape": [1]}),
+    ],
+)
+def test_facts_that_no_data_have_are_refused(run: Run, facts: object) -> None:
+    write_json(run.plan, {"facts": facts})
+    with pytest.raises(DataError, match=r"plan.json: facts is not what data have"):
+        load_trained(run, None, False, CPU)
+
+
+@pytest.mark.parametrize("step", ["x", None, [1], 1.5, True])
+def test_a_best_step_that_is_no_number_is_refused(run: Run, step: object) -> None:
+    write_json(best_file(run), {"step": step})
+    with pytest.raises(DataError, match=r"best.json: step is .*, expected a number"):
+        load_trained(run, None, True, CPU)
+
+
+@pytest.mark.parametrize("folder", [None, 1, [], "", "logs"])
+def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) -> None:
+    write_json(run.environment, {"folder": folder})
+    with pytest.raises(DataError, match="expected an absolute path"):
         load_trained(run, None, False, CPU)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_train import Remembering, Samples, make_parts, mesh_of, tiny_lm
+from small_train import GLOBAL, Remembering, Samples, make_parts, mesh_of, tiny_lm
 from torch import nn
 
 from phalanx.data import Facts
-from phalanx.errors import DataError
+from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
 from phalanx.train import ends
@@ -167,3 +167,40 @@ def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
     prepare_torch(Recipe.model_validate({"threads": 2}), Place())
     assert torch.get_num_threads() == 2
+
+
+def trained_with(path: Path, **changes: Any) -> None:
+    parts = make_parts(path, **changes)
+    meta = {"fingerprint": "0" * 32, "recipe": parts.recipe.model_dump(mode="json", by_alias=True)}
+    train(Gang(parts, Progress(), meta), parts.objective)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("seed", {"seed": 1}),
+        ("optim.lr", {"optim": {"lr": 1.001}}),
+        ("optim.betas.1", {"optim": {"betas": [0.9, 0.9]}}),
+        ("optim.schedule.warmup", {"optim": {"schedule": {"warmup": 3}}}),
+        ("evaluate.share", {"evaluate": {"every": None, "share": 0.02}}),
+        ("exchange.bucket", {"exchange": {"bucket": 3}}),
+    ],
+)
+def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
+    tmp_path: Path, key: str, changes: Any
+) -> None:
+    trained_with(tmp_path)
+    with pytest.raises(RecipeError, match=rf"resolved.yaml: is not what .*step-000000006 was trained with: {key}: "):
+        resume(make_parts(tmp_path, **changes))
+    parts = make_parts(tmp_path, **changes)
+    resume(parts, force=True)
+    assert any(key in event["text"] for event in events(parts, "warning"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps": 9}, {"name": "other"}, {"checkpoint": {"every": 3}}, {"batch": {"global": GLOBAL, "micro": 1}}],
+)
+def test_what_is_free_to_change_may(tmp_path: Path, changes: Any) -> None:
+    trained_with(tmp_path)
+    assert resume(make_parts(tmp_path, **changes)).step == 6

@@ -12,15 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cluster import Machine, this_machine
+from phalanx.cluster.environment import hidden
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Reader, Request, no_such_job
 from phalanx.jobs.log_stream import Tail, as_printed
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
-from phalanx.jobs.queue.store import ASKED, Row, Store, state_root
+from phalanx.jobs.queue.store import ASKED, Row, Store
 from phalanx.jobs.queue.supervisor import ensure, mark_of, runner_of
 from phalanx.jobs.spec import DIGEST, Job, State, Status
 from phalanx.recipe.travelled import CODE, CODE_OF
+from phalanx.run.private import state_root
 
 MOST = 10_000
 """Jobs that may wait."""
@@ -33,8 +35,6 @@ LONGEST = 19
 """Digits that no number of a job has: SQLite's end before."""
 AGAIN = 5.0
 """Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
-HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
-"""Variables whose names hold one of these are handed on only when they are asked for."""
 
 
 class Local:
@@ -193,7 +193,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, value in environment.items():
         wanted = name in INHERITED or name.startswith(INHERITED_GROUPS)
-        if wanted and not any(part in name for part in HIDDEN):
+        if wanted and not hidden(name):
             found[name] = value
     for name in ("PHALANX_NODE", "PHALANX_NODES", "PHALANX_LEADER", CODE, CODE_OF, DIGEST):
         found.pop(name, None)

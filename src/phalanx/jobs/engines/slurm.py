@@ -35,9 +35,9 @@ from phalanx.jobs.engines.slurm_script import (
 )
 from phalanx.jobs.engines.slurm_status import Result, fields, live_status, past_status, read_result
 from phalanx.jobs.log_stream import Tail, as_printed
-from phalanx.jobs.queue.store import state_root
 from phalanx.jobs.spec import Job, State, Status
 from phalanx.run.lock import NoLocksError, alone_here, taken
+from phalanx.run.private import state_root
 
 Call = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""

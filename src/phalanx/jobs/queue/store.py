@@ -10,21 +10,25 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 from phalanx.errors import UsageError
 from phalanx.jobs.code import unpack
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.spec import Job, State, Status, placed
+from phalanx.run.private import check_own
 from phalanx.run.steady import Steady
 
 FORMAT = 3
 """Of the file. 1 had no `early`, and 2 kept moments by the wall clock; both are taken over."""
 CODE = "code"
 """Where a job's folder holds the code that came with it."""
+SEAL = "xxh3"
 ASKED, TOLD = 1, 2
 _TABLE = """
 CREATE TABLE jobs (
@@ -89,13 +93,44 @@ class Row:
         return Status(str(self.id), self.name, *told, self.submitted, self.started, self.ended, run)
 
 
-def state_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_STATE, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
-    if given := environment.get("PHALANX_STATE"):
-        return Path(given)
-    if shared := environment.get("XDG_STATE_HOME"):
-        return Path(shared) / "phalanx"
-    return Path.home() / ".local" / "state" / "phalanx"
+class _Damaged(UsageError):
+    """A page of the file that SQLite cannot make sense of, met wherever it is read."""
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
+        damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
+            raise
+        raise _Damaged(f"queue.db is damaged ({error}); move its folder away to begin anew") from None
+
+
+class _Cursor(sqlite3.Cursor):
+    def execute(self, *what: Any) -> "_Cursor":
+        with _told():
+            super().execute(*what)
+            return self
+
+    def fetchone(self) -> Any:
+        with _told():
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with _told():
+            return super().fetchall()
+
+    def __next__(self) -> Any:
+        with _told():
+            return super().__next__()
+
+
+class _Connection(sqlite3.Connection):
+    def execute(self, *what: Any) -> _Cursor:
+        return self.cursor(_Cursor).execute(*what)
 
 
 class Store:
@@ -103,10 +138,12 @@ class Store:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time, steady: Steady | None = None):
         self.folder, self.clock, self.steady = folder, clock, steady or Steady()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / "queue.db"
+        for place in (folder.parent, folder, self.path):  # its jobs are run
+            check_own(place, "the queue")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._changing():
@@ -117,7 +154,7 @@ class Store:
                     for statement in script.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, _Damaged) as error:
             raise UsageError(
                 f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
             ) from None
@@ -155,7 +192,7 @@ class Store:
             ident = cursor.lastrowid
             assert ident is not None
             home = self.home(ident)
-            spec = json.dumps(_plain(placed(job, home / CODE)))
+            spec = _sealed(_plain(placed(job, home / CODE)), job.name, size, job.priority)
             self._db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (spec, ident))
             shutil.rmtree(home, ignore_errors=True)  # of one that was killed while it submitted
             home.mkdir(parents=True, mode=0o700)
@@ -221,9 +258,9 @@ class Store:
 
     def _row(self, row: sqlite3.Row) -> Row:
         try:
-            job = _job(json.loads(row["spec"]))
+            job = _job(_opened(row))
             state, given = State(row["state"]), tuple(json.loads(row["given"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
             ) from None
@@ -233,6 +270,25 @@ class Store:
         rest = {name: row[name] for name in names.split()}
         size = Size(row["devices"], row["cores"])
         return Row(row["id"], row["name"], job, state, size, given=given, cancelled=row["cancelled"], **rest)
+
+
+def _sealed(plain: dict[str, Any], name: str, size: Size, priority: int) -> str:
+    """What a job is, with a checksum over it and what its row says of it: a command that a bit has changed in is not
+    run."""
+    return json.dumps({**plain, SEAL: _seal(plain, name, size.devices, size.cores, priority)})
+
+
+def _opened(row: sqlite3.Row) -> dict[str, Any]:
+    """What `_sealed` made; rows of older versions have no seal. ValueError where it was changed since."""
+    plain: dict[str, Any] = json.loads(row["spec"])
+    seal = plain.pop(SEAL, None)
+    if seal is not None and seal != _seal(plain, row["name"], row["devices"], row["cores"], row["priority"]):
+        raise ValueError("its checksum differs")
+    return plain
+
+
+def _seal(*what: Any) -> str:
+    return xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
 
 
 def _plain(job: Job) -> dict[str, Any]:

@@ -13,6 +13,7 @@ Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.w
 `optimizer/<parameter>/<state>`, then `scaler/<name>` and `exchange/<name>`.
 """
 
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from phalanx.bounded import read_bytes
 from phalanx.errors import DataError, storage_failed
 
 FORMAT = 1
@@ -54,7 +56,12 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Shape = tuple[Annotated[int, Field(ge=0)], ...]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=64)]
+"""torch knows no more dimensions."""
+LARGEST = 1 << 30
+"""Bytes of a manifest."""
+MOST_CUTS = 50
+"""How often each piece of a tensor may be looked at, on average, to see that it meets no other."""
 
 
 class CorruptError(DataError):
@@ -78,10 +85,19 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=200)]
+"""Of a file within its checkpoint's folder, and nowhere else."""
+
+
+def rank_file(rank: int) -> str:
+    """The name of what a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 class PieceRecord(_Record):
     """One block of a tensor: `extent` elements from `offset` on, in C order in the bytes [start, end) of a file."""
 
-    file: Annotated[str, StringConstraints(pattern=r"^[\w-][\w.-]*$")]
+    file: FileName
     bytes: tuple[int, int]
     offset: Shape
     extent: Shape
@@ -109,7 +125,7 @@ class FileRecord(_Record):
 class Share(_Record):
     """What one rank wrote; the shares of all ranks make the manifest."""
 
-    files: dict[str, FileRecord]
+    files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
 
 
@@ -117,7 +133,7 @@ class Manifest(Share):
     """What a checkpoint holds. Making one checks that every tensor is held whole, each element once."""
 
     format: Literal[1] = 1
-    chunk_bytes: Annotated[int, Field(gt=0)] = CHUNK
+    chunk_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = CHUNK
     meta: dict[str, Any]
 
     @property
@@ -157,15 +173,44 @@ def _covered(tensor: TensorRecord) -> bool:
         return False
     if not tensor.shape:
         return True
-    blocks = sorted((piece for piece in tensor.pieces if math.prod(piece.extent)), key=lambda piece: piece.offset)
-    for i, a in enumerate(blocks):
-        for b in blocks[i + 1 :]:
-            if b.offset[0] >= a.offset[0] + a.extent[0]:
-                break  # sorted by the first dimension: nothing further on can meet `a`
-            ranges = zip(a.offset, a.extent, b.offset, b.extent, strict=True)
-            if all(x < y + m and y < x + n for x, n, y, m in ranges):
+    return _apart([piece for piece in tensor.pieces if math.prod(piece.extent)])
+
+
+def _apart(pieces: Sequence[PieceRecord]) -> bool:
+    """Whether no two pieces meet: they are cut, in one dimension after the other, into groups that cannot, down to
+    single pieces. ValueError where that takes too long; tensors that are cut along dimensions take few cuts."""
+    groups, left = [list(pieces)], MOST_CUTS * len(pieces) + MOST_CUTS**2
+    while groups:
+        group = groups.pop()
+        for dimension in range(len(group[0].offset)) if len(group) > 1 else ():
+            left -= len(group)
+            if len(parted := _cut(group, dimension)) > 1:
+                groups += parted
+                break
+        else:
+            left -= len(group) ** 2
+            if left > 0 and any(_meet(a, b) for a, b in itertools.combinations(group, 2)):
                 return False
+        if left < 0:
+            raise ValueError("its pieces are cut in too many ways")
     return True
+
+
+def _cut(group: Sequence[PieceRecord], dimension: int) -> list[list[PieceRecord]]:
+    """Pieces that may meet, as far as one dimension tells, stay together."""
+    parted: list[list[PieceRecord]] = []
+    end = -1
+    for piece in sorted(group, key=lambda piece: piece.offset[dimension]):
+        if piece.offset[dimension] >= end:
+            parted.append([])
+        parted[-1].append(piece)
+        end = max(end, piece.offset[dimension] + piece.extent[dimension])
+    return parted
+
+
+def _meet(a: PieceRecord, b: PieceRecord) -> bool:
+    ranges = zip(a.offset, a.extent, b.offset, b.extent, strict=True)
+    return all(x < y + m and y < x + n for x, n, y, m in ranges)
 
 
 def merge(shares: Iterable[Share], meta: dict[str, Any]) -> Manifest:
@@ -215,13 +260,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(key) for key in first["loc"])
         raise CorruptError(file, f"malformed manifest: {where + ': ' if where else ''}{first['msg']}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError(file, f"malformed manifest: {error}") from None
 
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_bytes(file, LARGEST)
+    except DataError as error:
+        raise CorruptError(file, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise unreadable(file, error) from None
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
+from phalanx.bounded import open_regular
 from phalanx.errors import DataError
 from phalanx.train.checkpoint.format import (
     DTYPE_NAMES,
@@ -213,9 +214,11 @@ def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]]
 
 def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_Span]) -> None:
     """Read some chunks of a file, in ascending order, each part into its place, and verify each chunk."""
-    unwanted = np.empty(size, dtype=np.uint8)
+    unwanted = np.empty(min(size, file.bytes), dtype=np.uint8)
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_regular(path)
+    except DataError as error:
+        raise CorruptError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise unreadable(path, error) from None
     try:

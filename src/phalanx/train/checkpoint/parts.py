@@ -14,13 +14,16 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
+from phalanx.bounded import read_bytes
+from phalanx.errors import DataError
 from phalanx.train.checkpoint.format import (
     CHUNK,
+    LARGEST,
     CorruptError,
     FileRecord,
     Manifest,
@@ -28,6 +31,7 @@ from phalanx.train.checkpoint.format import (
     Share,
     TensorRecord,
     checkpoint_name,
+    rank_file,
 )
 from phalanx.train.checkpoint.load import verify_files
 from phalanx.train.checkpoint.save import Saver, write_image
@@ -38,10 +42,16 @@ class Part(Share):
     """What one rank holds of a copy. `token` names the line of history, `meta` is what a checkpoint's manifest has."""
 
     format: Literal[1] = 1
-    step: int
-    token: str
-    rank: int
+    step: Annotated[int, Field(ge=0)]
+    token: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$", max_length=64)]
+    rank: Annotated[int, Field(ge=0)]
     meta: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        if set(self.files) != {rank_file(self.rank)}:
+            raise ValueError("it names other files than its rank's")
+        return self
 
     @property
     def file(self) -> str:
@@ -102,7 +112,9 @@ def decode_part(content: bytes, path: Path) -> Part:
 def read_part(path: Path) -> Part:
     """The part of a record, with every byte of its file verified. CorruptError when either is damaged."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST)
+    except DataError as error:
+        raise CorruptError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise CorruptError(path, str(error.strerror)) from None
     part = decode_part(content, path)

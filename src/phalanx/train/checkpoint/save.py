@@ -38,6 +38,7 @@ from phalanx.train.checkpoint.format import (
     Share,
     checkpoint_name,
     list_checkpoints,
+    rank_file,
     read_manifest,
 )
 from phalanx.train.checkpoint.publish import publish, sync_directory, temporary_name, write_synced
@@ -95,7 +96,7 @@ class Saver:
     ):
         self._directory = directory
         self._rank, self._world, self._attempt, self._clock = rank, world, attempt, clock
-        self._file = f"rank-{rank:05d}.safetensors"
+        self._file = rank_file(rank)
         self._layout_key: object = None
         self._layout = Layout(b"", (), {}, 0)
         self._staging: Staging | None = None

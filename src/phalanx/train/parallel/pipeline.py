@@ -31,6 +31,7 @@ from torch.distributed.pipelining import (
 )
 
 from phalanx.errors import RecipeError
+from phalanx.train.nodes import dtype_name, dtype_named, heard_from, say_to
 from phalanx.train.parallel.stages import Stage
 from phalanx.train.parallel.standins import tensors_in
 from phalanx.train.parallel.survey import Objective
@@ -236,14 +237,14 @@ class Pipeline:
             if not stage.last:
                 sent = handed = self._sent_by(stage, batch, received)
                 if self.owners[index + 1] != self._rank:
-                    dist.send_object_list([tuple(sent)], self._global(index + 1), self.group, self.device)
+                    words = [list(sent.shape), dtype_name(sent.dtype)]
+                    say_to(self._global(index + 1), words, self.group, self.device)
             flows[index] = Flow(received, sent)
         return flows
 
     def _hear(self, rank: int) -> Activation:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, dist.get_global_rank(self.group, rank), self.group, self.device)
-        return Activation(*box[0])
+        shape, dtype = heard_from(dist.get_global_rank(self.group, rank), self.group, self.device)
+        return Activation(tuple(shape), dtype_named(dtype))
 
     def _sent_by(self, stage: Stage, batch: Any, received: Activation | None) -> Activation:
         buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]

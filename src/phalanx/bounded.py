@@ -1,0 +1,91 @@
+"""Reading what came from outside: regular files only, never more of them than they may have, and every way in which
+their content can be wrong as one `DataError`. Knows files and JSON, not meanings."""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError
+
+SMALL = 16 << 20
+"""Bytes of a small file of a run; plans of the largest models have some hundred kilobytes."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_MAY_HIDE = re.compile(r"\\u00[0189]|\\u007f|\\[bfr]|\\u[dD][89a-fA-F]|\\u20[26]|[^ -~\t\n]")
+
+
+def printable(text: str) -> str:
+    """A text in which nothing steers a terminal, or turns the direction of writing: such characters as `\\x1b`."""
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text, with all its texts `printable`. ValueError where it is none, or nested too deeply."""
+    try:
+        value = json.loads(text)
+        return _printable(value) if _MAY_HIDE.search(text) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
+
+
+def open_regular(path: Path | str, follow: bool = True) -> int:
+    """A descriptor to read a file by; without waiting, as for a pipe's other end. `follow`: the file may be a link.
+    DataError for anything but a regular file; OSError where it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except OSError:
+        if not follow and os.path.islink(path):
+            raise DataError(f"{path}: expected a file, found a link") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise DataError(f"{path}: expected a file, found {_KINDS.get(stat.S_IFMT(mode), 'something else')}")
+    return descriptor
+
+
+def read_bytes(path: Path | str, largest: int = SMALL, follow: bool = True) -> bytes:
+    """All of a file. DataError where it has more than `largest` bytes or is no file."""
+    with open(open_regular(path, follow), "rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise DataError(f"{path}: has more than {largest} bytes, which is no such file of Phalanx")
+    return content
+
+
+def read_text(path: Path | str, largest: int = SMALL, follow: bool = True) -> str:
+    """All of a text. DataError where it is not UTF-8, too."""
+    try:
+        return read_bytes(path, largest, follow).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start})") from None
+
+
+def read_json(path: Path | str, largest: int = SMALL, follow: bool = True) -> dict[str, Any]:
+    """A JSON object. DataError where it is none."""
+    try:
+        value = from_json(read_text(path, largest, follow))
+    except ValueError as error:  # also for numbers with thousands of digits
+        raise DataError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

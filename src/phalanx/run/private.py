@@ -1,0 +1,56 @@
+"""Folders and files that only this user may change: what lies there is believed, or even run."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.errors import UsageError
+
+
+def state_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """$PHALANX_STATE, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
+    if given := environment.get("PHALANX_STATE"):
+        return Path(given)
+    if shared := environment.get("XDG_STATE_HOME"):
+        return Path(shared) / "phalanx"
+    return Path.home() / ".local" / "state" / "phalanx"
+
+
+def check_own(path: Path, what: str) -> None:
+    """UsageError where something is at `path` that another user owns, or may write: `what` it is for Phalanx. root's
+    own is as good as this user's."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UsageError(f"{path}: {what} cannot be looked at: {error.strerror}") from None
+    if found.st_uid not in (os.getuid(), 0):
+        raise UsageError(f"{path}: {what} belongs to another user ({_name(found.st_uid)}); name one of your own")
+    if others_may_write(found):
+        raise UsageError(f"{path}: other users may write to {what}; `chmod go-w {path}`, or name another")
+
+
+def others_may_write(found: os.stat_result) -> bool:
+    """Whether anybody but its owner may. A group that is its owner's alone is nobody else."""
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _own_group(found)
+
+
+def _own_group(found: os.stat_result) -> bool:
+    try:
+        owner, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    return owner.pw_gid == found.st_gid and group.gr_name == owner.pw_name and set(group.gr_mem) <= {owner.pw_name}
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,60 @@
+"""Whose code a run's model is: names in a run directory are imported only where this user has trained with the same,
+or says so now.
+
+Every run that this user starts leaves a mark in the user's state folder: a hash of what builds its model and its task,
+with their arguments and the folder that their modules come from. A run directory that came from elsewhere has none, and
+nothing in it can make one.
+"""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe
+from phalanx.run.private import check_own, state_root
+
+SHIPPED = "phalanx.models:"
+HUGGING_FACE = "hf:"
+
+
+def code_of(recipe: Recipe) -> list[str]:
+    """The import paths by which a trained model needs code that did not come with Phalanx."""
+    build, task = recipe.model.build, recipe.task
+    shipped = build.startswith(SHIPPED) and "." not in build.removeprefix(SHIPPED)
+    own = [] if shipped or build.startswith(HUGGING_FACE) else [build]
+    return own + ([task] if ":" in task else [])
+
+
+def remember(recipe: Recipe, folder: Path) -> None:
+    """This user trains with that code. Where the state folder cannot be written, who reads the run is asked."""
+    if code_of(recipe):
+        with suppress(OSError, UsageError):
+            mark = _mark(recipe, folder)
+            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mark.touch()
+
+
+def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
+    """UsageError where the run at `path` needs code that this user has not trained with: it names the code."""
+    code = code_of(recipe)
+    if not code:
+        return
+    mark = _mark(recipe, folder)
+    if mark.exists():
+        return
+    raise UsageError(
+        f"{path}: its model would run code that you have not trained with here: {' and '.join(code)}, from {folder} or "
+        "the installed packages; look at it, and add --trust-code if you trust it"
+    )
+
+
+def _mark(recipe: Recipe, folder: Path) -> Path:
+    root = state_root()
+    check_own(root, "the state folder")
+    what: dict[str, Any] = {"model": recipe.model.model_dump(mode="json", by_alias=True), "task": recipe.task}
+    text = json.dumps({**what, "folder": os.path.realpath(folder)}, sort_keys=True)
+    return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,79 @@
+"""A store where workers meet whose values only who knows the key can write: each is signed, and a value that is not is
+an error. Whoever reaches the store beneath it can still read, remove and add to it, or fill it: an attempt may be
+stopped so, not led elsewhere."""
+
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+LARGEST = 1 << 20
+"""Bytes of a value; addresses and announcements are far smaller."""
+_MAC = 32
+
+
+class SignedStore(Store):
+    """`beneath`, with a signature before every value over its name and content."""
+
+    def __init__(self, beneath: Any, key: bytes):
+        super().__init__()
+        self._beneath, self._key = beneath, key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Say something, signed."""
+        self._beneath.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        """What somebody who knows the key said, waiting for it. DistError when it was somebody else."""
+        found = bytes(self._beneath.get(key))
+        value = found[_MAC:]
+        if len(found) > LARGEST or not hmac.compare_digest(found, self._signed(key, value)):
+            raise DistError("what stands in the store where workers meet was not said by a worker of this run")
+        return value
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """As `set`, where that is what stands there."""
+        before = self._signed(key, expected) if expected else b""
+        found = bytes(self._beneath.compare_set(key, before, self._signed(key, desired)))
+        if found and not hmac.compare_digest(found, self._signed(key, found[_MAC:])):
+            raise DistError("what stands in the store where workers meet was not said by a worker of this run")
+        return found[_MAC:]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count; not signed."""
+        count: int = self._beneath.add(key, amount)
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether something was said under all of these."""
+        found: bool = self._beneath.check(list(keys))
+        return found
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Wait for that."""
+        self._beneath.wait(list(keys), *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget what was said."""
+        found: bool = self._beneath.delete_key(key)
+        return found
+
+    def num_keys(self) -> int:
+        """How many are there."""
+        count: int = self._beneath.num_keys()
+        return count
+
+    def has_extended_api(self) -> bool:
+        """Values of several keys together are signed one by one."""
+        return False
+
+    def clone(self) -> "SignedStore":
+        """The same for another thread."""
+        return self
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        name = key.encode()
+        return hmac.digest(self._key, len(name).to_bytes(4) + name + content, "sha256") + content

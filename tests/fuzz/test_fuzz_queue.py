@@ -1,0 +1,77 @@
+"""The queue's file with bits flipped: every row is what was submitted, or refused in a sentence."""
+
+import os
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.queue.schedule import Size
+from phalanx.jobs.queue.store import Row, Store
+from phalanx.jobs.spec import Job
+
+FLIPS = 300
+
+
+def submitted(row: Row) -> tuple[Job, str, Size, int]:
+    """What the one who submitted it asked for."""
+    return row.job, row.name, row.size, row.priority
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz") / "queue"
+    store = Store(folder)
+    for number in range(4):
+        job = Job(
+            f"job-{number}", ("python", "train.py", f"lr={number}"), Path("/data/mine"), environment={"A": "b" * 20}
+        )
+        store.add(job, Size(number, 2), most=10)
+    store.close()
+    with sqlite3.connect(folder / "queue.db") as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    return folder
+
+
+def test_a_flipped_bit_runs_no_other_command(queue: Path, tmp_path: Path) -> None:
+    store = Store(queue)
+    right = {row.id: submitted(row) for row in store.rows()}
+    store.close()
+    content = (queue / "queue.db").read_bytes()
+    rng, refused = random.Random(1), 0
+    for _ in range(FLIPS):
+        bad = bytearray(content)
+        # half of them where the rows' texts lie, at the ends of pages
+        at = rng.randrange(len(bad)) if rng.random() < 0.5 else bad.rfind(b"train.py", 0, rng.randrange(len(bad))) + 3
+        bad[at] ^= 1 << rng.randrange(8)
+        folder = tmp_path / "queue"
+        folder.mkdir(mode=0o700)
+        (folder / "queue.db").write_bytes(bad)
+        try:
+            store = Store(folder)
+            try:
+                for row in store.rows():
+                    assert submitted(row) == right.get(row.id, submitted(row))
+                    assert row.id in right or row.name not in {name for _, name, _, _ in right.values()}
+            finally:
+                store.close()
+        except UsageError:
+            refused += 1
+        shutil.rmtree(folder)
+    assert refused > FLIPS // 10
+
+
+def test_a_row_of_other_bytes_is_refused_with_its_number(queue: Path, tmp_path: Path) -> None:
+    shutil.copytree(queue, tmp_path / "queue")
+    os.chmod(tmp_path / "queue", 0o700)
+    with sqlite3.connect(tmp_path / "queue" / "queue.db") as db:
+        db.execute("UPDATE jobs SET spec = replace(spec, 'lr=2', 'lr=7')")
+    db.close()
+    store = Store(tmp_path / "queue")
+    with pytest.raises(UsageError, match="job 3 is not as Phalanx wrote it"):
+        store.rows()
+    store.close()
