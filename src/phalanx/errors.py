@@ -82,3 +82,18 @@ def words_of(error: OSError) -> str:
     where = error.filename2 or error.filename  # of two, the second is the one that was asked for
     reason = error.strerror or str(error)
     return reason if where is None else f"{os.fsdecode(where)}: {reason}"
+
+
+class TrialError(Exception):
+    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
+    SIGKILL, which is what the kernel does to a process when memory runs out."""
+
+    def __init__(self, text: str, trace: str | None, killed: bool = False):
+        super().__init__(text)
+        self.trace = trace
+        self.killed = killed
+
+    @property
+    def code(self) -> ExitCode:
+        """What a command ends with of it: one that was killed may be started again."""
+        return ExitCode.UNFINISHED if self.killed else ExitCode.GAVE_UP

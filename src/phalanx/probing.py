@@ -18,7 +18,7 @@ from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.probe import Means, NotMeasured, probe
 from phalanx.errors import UsageError
 from phalanx.jobs.attempt import Attempt, verdict
-from phalanx.jobs.nursery_process import NurseryProcess, TrialError
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run.channel import drain, receive, send
 
 PATIENCE = 120.0

@@ -13,9 +13,8 @@ from typing import Any
 from phalanx.cluster import Cluster, Machine, peak
 from phalanx.cluster.failures import DAY
 from phalanx.data import open_data
-from phalanx.errors import RecipeError
+from phalanx.errors import RecipeError, TrialError
 from phalanx.foretelling import automatic_layout, foretold_here, probed
-from phalanx.jobs.nursery_process import TrialError
 from phalanx.plan import (
     COMMON_WORLDS,
     Choice,

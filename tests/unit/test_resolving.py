@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.data import prepare_source
-from phalanx.errors import RecipeError
-from phalanx.jobs.nursery_process import TrialError
+from phalanx.errors import RecipeError, TrialError
 from phalanx.plan import Needs, Room
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Data, Source

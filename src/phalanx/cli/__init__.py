@@ -17,8 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import Call
 from phalanx.cli.interrupts import Interrupted, insistent
-from phalanx.errors import AWAY, BROKEN, NO_ROOM, ExitCode, PhalanxError, words_of
-from phalanx.jobs.nursery_process import TrialError
+from phalanx.errors import AWAY, BROKEN, NO_ROOM, ExitCode, PhalanxError, TrialError, words_of
 from phalanx.streams import Printable, printable
 
 __all__ = ["main"]

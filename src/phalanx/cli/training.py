@@ -14,7 +14,7 @@ from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.member import Member
 from phalanx.jobs.nodes import Crew, Here
-from phalanx.jobs.nursery_process import NurseryProcess, TrialError
+from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.joining import Shown, train_script
 from phalanx.observe.live import display_for, facts_of
 from phalanx.observe.units import duration

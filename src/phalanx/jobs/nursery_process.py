@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any, Self
 
-from phalanx.errors import ExitCode, PhalanxError
+from phalanx.errors import ExitCode, PhalanxError, TrialError
 from phalanx.jobs.nursery import signal_name
 from phalanx.run.channel import Message, pair, receive, send
 from phalanx.run.pulse import Pulses
@@ -29,21 +29,6 @@ LEAVING = 30.0
 def _without_token() -> dict[str, str]:
     """Agents prove themselves by the token; user code needs none."""
     return {name: value for name, value in os.environ.items() if name != "PHALANX_TOKEN"}
-
-
-class TrialError(Exception):
-    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
-    SIGKILL, which is what the kernel does to a process when memory runs out."""
-
-    def __init__(self, text: str, trace: str | None, killed: bool = False):
-        super().__init__(text)
-        self.trace = trace
-        self.killed = killed
-
-    @property
-    def code(self) -> ExitCode:
-        """What a command ends with of it: one that was killed may be started again."""
-        return ExitCode.UNFINISHED if self.killed else ExitCode.GAVE_UP
 
 
 class NurseryLost(PhalanxError):

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from lab import wait_until
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, TrialError
 from phalanx.jobs.nursery import STORAGE, describe
-from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, TrialError, with_huge_pages
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, with_huge_pages
 from phalanx.run.channel import drain, receive, send
 
 
@@ -112,10 +112,10 @@ def store_of(nursery: NurseryProcess) -> psutil.Process:
 
 
 def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: NurseryProcess) -> None:
-    port = nursery.store()
-    assert nursery.store() == port
+    port = nursery.store("127.0.0.1")
+    assert nursery.store("127.0.0.1") == port
     store_of(nursery).kill()
-    wait_until(lambda: nursery.store() != port)  # as soon as the kernel is done with it
+    wait_until(lambda: nursery.store("127.0.0.1") != port)  # as soon as the kernel is done with it
     store_of(nursery).kill()
     assert receive(nursery.control) == [{"kind": "store lost", "attempt": 0}]
 
@@ -131,7 +131,7 @@ def test_a_nursery_that_is_killed_is_told_as_not_finished(what: str) -> None:
         with pytest.raises(NurseryLost, match="was killed by SIGKILL") as caught:
             {
                 "call": lambda: process.call("nursery_calls:kill_nursery", None),
-                "store": process.store,
+                "store": lambda: process.store("127.0.0.1"),
                 "preload": lambda: process.preload("nursery_calls:keep", 1),
             }[what]()
         assert caught.value.code is ExitCode.UNFINISHED
