@@ -20,7 +20,7 @@ from phalanx.train.exchange.ways import WAYS
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.local_step import make_local_stepper
 from phalanx.train.model import Seeds, has_batch_norm
-from phalanx.train.nodes import nodes_of
+from phalanx.train.nodes import exchanged, nodes_of
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
@@ -122,7 +122,8 @@ def norms_of(divided: Divided) -> NormOf:
 def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, empty: bool = False) -> Progress:
     """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
     model is `empty`. DataError, with the `cure`, when it was trained on data of another fingerprint."""
-    had = empty or bool(list_checkpoints(parts.run.checkpoints))
+    # If one has some, and another does not see them, they are not all at the beginning.
+    had = any(exchanged(parts.place, empty or bool(list_checkpoints(parts.run.checkpoints))))
     loaded = _resume_hot(parts)
     kept = None if loaded is None else loaded.path
     if loaded is None:

@@ -128,43 +128,47 @@ Blocks = list[tuple[str, tuple[int, ...], Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A worker's part of the state. `states` are those of the optimizer and the scale among its tensors."""
+    """A worker's part of the state. `blocks` are of tensors in use, which must not change before all workers have read
+    theirs; `fresh` of new ones. `states` are those of the optimizer and the scale among these."""
 
     blocks: Blocks
+    fresh: Blocks
     states: dict[str, Tensor]
     settle: Callable[[], None] = lambda: None
-    """To be called when all is read."""
+    """To be called when all is read: the first that may change anything in use."""
     turns: list[Blocks] = field(default_factory=list)
-    """What is read one after the other into the same memory."""
+    """What is read one after the other into the same memory, which is new."""
     add: Callable[[], None] = lambda: None
     """To be called after each of these."""
 
     @property
     def everything(self) -> Blocks:
         """All that is read."""
-        return [*self.blocks, *(block for turn in self.turns for block in turn)]
+        return [*self.blocks, *self.fresh, *(block for turn in self.turns for block in turn)]
 
 
 def load_held(
     divided: Divided, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
-) -> None:
-    """Read this worker's part of the state from a checkpoint that was written under any layout. CorruptError names a
-    bad file, DataError what does not fit."""
-    load_wanted(wanted_of(divided, path, manifest), optimizer, scale, path, manifest, threads)
+) -> Callable[[], None]:
+    """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
+    it over: nothing in use changes before that is called. CorruptError names a bad file, DataError what does not fit.
+    """
+    return load_wanted(wanted_of(divided, path, manifest), optimizer, scale, path, manifest, threads)
 
 
 def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
     """What `load_held` reads. DataError when the model does not fit the checkpoint."""
     parameters = divided.parameters()
     wanted: Blocks = []
+    fresh: Blocks = []
 
-    def want(name: str, held: Held) -> None:
+    def want(name: str, held: Held, into: Blocks = wanted) -> None:
         record = manifest.tensors.get(name)
         if record is not None and record.shape != held.holding.shape:
             shapes = f"has shape {list(record.shape)}, the model's has {list(held.holding.shape)}"
             raise DataError(f"{path}: {name} {shapes}")
         for block in held.holding.blocks:
-            wanted.append((name, block.offset, block.of(held.tensor)))
+            into.append((name, block.offset, block.of(held.tensor)))
 
     for name, parameter in parameters.items():
         if name not in manifest.tensors:
@@ -177,34 +181,42 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
         name, _, entry = key.removeprefix(PREFIX).rpartition("/")
         if key.startswith("scaler/"):
             states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
-            wanted.append((key, (0,) * len(record.shape), states[key]))
+            fresh.append((key, (0,) * len(record.shape), states[key]))
         elif key.startswith(PREFIX) and name in parameters:
             parameter = parameters[name]
             shape = entry_shape(entry, local(parameter).shape) if record.shape else ()
             states[key] = torch.zeros(shape, dtype=record.torch_dtype)
             if record.shape:
-                want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
+                want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)), fresh)
             else:
-                wanted.append((key, (), states[key]))
-    found = Wanted(wanted, states)
+                fresh.append((key, (), states[key]))
+    found = Wanted(wanted, fresh, states)
     if divided.residuals is not None:
-        found = Wanted(wanted + divided.residuals.wanted(manifest), states, divided.residuals.settle)
+        read, settle = divided.residuals.wanted(manifest)
+        found = Wanted(wanted, fresh + read, states, settle)
     return found if divided.apart is None else divided.apart.wanted(found, manifest)
 
 
 def load_wanted(
     wanted: Wanted, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
-) -> None:
-    """Read it. CorruptError names a bad file."""
-    states = wanted.states
-    with torch.no_grad():
-        load_blocks(path, wanted.blocks, threads, manifest)
-        for turn in wanted.turns:
-            load_blocks(path, turn, threads, manifest)
-            wanted.add()
-    wanted.settle()
-    optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
-    scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
+) -> Callable[[], None]:
+    """Read it into memory of its own, and return what takes it over. CorruptError names a bad file."""
+    staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
+    load_blocks(path, [*staged, *wanted.fresh], threads, manifest)
+    for turn in wanted.turns:
+        load_blocks(path, turn, threads, manifest)
+        wanted.add()
+
+    def take_over() -> None:
+        with torch.no_grad():
+            for (_, _, live), (_, _, read) in zip(wanted.blocks, staged, strict=True):
+                live.copy_(read)
+        wanted.settle()
+        states = wanted.states
+        optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
+        scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
+
+    return take_over
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -35,6 +35,7 @@ from phalanx.train.head import evaluating, find_head
 from phalanx.train.loop import train
 from phalanx.train.memory import OutOfMemory, explain_memory
 from phalanx.train.model import Seeds, build_model, described
+from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Head, Objective, Scoring, sequences_of
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.orders import Connections, orders_of
@@ -118,7 +119,8 @@ def _train(
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
 
-    fresh = not comes_later and not list_checkpoints(run.checkpoints)
+    # All or none draw weights: one that does not see the checkpoints yet would else begin with its own.
+    fresh = not comes_later and not any(exchanged(place, bool(list_checkpoints(run.checkpoints))))
 
     def build(place: Place, callbacks: Callbacks | None = None, fresh: bool = False) -> Built:
         here = recipe
