@@ -146,7 +146,7 @@ def recall(
         take_over: TakeOver | None = None
         bad = []
         try:
-            take_over = load_wanted(wanted, optimizer, scale, path, manifest)
+            take_over = load_wanted(wanted, divided, optimizer, scale, path, manifest)
         except CorruptError as error:
             bad = [(str(path), error.file.name, error.reason)]
         if not _rejected(place, bad, on_reject):

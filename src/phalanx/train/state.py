@@ -1,6 +1,7 @@
 """The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
 
 Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`,
+`extra/<module>` what a module says in `get_extra_state`, `settings/groups` what an optimizer keeps in its groups,
 `scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and what workers have for themselves
 that train apart (`apart.py`).
 Numbers: the step, and the samples consumed, from which the order of data follows.
@@ -18,9 +19,10 @@ from phalanx.errors import DataError
 from phalanx.train.checkpoint import Manifest, Saver, load_blocks
 from phalanx.train.exchange.choice import Choice
 from phalanx.train.noise import NoiseScale
-from phalanx.train.optimizers import PREFIX, Optimizer, entry_shape
+from phalanx.train.optimizers import PREFIX, SETTINGS, Optimizer, entry_shape
 from phalanx.train.parallel.divided import Divided, Held, local
 from phalanx.train.precision import LossScale
+from phalanx.train.savable import EXTRA, extra_state, load_extra_state, persistent_buffers
 
 
 @dataclass
@@ -93,15 +95,13 @@ class Standing:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones once; the live tensors."""
-    persistent = model.state_dict(keep_vars=True)
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer, scale: LossScale) -> dict[str, Tensor]:
     """Everything that the next step depends on."""
-    return {**model_tensors(model), **optimizer.state(), **scale.state()}
+    return {**model_tensors(model), **extra_state(model), **optimizer.state(), **optimizer.settings(), **scale.state()}
 
 
 def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict[str, Held]:
@@ -115,7 +115,12 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
         if divided.counts(name):
             parameter = parameters[name]
             shape = entry_shape(entry, parameter.shape)
+            if value.dim() and not divided.is_cut(name, parameter):  # an optimizer of a loop's own has its own shapes
+                shape = value.shape
             held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
+    for module in divided.modules:
+        held |= {name: divided.whole(value) for name, value in extra_state(module).items()}
+    held |= {name: divided.whole(value) for name, value in optimizer.settings().items()}
     if divided.residuals is not None:
         held |= divided.residuals.held()
     held |= {name: divided.whole(value) for name, value in scale.state().items()}
@@ -153,7 +158,7 @@ def load_held(
     """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
     it over: nothing in use changes before that is called. CorruptError names a bad file, DataError what does not fit.
     """
-    return load_wanted(wanted_of(divided, path, manifest), optimizer, scale, path, manifest, threads)
+    return load_wanted(wanted_of(divided, path, manifest), divided, optimizer, scale, path, manifest, threads)
 
 
 def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
@@ -179,15 +184,17 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():
         name, _, entry = key.removeprefix(PREFIX).rpartition("/")
-        if key.startswith("scaler/"):
+        if key.startswith(("scaler/", EXTRA, SETTINGS)):
             states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
             fresh.append((key, (0,) * len(record.shape), states[key]))
         elif key.startswith(PREFIX) and name in parameters:
             parameter = parameters[name]
-            shape = entry_shape(entry, local(parameter).shape) if record.shape else ()
-            states[key] = torch.zeros(shape, dtype=record.torch_dtype)
+            here, whole = (entry_shape(entry, each.shape) for each in (local(parameter), parameter))
+            if not record.shape or not divided.is_cut(name, parameter):
+                here = whole = torch.Size(record.shape)
+            states[key] = torch.zeros(here, dtype=record.torch_dtype)
             if record.shape:
-                want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)), fresh)
+                want(key, divided.held(name, parameter, states[key], whole), fresh)
             else:
                 fresh.append((key, (), states[key]))
     found = Wanted(wanted, fresh, states)
@@ -198,7 +205,13 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
 
 
 def load_wanted(
-    wanted: Wanted, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
+    wanted: Wanted,
+    divided: Divided,
+    optimizer: Optimizer,
+    scale: LossScale,
+    path: Path,
+    manifest: Manifest,
+    threads: int = 2,
 ) -> Callable[[], None]:
     """Read it into memory of its own, and return what takes it over. CorruptError names a bad file."""
     staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
@@ -212,9 +225,9 @@ def load_wanted(
             for (_, _, live), (_, _, read) in zip(wanted.blocks, staged, strict=True):
                 live.copy_(read)
         wanted.settle()
-        states = wanted.states
-        optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
-        scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
+        for module in divided.modules:
+            load_extra_state(module, wanted.states, str(path))
+        _load_rest(optimizer, scale, wanted.states, str(path))
 
     return take_over
 
@@ -228,6 +241,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
         if source.shape != target.shape:
             raise DataError(f"{where}: {name} has shape {list(source.shape)}, the model's has {list(target.shape)}")
         target.copy_(source)
+    load_extra_state(model, tensors, where)
 
 
 def load_state(
@@ -236,5 +250,10 @@ def load_state(
     """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
     with torch.no_grad():
         load_model(model, tensors, where)
-    optimizer.load({name: t for name, t in tensors.items() if name.startswith(PREFIX)}, where)
-    scale.load({name: t for name, t in tensors.items() if name.startswith("scaler/")})
+    _load_rest(optimizer, scale, tensors, where)
+
+
+def _load_rest(optimizer: Optimizer, scale: LossScale, tensors: Mapping[str, Tensor], where: str) -> None:
+    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}, where)
+    optimizer.load_settings(tensors, where)
+    scale.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})

@@ -12,6 +12,7 @@ from phalanx.recipe import Recipe, load_recipe
 from phalanx.run import Run
 from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_tensors, newest_good
 from phalanx.train.model import build_model
+from phalanx.train.savable import EXTRA, extra_modules
 from phalanx.train.saving import best_file
 from phalanx.train.state import load_model, model_tensors
 from phalanx.train.weights import allocate
@@ -47,7 +48,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device) -
     folder = Path(environment["folder"])
     model = build_model(recipe.model, facts, folder, recipe.seed, device, recipe.adapter, load=False)
     allocate([model], device)
-    names = list(model_tensors(model))
+    names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))
     return Trained(model.eval(), recipe, facts, folder, checkpoint)

@@ -19,7 +19,7 @@ from phalanx.train.checkpoint.format import Manifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.publish import sync_directory, temporary_name, write_synced
 
-STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/")
+STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", "extra/", "settings/")
 _FILE_BYTES = 5_000_000_000
 BESIDE = (
     "generation_config.json",
