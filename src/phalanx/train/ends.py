@@ -91,6 +91,7 @@ def make_stepper(
         seeds=seeds,
         modules=divided.modules,
         own_gradients=recipe.compile == "graphs",
+        elastic=replicas,
     )
 
 
@@ -183,9 +184,7 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
     facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
     parts.reporter.event("start", **facts, **({"grown": True} if grown else {}))
     if has_batch_norm(parts.model):
-        text = (
-            "the model has BatchNorm: results depend on the micro-batch and differ between workers; GroupNorm does not"
-        )
+        text = "the model has BatchNorm: results depend on the micro-batch, and statistics are the first worker's; GroupNorm has none"
         parts.reporter.event("warning", text=text)
     if samples < recipe.batch.global_:
         text = f"the data have only {samples} training samples, less than batch.global"
