@@ -79,7 +79,8 @@ def make_stepper(
         assert mesh.fsdp is not None
         gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())
     elif not mesh.only_replicates:
-        gradients = DividedGradients(divided, gradients if isinstance(gradients, GradientExchange) else None)
+        own, inner = mesh.own(micro_batches), gradients if isinstance(gradients, GradientExchange) else None
+        gradients = DividedGradients(divided, inner, last=own[-1] if mesh.pipeline is None and len(own) > 1 else None)
     return Stepper(
         optimizer,
         scale,
@@ -184,7 +185,10 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
     facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
     parts.reporter.event("start", **facts, **({"grown": True} if grown else {}))
     if has_batch_norm(parts.model):
-        text = "the model has BatchNorm: results depend on the micro-batch, and statistics are the first worker's; GroupNorm has none"
+        text = (
+            "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "
+            "worker's; GroupNorm has none"
+        )
         parts.reporter.event("warning", text=text)
     if samples < recipe.batch.global_:
         text = f"the data have only {samples} training samples, less than batch.global"

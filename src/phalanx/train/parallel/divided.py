@@ -49,6 +49,8 @@ class Divided:
     partial: frozenset[str] = frozenset()
     tied: Mapping[str, "Tie"] = field(default_factory=dict)
     foreign: frozenset[str] = frozenset()
+    root: nn.Module | None = None
+    """The module that is around all that FSDP shards here, where there is one."""
     residuals: "Residuals | None" = None
     """What the exchange of gradients holds back, where it does."""
     apart: "Apart | None" = None

@@ -91,7 +91,7 @@ def divide(model: nn.Module, root: nn.Module, mesh: Mesh, choices: Choices) -> t
     """Divide `model`, which `root` contains, in place; the group over which its vocabulary is cut comes with it.
     RecipeError when it does not fit the layout."""
     cuts, partial, vocabulary = divide_part(model, root, mesh, choices, outline(model, mesh.layout, choices))
-    return Divided(mesh, (model,), cuts, partial), vocabulary
+    return Divided(mesh, (model,), cuts, partial, root=None if mesh.fsdp is None else root), vocabulary
 
 
 def divide_part(

@@ -49,6 +49,25 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def deferring(root: nn.Module) -> list[FSDPModule]:
+    """The sharded modules below `root`, so that they can sum over replicas once for several backwards (`sum_replicas`);
+    none where torch cannot: without zeros for what the last backward does not use, gradients of those before would stay
+    behind."""
+    found: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    if not all(hasattr(module, "set_reduce_scatter_unused_params") for module in found):
+        return []  # torch before 2.13
+    for module in found:
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    return found
+
+
+def sum_replicas(modules: Iterable[FSDPModule], now: bool) -> None:
+    """Whether the next backward sums gradients over replicas, those of the backwards before it included, or only over
+    the ranks that shard."""
+    for module in modules:
+        module.set_requires_all_reduce(now, recurse=False)
+
+
 def as_reduced(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters so that FSDP tells their gradients roughly from the last to the first: those of a sharded module
     together, when backward is through with all that it contains. What belongs to none of these is the root's, whose
