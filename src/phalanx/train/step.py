@@ -136,6 +136,7 @@ class Stepper:
         self._own_gradients = own_gradients
         self._leaves = mesh.own(micro_batches)
         self._own = len(self._leaves)
+        self._equal = micro_batches == self._own * mesh.data_size  # else the squares are not of as many terms each
         self._parameters = list(optimizer.names)
         self.backwards = 0
         """Micro-batches of this step that are done."""
@@ -160,7 +161,7 @@ class Stepper:
         self.forward_state.begin()
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].
-        self._squared = step % NOISE_EVERY == 0 and self._own > 1
+        self._squared = step % NOISE_EVERY == 0 and self._own > 1 and self._equal
         size = 2 * self.micro_batches + len(FLAGS) + 1
         self._agreement = torch.zeros(size, dtype=torch.float64, device=self.place.device)
         for parameter in self._parameters:

@@ -319,7 +319,7 @@ def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: 
 def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
     """The output layer that can be left out of the forward, because the task takes the loss from what enters it."""
     head_loss = getattr(task, "head_loss", None)
-    if head_loss is None:
+    if head_loss is None or not _same_loss(task):
         return None
     name = find_head(model, *task.inputs(_one_sample(model, data)))
     layer = None if name is None else model.get_submodule(name)
@@ -366,8 +366,8 @@ def divided_model(
         compile="graphs" if recipe.compile == "graphs" else recipe.compile is True,
         rules=recipe.model.rules,
         sequence=data.facts.sequence,
-        # Only our own loss knows how to be computed over parts of the vocabulary.
-        vocabulary=scoring.head is not None and isinstance(scoring.task, LanguageModeling),
+        # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
+        vocabulary=scoring.head is not None and _own_head_loss(scoring.task),
         fp8=fp8,
     )
     if mesh.pipeline is None:
@@ -389,6 +389,16 @@ def divided_model(
         seeds.of_stage,
         (lambda: scale.scale) if scale.dynamic else None,
     )
+
+
+def _own_head_loss(task: Task) -> bool:
+    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
+
+
+def _same_loss(task: Task) -> bool:
+    """Whether `head_loss` is the loss of this task, and not of a class whose `loss` it replaces."""
+    owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
+    return not owners or "head_loss" in vars(owners[0])
 
 
 def _origin(recipe: Recipe, folder: Path, model: nn.Module) -> Origin | None:
