@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.train.head import bypassed
-from phalanx.train.huggingface_calls import adapt
+from phalanx.train.huggingface_calls import adapt, logits_of
 from phalanx.train.parallel.attention import Way, choose
 from phalanx.train.parallel.collectives import Group, size_of
 from phalanx.train.parallel.context import ContextParallel, check_model, slice_batch
@@ -114,7 +114,7 @@ def _head_loss(
     layer = model.get_submodule(head.name)
     with bypassed(layer):
         output = model(*args, **kwargs)
-    hidden = output if isinstance(output, Tensor) else output.logits
+    hidden = logits_of(output)
     weight = layer.weight  # as it is now: gathered while the forward runs, where it is sharded
     assert isinstance(weight, Tensor)
     with vocabulary_group(head.group, head.vocabulary):
