@@ -318,7 +318,7 @@ def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
 
 
 def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, content: bytes, given_up: Any = None) -> None:
+    def refuse(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(publish_module, "write_synced", refuse)
