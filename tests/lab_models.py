@@ -3,6 +3,9 @@
 import os
 import time
 
+import torch
+from torch import nn
+
 from phalanx.models import moe, transformer
 
 
@@ -28,3 +31,33 @@ def slow_on_one(vocab, sequence, *, rank, **arguments):
     if int(os.environ.get("RANK", "0")) == rank:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     return model
+
+
+class Stateful(nn.Module):
+    """A transformer with state that a forward changes, in every way: statistics, an average, a replaced buffer, a
+    counter in extra state; and with an empty, an expanded and a conjugate tensor."""
+
+    def __init__(self, vocab, sequence, **arguments):
+        super().__init__()
+        self.inner = transformer(vocab, sequence, **arguments)
+        self.norm = nn.BatchNorm1d(vocab)
+        self.gate = nn.Parameter(torch.zeros(vocab, 0))
+        self.scale = nn.Parameter(torch.ones(1).expand(vocab))
+        self.register_buffer("mean", torch.zeros(vocab))
+        self.register_buffer("last", torch.zeros(()))
+        self.register_buffer("turn", torch.tensor([1 + 0.5j]).conj())
+        self.seen = 0
+
+    def forward(self, tokens):
+        logits = self.norm(self.inner(tokens).transpose(1, 2)).transpose(1, 2) * self.scale - self.mean
+        if self.training:
+            self.seen += 1
+            self.mean.mul_(0.9).add_(logits.detach().mean((0, 1)), alpha=0.1)
+            self.last = logits.detach().abs().max()
+        return logits * (1 + 1e-3 * self.seen + 1e-3 * self.last) + self.gate.sum() + self.turn.imag.sum()
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]

@@ -1,6 +1,7 @@
 """A training loop of the user's own for the tests: copied beside their recipes and run as a script.
 
-python own_loop.py HOW KEY=VALUE ...      HOW says what is wrong with it: `right`, or one of the names below
+python own_loop.py HOW KEY=VALUE ...      HOW says what is wrong with it: `right`, or one of the names below;
+                                          `folds` joins a second run, `same-fold` the same run again
 """
 
 import os
@@ -77,7 +78,7 @@ def think(gang, how, seconds=60.0):
             gang.alive()
 
 
-def main(how, overrides):
+def main(how, overrides, run=None):
     import phalanx
 
     if how == "stranger" or (how == "half-stranger" and os.environ["RANK"] == "1"):
@@ -85,7 +86,7 @@ def main(how, overrides):
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
     if how == "discord" and os.environ["RANK"] == "1":
         overrides = [*overrides, "exchange.strategy=ring"]
-    with phalanx.join(recipe, overrides) as gang:
+    with phalanx.join(recipe, overrides, run=run) as gang:
         if how == "no-prepare":
             next(gang.batches(Samples()))
         if how == "no-batches":
@@ -94,7 +95,9 @@ def main(how, overrides):
         make = {"early-optimizer": lambda _: adamw(Model()), "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01)}
         if how == "no-module":
             build = dict
-        model, _ = gang.prepare(build, make.get(how, adamw), rules=RULES)
+        model, optimizer = gang.prepare(build, make.get(how, adamw), rules=RULES)
+        if how == "scheduler":
+            torch.optim.lr_scheduler.StepLR(optimizer, 100)
         samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
         for _ in range(3):  # of a loop over epochs the first gets them all
             for number, batch in enumerate(gang.batches(samples.get(how, Samples()), tokens=4)):
@@ -125,5 +128,9 @@ def main(how, overrides):
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "folds":
+        main("right", [*sys.argv[2:], "seed=1"], "fold-1")
+    if sys.argv[1] == "same-fold":
+        main("right", sys.argv[2:])
     if sys.argv[1] == "exits-after":
         sys.exit()

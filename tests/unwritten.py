@@ -67,11 +67,11 @@ def fall(plan):
     image, record, rename = save.write_image, save.write_synced, publish._put
     moment = plan["moment"]
 
-    def write_image(path, content):
+    def write_image(path, content, given_up=None):
         if concerns(plan, path) and moment == "within":
             path.write_bytes(content.data[: len(content) // HALF])
             die()
-        return image(path, content)
+        return image(path, content, given_up)
 
     def write_synced(path, content):
         if concerns(plan, path) and moment == "record":
@@ -112,10 +112,10 @@ def poll(condition):
 def hold(plan, wait):
     image = save.write_image
 
-    def write_image(path, content):
+    def write_image(path, content, given_up=None):
         if concerns(plan, path):
             wait()
-        return image(path, content)
+        return image(path, content, given_up)
 
     save.write_image = write_image
 

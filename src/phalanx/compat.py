@@ -307,3 +307,15 @@ def die_first() -> None:
     """Have the kernel, when memory runs out, kill this process before any other (Linux; elsewhere it does nothing)."""
     if sys.platform == "linux":
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def version_of(tensor: "torch.Tensor") -> int:
+    """How often the tensor's memory was written to, as torch counts it; 0 where it does not (in inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_values(tensor: "torch.Tensor") -> bool:
+    """Whether it is no tensor of `fake_tensors`."""
+    from torch._subclasses import FakeTensor
+
+    return not isinstance(tensor, FakeTensor)

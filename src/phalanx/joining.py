@@ -27,13 +27,14 @@ from phalanx.api import (
     check_whole,
     continuing,
     create,
+    finished,
     last_attempt,
     previous,
     to_the_end,
     write_run,
 )
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, GaveUpError, PhalanxError, RecipeError, storage_failed, words_of
+from phalanx.errors import ExitCode, GaveUpError, PhalanxError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.attempt import NEVER_CAME
 from phalanx.jobs.nursery_process import NurseryProcess
@@ -50,6 +51,8 @@ from phalanx.streams import printable
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
+MEETING = "PHALANX_MEETING"
+"""Tells worlds apart that meet in one store."""
 FORCE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
 WITHOUT_EFFECT = (
@@ -60,6 +63,8 @@ WITHOUT_EFFECT = (
 """Keys that say what a loop of the user's own says itself."""
 ONLY_TRAINER = ("pipeline", "context")
 """Layouts that must know the loss, or cut sequences: the trainer can, a loop of the user's own cannot."""
+_finished: list[Path] = []
+"""The runs that this process has joined and ended."""
 
 
 @contextlib.contextmanager
@@ -112,6 +117,7 @@ def join(
                 stack.callback(print, _conclusion(where, status), file=sys.stderr)
             gang.release()
             leave()
+            _finished.append(where.path.resolve())
             code = ExitCode.UNFINISHED if status == "stopped" else ExitCode.DONE
             report.say("leaving", gang.rank, code=int(code))
     except PhalanxError as error:
@@ -141,6 +147,14 @@ def _join(
     notes, show = list[str](), None
     try:
         place = from_environment()
+        if events is not None and _finished:
+            raise UsageError(
+                "phalanx.join: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
+                "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
+                "phalanx.join(..., run=...) for each"
+            )
+        if _finished:  # what is in the launcher's store belongs to the runs before
+            os.environ[MEETING] = f"{len(_finished)} runs later"
         if place.leads:
             try:
                 given = _given(recipe, overrides)
@@ -275,6 +289,11 @@ def _ready(
     if not supervised:
         check_place(where.path)
     given, machine = loaded.recipe, this_machine()
+    if where.path.resolve() in _finished and finished(where, given):
+        raise UsageError(
+            f"{where.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
+            "its own: run=..."
+        )
     old, notes = previous(where), []
     if old is not None and (differing := refused(*old, given)):
         if not force:

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.probe import Means, NotMeasured, probe
-from phalanx.errors import UsageError
+from phalanx.errors import TrialError, UsageError
 from phalanx.jobs.attempt import Attempt, verdict
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run.channel import drain, receive, send

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from phalanx.recipe.schema import Layout, Optim
 from phalanx.run import Run
-from phalanx.run.hot import PREFIX, read_history
-from phalanx.train.checkpoint.parts import list_copies, list_parts
+from phalanx.run.hot import PREFIX, open_folder, read_history
+from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
 from phalanx.train.hot import HOT_FLAGS, HotCopies
 from phalanx.train.interval import Times
 from phalanx.train.optimizers import Optimizer
@@ -134,6 +134,61 @@ def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world:
         found = world.run(4, kept_and_lost, folder=str(folder), layout=LAYOUTS[layout])
         assert [each["kept"] for each in found] == [{1: [0, 1], 2: [0, 1]}] * 2 + [{1: [2, 3], 2: [2, 3]}] * 2
         assert found[2]["fetched"] > 0
+
+
+FAILURES = ("missing", "damaged", "no room", "no folder")
+
+
+def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tuple[str, str]]:
+    """A copy that all have found good, and that node 1 cannot read after all; what was reported."""
+    worker = Worker(rank, world, folder, LAYOUTS["shards"])
+    worker.learn(1)
+    worker.copy(1)
+    worker.hot.abandon()
+    dist.barrier()
+    base = Path(folder) / "node-1"
+    if rank == 2 and how == "no room":
+        shutil.rmtree(base)
+    dist.barrier()
+    worker.learn(9)
+    before, found, told = worker.state(), worker.found(), list[tuple[str, str]]()
+    assert found is not None
+    dist.barrier()
+    if rank == 2:
+        (copy,) = (path for path in base.glob(f"{PREFIX}-*/step-*")) if how != "no room" else (None,)
+        if copy is None:  # where the folder is to come is a file
+            step, token = next(iter(found.parts))
+            own = open_folder(worker.run, worker.environment)
+            (own / copy_name(step, token)).write_text("")
+        elif how == "missing":
+            (copy / "rank-00003.safetensors").unlink()
+        elif how == "damaged":
+            damaged = copy / "rank-00003.safetensors"
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+        else:
+            shutil.move(copy.parent, base / "elsewhere")
+            copy.parent.write_text("")
+    dist.barrier()
+    held = (worker.divided, worker.optimizer, worker.scale)
+
+    def on_reject(path: Path, file: str, reason: str) -> None:
+        told.append((file, reason))
+
+    assert recall(worker.run, found, worker.place, *held, on_reject, worker.environment) is None
+    after = worker.state()
+    assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
+    return told
+
+
+def test_a_copy_that_one_worker_cannot_read_changes_nothing_on_any_and_is_reported_by_all(
+    world: World, tmp_path: Path
+) -> None:
+    for how in FAILURES:
+        folder = tmp_path / how
+        folder.mkdir()
+        told = world.run(4, failing_on_one, folder=str(folder), how=how)
+        assert told == [told[0]] * 4
+        assert told[0], how
 
 
 def left_alone(rank: int, world: int, *, folder: str) -> float:

@@ -351,6 +351,44 @@ def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) 
         assert said in done.stderr
 
 
+def folds(lab: Lab, place: Path, how: str, nproc: int) -> "subprocess.CompletedProcess[str]":
+    """A script that joins two runs, without our agent."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(lab.folder / "own_loop.py"), how],
+        env={**os.environ, **lab.variables()},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_two_runs_of_one_script_are_two_runs(lab: Lab, scripts: Path, tmp_path: Path, nproc: int) -> None:
+    done = folds(lab, tmp_path, "folds", nproc)
+    assert done.returncode == 0, done.stderr
+    first, second = (lab.ended(Run(tmp_path / name), 0).digest for name in ("runs/own", "fold-1"))
+    assert first == undisturbed(lab, "right", nproc=nproc).digest
+    assert second == undisturbed(lab, "right", "seed=1", nproc=nproc).digest
+
+
+def test_a_run_that_the_script_has_finished_is_not_given_to_it_again(lab: Lab, scripts: Path, tmp_path: Path) -> None:
+    done = folds(lab, tmp_path, "same-fold", 1)
+    assert done.returncode == ExitCode.USAGE
+    assert "runs/own: this script has joined this run before, and it is done" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_run_below_one_agent_is_refused(lab: Lab, scripts: Path) -> None:
+    ended = ours(lab, ["folds"], 2)
+    assert ended.code == ExitCode.USAGE
+    assert "this script joins a second run, and `phalanx train SCRIPT` is one run" in str(ended.message)
+    assert ended.result["digest"] == undisturbed(lab, "right", nproc=2).digest
+    assert not Path("fold-1").exists()
+
+
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = {
@@ -366,6 +404,7 @@ MISTAKES = {
     "discord": (65, "the exchange in the recipe of worker 1 is not that of worker 0: join all workers with the same"),
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
+    "scheduler": (64, "gang.step: the loop has a scheduler for the learning rate"),
     "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
     "half-stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
 }

@@ -11,7 +11,7 @@ from typing import TextIO
 from phalanx.api import Ready, finished, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
 from phalanx.jobs.member import Member
 from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery_process import NurseryProcess

@@ -7,18 +7,18 @@ moved that was under way. The same number of workers goes on where it was. With 
 the rows, and where that is in the middle of a round, with its outer step; what was under way is in the rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.exchange.rounds import Rounds
 from phalanx.train.exchange.ways import WAYS
 from phalanx.train.optimizers import PREFIX as OPTIMIZER
 from phalanx.train.parallel.cuts import Block, Holding
-from phalanx.train.parallel.divided import Divided, Held
+from phalanx.train.parallel.divided import Divided, Held, local
 from phalanx.train.state import Blocks, Wanted
 
 ROWS, MOMENTUM, FLYING = "exchange/worker/", "exchange/momentum/", "exchange/flying/"
@@ -65,7 +65,7 @@ class Apart:
     def wanted(self, wanted: Wanted, manifest: Manifest) -> Wanted:
         """What to read besides."""
         parameters, (rank, world) = self.divided.parameters(), self._number()
-        blocks = [*wanted.blocks, *self._momenta(manifest)]
+        names = {parameter: name for name, parameter in parameters.items()}
         rows: dict[str, Tensor] = {}  # by the name that it would have without the others
         for key, record in manifest.tensors.items():
             name = key.removeprefix(ROWS)
@@ -73,13 +73,19 @@ class Apart:
             if key.startswith(ROWS) and owner in parameters:
                 rows[name] = torch.zeros(record.shape[1:], dtype=record.torch_dtype)
         moved = {parameters[name]: row for name, row in rows.items() if name in parameters}
+        momenta = self._read(MOMENTUM, manifest, self.rounds.momenta())
         count = next((manifest.tensors[ROWS + name].shape[0] for name in rows), world)
+        fresh = [*wanted.fresh, *_blocks(MOMENTUM, momenta)]
         turns: list[Blocks] = []
         read, sums = rows, rows
+        flying: dict[str, Tensor] = {}
         if count == world:
-            blocks += [*_row_of(rows, rank), *self._flying(manifest)]
+            under_way = self.rounds.under_way(manifest.meta["step"])
+            flying = self._read(FLYING, manifest, under_way)
+            if len(flying) < len(under_way):  # of a run with another schedule
+                flying = {}
+            fresh += [*_row_of(rows, rank), *_blocks(FLYING, flying)]
         else:
-            self.rounds.drop()
             read = {name: torch.zeros_like(row) for name, row in rows.items()}
             sums = {name: torch.zeros_like(row, dtype=torch.float32) for name, row in rows.items()}
             turns = [_row_of(read, number) for number in range(count)]
@@ -89,6 +95,15 @@ class Apart:
                 sums[name].add_(each)
 
         def settle() -> None:
+            with torch.no_grad():
+                for parameter, momentum in self.rounds.momenta().items():
+                    momentum.zero_()
+                    if (name := names[parameter]) in momenta:
+                        momentum.copy_(momenta[name])
+                self.rounds.drop()
+                if flying:
+                    for parameter, sum_ in self.rounds.take_up(manifest.meta["step"]).items():
+                        sum_.copy_(flying[names[parameter]])
             wanted.settle()
             self.rounds.begin()
             with torch.no_grad():
@@ -103,26 +118,13 @@ class Apart:
                 self.rounds.together = False
 
         states = {name: row for name, row in rows.items() if name.startswith(OPTIMIZER)}
-        return Wanted(blocks, wanted.states | states, settle, turns, add)
+        return Wanted(wanted.blocks, fresh, wanted.states | states, settle, turns, add)
 
-    def _momenta(self, manifest: Manifest) -> Blocks:
-        """The outer optimizer's state; zeros where a checkpoint has none."""
-        names, found = {parameter: name for name, parameter in self.divided.parameters().items()}, []
-        for parameter, momentum in self.rounds.momenta().items():
-            momentum.zero_()
-            if (key := MOMENTUM + names[parameter]) in manifest.tensors:
-                found.append((key, (0,) * momentum.dim(), momentum))
-        return found
-
-    def _flying(self, manifest: Manifest) -> Blocks:
-        """The sums that were under way."""
+    def _read(self, prefix: str, manifest: Manifest, live: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+        """New fp32 tensors, by parameter name, for what the manifest has of these."""
         names = {parameter: name for name, parameter in self.divided.parameters().items()}
-        under_way = self.rounds.take_up(manifest.meta["step"])
-        found = [(FLYING + names[parameter], (0,) * moved.dim(), moved) for parameter, moved in under_way.items()]
-        if any(key not in manifest.tensors for key, *_ in found):  # of a run with another schedule
-            self.rounds.drop()
-            return []
-        return found
+        shapes = {names[parameter]: local(parameter).shape for parameter in live}
+        return {name: torch.empty(shape) for name, shape in shapes.items() if prefix + name in manifest.tensors}
 
 
 def was_apart(manifest: Manifest) -> bool:
@@ -130,6 +132,10 @@ def was_apart(manifest: Manifest) -> bool:
     weights."""
     strategy = manifest.meta.get("exchange", {}).get("strategy", "")
     return strategy not in WAYS or any(key.startswith(ROWS) for key in manifest.tensors)
+
+
+def _blocks(prefix: str, into: Mapping[str, Tensor]) -> Blocks:
+    return [(prefix + name, (0,) * tensor.dim(), tensor) for name, tensor in into.items()]
 
 
 def _row_of(into: Mapping[str, Tensor], number: int) -> Blocks:

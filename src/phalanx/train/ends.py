@@ -24,7 +24,7 @@ from phalanx.train.exchange.ways import WAYS
 from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
 from phalanx.train.local_step import make_local_stepper
 from phalanx.train.model import Seeds, has_batch_norm
-from phalanx.train.nodes import nodes_of
+from phalanx.train.nodes import exchanged, nodes_of
 from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
 from phalanx.train.parallel.collectives import summed
 from phalanx.train.parallel.divided import Divided
@@ -85,7 +85,8 @@ def make_stepper(
         assert mesh.fsdp is not None
         gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())
     elif not mesh.only_replicates:
-        gradients = DividedGradients(divided, gradients if isinstance(gradients, GradientExchange) else None)
+        own, inner = mesh.own(micro_batches), gradients if isinstance(gradients, GradientExchange) else None
+        gradients = DividedGradients(divided, inner, last=own[-1] if mesh.pipeline is None and len(own) > 1 else None)
     return Stepper(
         optimizer,
         scale,
@@ -97,6 +98,7 @@ def make_stepper(
         seeds=seeds,
         modules=divided.modules,
         own_gradients=recipe.compile == "graphs",
+        elastic=replicas,
     )
 
 
@@ -128,7 +130,8 @@ def norms_of(divided: Divided) -> NormOf:
 def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, empty: bool = False) -> Progress:
     """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
     model is `empty`. DataError, with the `cure`, when it was trained on data of another fingerprint."""
-    had = empty or bool(list_checkpoints(parts.run.checkpoints))
+    # If one has some, and another does not see them, they are not all at the beginning.
+    had = any(exchanged(parts.place, empty or bool(list_checkpoints(parts.run.checkpoints))))
     loaded = _resume_hot(parts)
     kept = None if loaded is None else loaded.path
     if loaded is None:
@@ -217,7 +220,8 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
     parts.reporter.event("start", **facts, **({"grown": True} if grown else {}))
     if has_batch_norm(parts.model):
         text = (
-            "the model has BatchNorm: results depend on the micro-batch and differ between workers; GroupNorm does not"
+            "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "
+            "worker's; GroupNorm has none"
         )
         parts.reporter.event("warning", text=text)
     if samples < recipe.batch.global_:

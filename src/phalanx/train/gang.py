@@ -24,6 +24,7 @@ from torch import Tensor
 from phalanx.data.feed import Feed
 from phalanx.errors import GaveUpError, UsageError
 from phalanx.train.exchange_watch import ExchangeWatch
+from phalanx.train.forward_state import listed
 from phalanx.train.guards import LIMIT, judge
 from phalanx.train.interval import Times
 from phalanx.train.keeping import Keeping
@@ -220,7 +221,7 @@ class Gang:
         self._changing = True
         if outcome.skipped is None:
             parts.stepper.update(scale, lr)
-        parts.stepper.follow()
+        new = parts.stepper.follow(outcome.flags)
         watch.lap("optimizer")
         if parts.divided.apart is not None and parts.divided.apart.rounds.follow(step):
             watch.lap("exchange")
@@ -251,6 +252,9 @@ class Gang:
         first, self._last = self._last is None, Last((scale, lr) if outcome.skipped is None else None, ())
         self._remember("step", "step", event)
         self._tell("step", event, moment="step")
+        if new:
+            text = f"forwards change {listed(new)}: after each step all workers have what the first one has"
+            self._tell("warning", {"text": text})
         if first:
             parts.reporter.flush()  # the agent can do without a worker from now on
         self._judge(step, outcome)

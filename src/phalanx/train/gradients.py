@@ -17,6 +17,7 @@ from phalanx.train.exchange import GradientExchange
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group, summed
 from phalanx.train.parallel.divided import Divided, local
+from phalanx.train.parallel.shard import deferring, sum_replicas
 
 TOGETHER = 1 << 23
 """Elements that are summed in one operation."""
@@ -104,15 +105,18 @@ class LocalGradients:
 
 
 class DividedGradients:
-    """Gradients of a model that is divided over workers. FSDP has summed what it shards; `replicas`, an exchange, sums
-    whole parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank,
-    and those that two pipeline stages hold."""
+    """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
+    backward of the `last` micro-batch here; `replicas`, an exchange, sums whole parts between replicas; what is left is
+    summed here: parameters whose gradient is partial on each tensor rank, and those that two pipeline stages hold."""
 
     slots = None
 
-    def __init__(self, divided: Divided, replicas: Gradients | None):
+    def __init__(self, divided: Divided, replicas: Gradients | None, last: int | None = None):
         self._divided = divided
         self._replicas = replicas
+        self._last = last
+        root = divided.root if last is not None and divided.mesh.layout.replicate > 1 else None
+        self._deferring = [] if root is None else deferring(root)
         self._parameters = divided.trainable()
         self._partial = [p for name, p in self._parameters.items() if name in divided.partial]
         ties = {name: tie for name, tie in divided.tied.items() if name in self._parameters}
@@ -121,6 +125,7 @@ class DividedGradients:
     def begin(self, leaf: int) -> None:
         if self._replicas is not None:
             self._replicas.begin(leaf)
+        sum_replicas(self._deferring, leaf == self._last)
 
     def end(self) -> None:
         if self._replicas is not None:
@@ -152,8 +157,8 @@ class DividedGradients:
             self._replicas.close()
 
     def square(self) -> Tensor | None:
-        # What is partial on tensor ranks or held by two stages is summed at the end only.
-        if self._partial or self._divided.mesh.pipeline is not None:
+        # What is partial on tensor ranks, held by two stages or summed over replicas once is there at the end only.
+        if self._deferring or self._partial or self._divided.mesh.pipeline is not None:
             return None
         present = {name: p for name, p in self._parameters.items() if p.grad is not None}
         own = self._divided.square({name: _gradient(p) for name, p in present.items()})

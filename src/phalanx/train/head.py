@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import fake_tensors
 from phalanx.errors import RecipeError
+from phalanx.train.huggingface_calls import logits_in
 from phalanx.train.parallel.standins import map_tensors
 
 
@@ -35,7 +36,7 @@ def find_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     hooks = [module.register_forward_hook(noting(name)) for name, module in layers.items()]
     try:
         with torch.no_grad(), evaluating(model):
-            logits = _logits(_run(model, args, kwargs))
+            logits = logits_in(_run(model, args, kwargs))
     finally:
         for hook in hooks:
             hook.remove()
@@ -80,15 +81,6 @@ def bypassed(head: nn.Module) -> Iterator[None]:
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-def _logits(output: Any) -> Tensor | None:
-    """The tensor that a loss starts from: the output itself, or its `logits` as Hugging Face calls them."""
-    if isinstance(output, Mapping):
-        output = output.get("logits")
-    elif not isinstance(output, Tensor):
-        output = getattr(output, "logits", None)
-    return output if isinstance(output, Tensor) else None
 
 
 @contextlib.contextmanager

@@ -104,15 +104,22 @@ def install(model: nn.Module) -> None:
     model.register_forward_pre_hook(adapt, with_kwargs=True)
 
 
+def logits_in(output: Any) -> Tensor | None:
+    """The tensor that a loss starts from: a model's output itself, or its `logits`, as an attribute or a key."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif not isinstance(output, Tensor):
+        output = getattr(output, "logits", None)
+    return output if isinstance(output, Tensor) else None
+
+
 def logits_of(output: Any) -> Tensor:
-    """Logits of a model's output: of a tensor itself, of what has `logits` as an attribute or as a key. RecipeError for
-    anything else."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, Mapping):
-        logits = output.get("logits")
-    if not isinstance(logits, Tensor):
+    """`logits_in`; RecipeError where there are none."""
+    logits = logits_in(output)
+    if logits is None:
         kind = type(output).__name__
         raise RecipeError(
-            f"task: the model returned {kind}, which has no logits; this task needs a tensor or an output with `logits`"
+            f"task: the model returned {kind}, which has no logits; this task needs a tensor, or an output with "
+            "`logits` (an attribute, or the key of a dict)"
         )
     return logits

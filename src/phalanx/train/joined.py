@@ -49,6 +49,7 @@ from phalanx.train.pinning import with_exchange
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale, computing
 from phalanx.train.reporter import Reporter
+from phalanx.train.savable import check_model, own_memory
 from phalanx.train.stop import StopRequest
 
 OTHER_DATA = (
@@ -109,6 +110,8 @@ class Joined:
         model = build()
         if not isinstance(model, nn.Module):
             raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
+        own_memory(model)
+        check_model(model)
         model.to(place.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._recipe = recipe = with_buckets(self._run, recipe, place, size)

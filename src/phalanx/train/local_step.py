@@ -70,7 +70,7 @@ class LocalStepper(Stepper):
     def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
         """Judge the step: its outcome, and the factor that turns this worker's gradients into its clipped mean's."""
         *values, square, norm, terms = torch.cat([agreement, self._own_part]).tolist()
-        loss, _, flags = told(values, self.micro_batches)
+        loss, _, flags = told(values, self.micro_batches, self.place.world)
         grad_norm = math.sqrt(square / self.place.world)
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
         skipped = doubtful(loss, grad_norm)

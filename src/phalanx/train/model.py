@@ -15,6 +15,7 @@ from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
+from phalanx.train.savable import check_model, own_memory
 from phalanx.train.undrawn import NeededError, Undrawn
 
 
@@ -90,6 +91,8 @@ def build_model(
         model = _built(spec, facts, folder, seed, draw)
         if device.type != "cpu":  # `to` replaces imagined parameters (trial.py), which cannot be
             model = model.to(device)
+    own_memory(model)
+    check_model(model)
     if adapter is not None:
         add_adapters(model, adapter, torch.Generator().manual_seed(seed_for(seed, "adapter")))
     return model

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.run import Run
-from phalanx.run.hot import counts, cut, hot_folder, is_private, open_folder, read_history
+from phalanx.run.hot import base_of, counts, cut, hot_folder, is_private, open_folder, read_history
 from phalanx.train.checkpoint import CorruptError, Loaded, list_checkpoints, step_of
 from phalanx.train.checkpoint.load import files_of
 from phalanx.train.checkpoint.parts import (
@@ -37,7 +37,7 @@ from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
-from phalanx.train.restoring import OnReject
+from phalanx.train.restoring import OnReject, Rejected, TakeOver, report_rejected
 from phalanx.train.state import load_wanted, wanted_of
 
 MESSAGE = 16 << 20
@@ -120,15 +120,15 @@ def recall(
     environment: Mapping[str, str] = os.environ,
 ) -> Recalled | None:
     """Load the newest of the copies that is whole into the model, optimizer and scale; None when there is none. Every
-    worker calls it."""
+    worker calls it. Nothing changes before every worker has read its part."""
     if not found.parts:
         return None
-    folder, wrong = Path(), ""
+    folder, bad = Path(), list[Rejected]()
     try:
         folder = open_folder(run, environment)
     except (OSError, UsageError) as error:
-        wrong = str(error)
-    if any(exchanged(place, wrong)):  # on one node there is no place for what it lacks
+        bad = [(str(base_of(environment)), "", f"no place on a node for what it lacks: {error}")]
+    if _rejected(place, bad, on_reject):
         return None
     for copy in sorted(found.parts, reverse=True):
         parts = _told(found, place, copy)
@@ -143,13 +143,15 @@ def recall(
         files = files_of(manifest, wanted.everything)
         lacking = [owner for owner, part in parts.items() if owner not in here and part.file in files]
         fetched = _fetch(found, place, copy, path, parts, lacking)
-        good = True
+        take_over: TakeOver | None = None
+        bad = []
         try:
-            load_wanted(wanted, optimizer, scale, path, manifest)
+            take_over = load_wanted(wanted, divided, optimizer, scale, path, manifest)
         except CorruptError as error:
-            on_reject(path, error.file.name, error.reason)
-            good = False
-        if all(exchanged(place, good)):
+            bad = [(str(path), error.file.name, error.reason)]
+        if not _rejected(place, bad, on_reject):
+            assert take_over is not None
+            take_over()
             return Recalled(Loaded(path, manifest, {}), fetched)
     return None
 
@@ -164,6 +166,13 @@ def go_on_from(
     folder = hot_folder(run, environment)
     if place.local_rank == 0 and _ours(folder):
         clear_copies(folder, () if kept is None else (kept.name,))
+
+
+def _rejected(place: Place, bad: list[Rejected], on_reject: OnReject) -> bool:
+    """Whether any worker found something bad, which is reported on all of them."""
+    said = [{"bad": each} for each in exchanged(place, bad)]
+    report_rejected(said, on_reject)
+    return any(each["bad"] for each in said)
 
 
 def _ours(folder: Path | None) -> TypeGuard[Path]:
@@ -203,9 +212,20 @@ def _fetch(
 
 
 def _send(file: Path, part: Part, target: int) -> None:
-    with open(file, "rb") as content:
+    """Who waits for it gets as many bytes in any case: what can no longer be read here is zeros, which the receiver
+    finds damaged."""
+    with contextlib.ExitStack() as stack:
+        content = None
+        with contextlib.suppress(OSError):
+            content = stack.enter_context(open(file, "rb"))
         for size in _messages(part):
-            dist.send(torch.frombuffer(bytearray(content.read(size)), dtype=torch.uint8), target)
+            read = b""
+            if content is not None:
+                try:
+                    read = content.read(size)
+                except OSError:
+                    content = None
+            dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
 
 
 def _receive(copy: Path, part: Part, source: int) -> None:

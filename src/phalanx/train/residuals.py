@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.parallel.cuts import Block, Holding
-from phalanx.train.parallel.divided import Divided, Held
+from phalanx.train.parallel.divided import Divided, Held, local
 
 PREFIX = "exchange/residual/"
 BASIS = "exchange/basis/"
+Blocks = list[tuple[str, tuple[int, ...], Tensor]]
+"""As in `state.py`."""
 
 
 class Holder(Protocol):
@@ -43,7 +45,6 @@ class Residuals:
     room: Callable[[], None] = lambda: None
     bases: Mapping[str, Tensor] = field(default_factory=dict)
     fits: Callable[[Manifest], bool] = lambda manifest: True
-    _read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -87,31 +88,40 @@ class Residuals:
         """Axes along which workers hold back something else: also tensor ranks where the gradient of each is a part."""
         return ("replicate", "tensor") if name in self.divided.partial else ("replicate",)
 
-    def wanted(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...], Tensor]]:
-        """What to read of a checkpoint, for `settle` to add up; nothing of what it has not, or of another shape."""
-        found: list[tuple[str, tuple[int, ...], Tensor]] = []
-        self._read = []
+    def wanted(self, manifest: Manifest) -> tuple[Blocks, Callable[[], None]]:
+        """What to read of a checkpoint, into new tensors, and what then takes it over; nothing of what it has not, or
+        of another shape."""
+        found: Blocks = []
         fits = self.fits(manifest)
-        if fits and any(key.startswith(PREFIX) for key in manifest.tensors):
-            self.room()
+        some = fits and any(key.startswith(PREFIX) for key in manifest.tensors)
         mesh = self.divided.mesh
+        bases: list[tuple[Tensor, Tensor]] = []
         for name, basis in self.bases.items():
             record = manifest.tensors.get(BASIS + name)
             if record is not None and record.shape == basis.shape:
-                found.append((BASIS + name, (0, 0), basis))
-        for key, held in self._rows().items():
-            record = manifest.tensors.get(key) if fits else None
+                bases.append((basis, torch.empty(basis.shape, dtype=basis.dtype)))
+                found.append((BASIS + name, (0, 0), bases[-1][1]))
+        read: list[tuple[str, Tensor]] = []
+        for name, parameter in self.divided.trainable().items() if some else ():
+            record = manifest.tensors.get(PREFIX + name)
+            held = self._held(name, torch.empty(local(parameter).shape, device="meta"))
             rows = record.shape[0] if record is not None and record.shape[1:] == held.holding.shape[1:] else 0
-            held.tensor.zero_()
-            index, count = mesh.number(self._own(key.removeprefix(PREFIX)))
+            index, count = mesh.number(self._own(name))
             for row in range(index, rows, count):
-                into = torch.zeros_like(held.tensor)
-                self._read.append((held.tensor, into))
-                found += [(key, (row, *block.offset[1:]), block.of(into)) for block in held.holding.blocks]
-        return found
+                into = torch.zeros(held.tensor.shape)
+                read.append((name, into))
+                found += [(PREFIX + name, (row, *block.offset[1:]), block.of(into)) for block in held.holding.blocks]
 
-    def settle(self) -> None:
-        """Take over what was read."""
-        for tensor, read in self._read:
-            tensor.add_(read)
-        self._read = []
+        def settle() -> None:
+            if some:
+                self.room()
+            for basis, value in bases:
+                basis.copy_(value)
+            live = self.tensors
+            for tensor in live.values():
+                tensor.zero_()
+            for name, row in read:
+                if name in live:
+                    live[name].add_(row.squeeze(0).to(live[name].device))
+
+        return found, settle

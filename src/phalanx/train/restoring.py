@@ -2,24 +2,22 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import Any, TypeVar
 
 from phalanx.errors import storage_failed
 from phalanx.run import Run
 from phalanx.train.checkpoint import (
     CorruptError,
     Loaded,
-    checkpoint_name,
+    Manifest,
     list_checkpoints,
-    load_newest,
     load_tensors,
     read_manifest,
     step_of,
 )
+from phalanx.train.nodes import exchanged
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
@@ -27,69 +25,74 @@ from phalanx.train.precision import LossScale
 from phalanx.train.state import load_held, load_state
 
 OnReject = Callable[[Path, str, str], None]
-NONE, UNKNOWN = -1, -2
-"""Instead of a checkpoint's step: none is good; or storage could not read one that may be."""
+TakeOver = Callable[[], None]
+Rejected = tuple[str, str, str]
+"""A checkpoint's path, the file's name, the reason."""
+T = TypeVar("T")
+NONE = -1
+"""Instead of a checkpoint's step: none is good."""
 
 
 def restore(
     run: Run, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, on_reject: OnReject
 ) -> Loaded | None:
     """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
-    none. OSError on every worker when one's storage failed and there is no other that all can read: a checkpoint that
-    cannot be read now may be good."""
-    if not divided.alike:
-        return _restore_parts(run, place, divided, optimizer, scale, on_reject)
-    loaded, step = None, NONE
+    none. Nothing changes before every worker has read its part of the same one, so all of them fall back to the one
+    before, or none. A bad one is reported on every worker. OSError on every worker when one's storage failed and there
+    is no other that all can read: a checkpoint that cannot be read now may be good."""
+
+    def read(path: Path) -> tuple[Manifest, TakeOver]:
+        manifest = read_manifest(path)
+        if not divided.alike:
+            return manifest, load_held(divided, optimizer, scale, path, manifest)
+        tensors = load_tensors(path, manifest=manifest)
+        return manifest, lambda: load_state(divided.modules[0], optimizer, scale, tensors, str(path))
+
+    mine, newest, unknown = None, None, False
+    while True:
+        bad: list[Rejected] = []
+        if mine is None:
+            mine, missed = _newest(run.checkpoints, newest, read, bad)
+            unknown = unknown or missed
+        said = exchanged(place, {"step": NONE if mine is None else step_of(mine[0]), "unknown": unknown, "bad": bad})
+        report_rejected(said, on_reject)
+        steps = [each["step"] for each in said]
+        newest = min(steps)
+        if newest == NONE or mine is None:
+            if any(each["unknown"] for each in said):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+            return None
+        path, (manifest, take_over) = mine
+        if max(steps) == newest:
+            take_over()
+            return Loaded(path, manifest, {})
+        if step_of(path) > newest:  # another worker could not read this one
+            mine = None
+
+
+def _newest(
+    directory: Path, newest: int | None, read: Callable[[Path], T], bad: list[Rejected]
+) -> tuple[tuple[Path, T] | None, bool]:
+    """The newest checkpoint that can be read here and is not newer than that step, and whether storage failed before.
+    `bad` gets those that cannot be read."""
+    unknown = False
     try:
-        loaded = load_newest(run.checkpoints, on_reject)
-        step = NONE if loaded is None else step_of(loaded.path)
+        for path in list_checkpoints(directory):
+            if newest is not None and step_of(path) > newest:
+                continue
+            try:
+                return (path, read(path)), unknown
+            except CorruptError as error:
+                bad.append((str(path), error.file.name, error.reason))
+                unknown = unknown or error.storage is not None
     except OSError as error:
         if not storage_failed(error):
             raise
-        step = UNKNOWN
-    step = _oldest(place, step)
-    if step < 0:
-        _check_known(run, step)
-        return None
-    if loaded is None or step_of(loaded.path) != step:  # another worker could not read a newer one
-        path = run.checkpoints / checkpoint_name(step)
-        manifest = read_manifest(path)
-        loaded = Loaded(path, manifest, load_tensors(path, manifest=manifest))
-    load_state(divided.modules[0], optimizer, scale, loaded.tensors, str(loaded.path))
-    return loaded
+        unknown = True
+    return None, unknown
 
 
-def _restore_parts(
-    run: Run, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, on_reject: OnReject
-) -> Loaded | None:
-    """`restore` where each worker reads only what it holds: they try one checkpoint after the other together, since one
-    may be bad in a part that only one of them reads."""
-    worst = NONE
-    for path in list_checkpoints(run.checkpoints):
-        step = step_of(path)
-        try:
-            manifest = read_manifest(path)
-            load_held(divided, optimizer, scale, path, manifest)
-        except CorruptError as error:
-            on_reject(path, error.file.name, error.reason)
-            step = NONE if error.storage is None else UNKNOWN
-        if (agreed := _oldest(place, step)) >= 0:
-            return Loaded(path, manifest, {})
-        worst = min(worst, agreed)
-    _check_known(run, worst)
-    return None
-
-
-def _oldest(place: Place, step: int) -> int:
-    """The oldest of the checkpoints that the workers read; NONE or UNKNOWN when one of them could read none."""
-    if place.world > 1:
-        oldest = torch.tensor(step, device=place.device)
-        dist.all_reduce(oldest, dist.ReduceOp.MIN)
-        return int(oldest)
-    return step
-
-
-def _check_known(run: Run, why: int) -> None:
-    """OSError unless it is known that there is no checkpoint to go on from."""
-    if why == UNKNOWN:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+def report_rejected(said: Sequence[Mapping[str, Any]], on_reject: OnReject) -> None:
+    """Report on every worker what any of them found `bad`, once."""
+    for path, file, reason in dict.fromkeys(tuple(each) for theirs in said for each in theirs["bad"]):
+        on_reject(Path(path), file, reason)

@@ -1,6 +1,7 @@
 """The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
 
 Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`,
+`extra/<module>` what a module says in `get_extra_state`, `settings/groups` what an optimizer keeps in its groups,
 `scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and what workers have for themselves
 that train apart (`apart.py`).
 Numbers: the step, and the samples consumed, from which the order of data follows.
@@ -18,9 +19,10 @@ from phalanx.errors import DataError
 from phalanx.train.checkpoint import Manifest, Saver, load_blocks
 from phalanx.train.exchange.choice import Choice
 from phalanx.train.noise import NoiseScale
-from phalanx.train.optimizers import PREFIX, Optimizer, entry_shape
+from phalanx.train.optimizers import PREFIX, SETTINGS, Optimizer, entry_shape
 from phalanx.train.parallel.divided import Divided, Held, local
 from phalanx.train.precision import LossScale
+from phalanx.train.savable import EXTRA, extra_state, load_extra_state, persistent_buffers
 
 
 @dataclass
@@ -106,15 +108,13 @@ class Standing:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones once; the live tensors."""
-    persistent = model.state_dict(keep_vars=True)
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer, scale: LossScale) -> dict[str, Tensor]:
     """Everything that the next step depends on."""
-    return {**model_tensors(model), **optimizer.state(), **scale.state()}
+    return {**model_tensors(model), **extra_state(model), **optimizer.state(), **optimizer.settings(), **scale.state()}
 
 
 def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict[str, Held]:
@@ -128,7 +128,12 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
         if divided.counts(name):
             parameter = parameters[name]
             shape = entry_shape(entry, parameter.shape)
+            if value.dim() and not divided.is_cut(name, parameter):  # an optimizer of a loop's own has its own shapes
+                shape = value.shape
             held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
+    for module in divided.modules:
+        held |= {name: divided.whole(value) for name, value in extra_state(module).items()}
+    held |= {name: divided.whole(value) for name, value in optimizer.settings().items()}
     if divided.residuals is not None:
         held |= divided.residuals.held()
     held |= {name: divided.whole(value) for name, value in scale.state().items()}
@@ -141,43 +146,47 @@ Blocks = list[tuple[str, tuple[int, ...], Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A worker's part of the state. `states` are those of the optimizer and the scale among its tensors."""
+    """A worker's part of the state. `blocks` are of tensors in use, which must not change before all workers have read
+    theirs; `fresh` of new ones. `states` are those of the optimizer and the scale among these."""
 
     blocks: Blocks
+    fresh: Blocks
     states: dict[str, Tensor]
     settle: Callable[[], None] = lambda: None
-    """To be called when all is read."""
+    """To be called when all is read: the first that may change anything in use."""
     turns: list[Blocks] = field(default_factory=list)
-    """What is read one after the other into the same memory."""
+    """What is read one after the other into the same memory, which is new."""
     add: Callable[[], None] = lambda: None
     """To be called after each of these."""
 
     @property
     def everything(self) -> Blocks:
         """All that is read."""
-        return [*self.blocks, *(block for turn in self.turns for block in turn)]
+        return [*self.blocks, *self.fresh, *(block for turn in self.turns for block in turn)]
 
 
 def load_held(
     divided: Divided, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
-) -> None:
-    """Read this worker's part of the state from a checkpoint that was written under any layout. CorruptError names a
-    bad file, DataError what does not fit."""
-    load_wanted(wanted_of(divided, path, manifest), optimizer, scale, path, manifest, threads)
+) -> Callable[[], None]:
+    """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
+    it over: nothing in use changes before that is called. CorruptError names a bad file, DataError what does not fit.
+    """
+    return load_wanted(wanted_of(divided, path, manifest), divided, optimizer, scale, path, manifest, threads)
 
 
 def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
     """What `load_held` reads. DataError when the model does not fit the checkpoint."""
     parameters = divided.parameters()
     wanted: Blocks = []
+    fresh: Blocks = []
 
-    def want(name: str, held: Held) -> None:
+    def want(name: str, held: Held, into: Blocks = wanted) -> None:
         record = manifest.tensors.get(name)
         if record is not None and record.shape != held.holding.shape:
             shapes = f"has shape {list(record.shape)}, the model's has {list(held.holding.shape)}"
             raise DataError(f"{path}: {name} {shapes}")
         for block in held.holding.blocks:
-            wanted.append((name, block.offset, block.of(held.tensor)))
+            into.append((name, block.offset, block.of(held.tensor)))
 
     for name, parameter in parameters.items():
         if name not in manifest.tensors:
@@ -188,36 +197,52 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():
         name, _, entry = key.removeprefix(PREFIX).rpartition("/")
-        if key.startswith("scaler/"):
+        if key.startswith(("scaler/", EXTRA, SETTINGS)):
             states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
-            wanted.append((key, (0,) * len(record.shape), states[key]))
+            fresh.append((key, (0,) * len(record.shape), states[key]))
         elif key.startswith(PREFIX) and name in parameters:
             parameter = parameters[name]
-            shape = entry_shape(entry, local(parameter).shape) if record.shape else ()
-            states[key] = torch.zeros(shape, dtype=record.torch_dtype)
+            here, whole = (entry_shape(entry, each.shape) for each in (local(parameter), parameter))
+            if not record.shape or not divided.is_cut(name, parameter):
+                here = whole = torch.Size(record.shape)
+            states[key] = torch.zeros(here, dtype=record.torch_dtype)
             if record.shape:
-                want(key, divided.held(name, parameter, states[key], entry_shape(entry, parameter.shape)))
+                want(key, divided.held(name, parameter, states[key], whole), fresh)
             else:
-                wanted.append((key, (), states[key]))
-    found = Wanted(wanted, states)
+                fresh.append((key, (), states[key]))
+    found = Wanted(wanted, fresh, states)
     if divided.residuals is not None:
-        found = Wanted(wanted + divided.residuals.wanted(manifest), states, divided.residuals.settle)
+        read, settle = divided.residuals.wanted(manifest)
+        found = Wanted(wanted, fresh + read, states, settle)
     return found if divided.apart is None else divided.apart.wanted(found, manifest)
 
 
 def load_wanted(
-    wanted: Wanted, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
-) -> None:
-    """Read it. CorruptError names a bad file."""
-    states = wanted.states
-    with torch.no_grad():
-        load_blocks(path, wanted.blocks, threads, manifest)
-        for turn in wanted.turns:
-            load_blocks(path, turn, threads, manifest)
-            wanted.add()
-    wanted.settle()
-    optimizer.load({key: value for key, value in states.items() if key.startswith(PREFIX)}, str(path))
-    scale.load({key: value for key, value in states.items() if key.startswith("scaler/")})
+    wanted: Wanted,
+    divided: Divided,
+    optimizer: Optimizer,
+    scale: LossScale,
+    path: Path,
+    manifest: Manifest,
+    threads: int = 2,
+) -> Callable[[], None]:
+    """Read it into memory of its own, and return what takes it over. CorruptError names a bad file."""
+    staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
+    load_blocks(path, [*staged, *wanted.fresh], threads, manifest)
+    for turn in wanted.turns:
+        load_blocks(path, turn, threads, manifest)
+        wanted.add()
+
+    def take_over() -> None:
+        with torch.no_grad():
+            for (_, _, live), (_, _, read) in zip(wanted.blocks, staged, strict=True):
+                live.copy_(read)
+        wanted.settle()
+        for module in divided.modules:
+            load_extra_state(module, wanted.states, str(path))
+        _load_rest(optimizer, scale, wanted.states, str(path))
+
+    return take_over
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
@@ -229,6 +254,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
         if source.shape != target.shape:
             raise DataError(f"{where}: {name} has shape {list(source.shape)}, the model's has {list(target.shape)}")
         target.copy_(source)
+    load_extra_state(model, tensors, where)
 
 
 def load_state(
@@ -237,5 +263,10 @@ def load_state(
     """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
     with torch.no_grad():
         load_model(model, tensors, where)
-    optimizer.load({name: t for name, t in tensors.items() if name.startswith(PREFIX)}, where)
-    scale.load({name: t for name, t in tensors.items() if name.startswith("scaler/")})
+    _load_rest(optimizer, scale, tensors, where)
+
+
+def _load_rest(optimizer: Optimizer, scale: LossScale, tensors: Mapping[str, Tensor], where: str) -> None:
+    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}, where)
+    optimizer.load_settings(tensors, where)
+    scale.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})

@@ -6,7 +6,7 @@ have room for it, because an operation of its own is dear (9% of a step of 12 ms
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
+from phalanx.train.forward_state import ForwardState
 from phalanx.train.gradients import Gradients, ShardedReplicas, exchange_of
 from phalanx.train.model import Seeds
 from phalanx.train.optimizers import Optimizer
@@ -28,6 +29,8 @@ from phalanx.train.tasks import TensorBatch
 from phalanx.train.timing import Stopwatch
 
 FLAGS = ("stop", "summoned", *SAVE_FLAGS)
+CHANGED = "changed"
+"""The flag that forwards changed what is not sent yet (forward_state.py)."""
 PARTS = 3
 """fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
 NOISE_EVERY = 8
@@ -80,12 +83,19 @@ def joined(parts: Tensor) -> Tensor:
     return parts.view(PARTS, -1).double().sum(0)
 
 
-def told(values: Sequence[float], micro_batches: int) -> tuple[float, float, dict[str, int]]:
-    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag."""
+def many(world: int) -> int:
+    """More than one flag can count to in a world: one that goes along with another is worth so much of it."""
+    return 1 << world.bit_length()
+
+
+def told(values: Sequence[float], micro_batches: int, world: int) -> tuple[float, float, dict[str, int]]:
+    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag. CHANGED goes
+    along with the first: a flag of its own would move what else travels with the gradients."""
     loss_sum, terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
-    raised = values[2 * micro_batches :]
+    raised = {name: round(n) for name, n in zip(FLAGS, values[2 * micro_batches :], strict=True)}
+    raised[CHANGED], raised[FLAGS[0]] = divmod(raised[FLAGS[0]], many(world))
     # A batch without a single term teaches nothing: gradient and loss are zero.
-    return loss_sum / max(terms, 1.0), terms, {name: round(n) for name, n in zip(FLAGS, raised, strict=True)}
+    return loss_sum / max(terms, 1.0), terms, raised
 
 
 def doubtful(loss: float, grad_norm: float) -> str | None:
@@ -98,7 +108,8 @@ def doubtful(loss: float, grad_norm: float) -> str | None:
 class Stepper:
     """Performs steps: `begin`; for each of this worker's micro-batches `seed`, a forward, `backward`; then `finish`,
     `settle`, `update`, `follow`. `micro_batches` is their number in a global batch, over all workers. `own_gradients`:
-    gradients are added up in memory of their own from the beginning."""
+    gradients are added up in memory of their own from the beginning. `elastic`: the number of replicas must not matter.
+    """
 
     def __init__(
         self,
@@ -113,6 +124,7 @@ class Stepper:
         seeds: Seeds,
         modules: Sequence[nn.Module] = (),
         own_gradients: bool = False,
+        elastic: bool = False,
     ):
         self.optimizer = optimizer
         self.scale = scale
@@ -125,6 +137,7 @@ class Stepper:
         self._own_gradients = own_gradients
         self._leaves = mesh.own(micro_batches)
         self._own = len(self._leaves)
+        self._equal = micro_batches == self._own * mesh.data_size  # else the squares are not of as many terms each
         self._parameters = list(optimizer.names)
         self.backwards = 0
         """Micro-batches of this step that are done."""
@@ -140,6 +153,7 @@ class Stepper:
         self._starters: list[Callable[[], None]] = [
             part.before_step for part in parts if callable(getattr(part, "before_step", None))
         ]
+        self.forward_state = ForwardState(modules, place, mesh.stage, elastic)
         self._scaled = [part for part in parts if scale.dynamic and hasattr(part, "loss_scale")]
 
     def begin(self, step: int) -> None:
@@ -148,11 +162,12 @@ class Stepper:
         if (exchange := exchange_of(self.summed)) is not None:
             exchange.begin_step(step)
         self.backwards, self.has_sums = 0, False
+        self.forward_state.begin()
         for before_step in self._starters:
             before_step()
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].
-        self._squared = step % NOISE_EVERY == 0 and self._own > 1
+        self._squared = step % NOISE_EVERY == 0 and self._own > 1 and self._equal
         size = 2 * self.micro_batches + len(FLAGS) + 1
         self._agreement = torch.zeros(size, dtype=torch.float64, device=self.place.device)
         for parameter in self._parameters:
@@ -209,6 +224,8 @@ class Stepper:
         for index, raised in enumerate(flags()):
             if raised:
                 self._agreement[2 * self.micro_batches + index] = 1
+        if self.forward_state.found():
+            self._agreement[2 * self.micro_batches] += many(self.place.world)
 
     def finish(self, watch: Stopwatch) -> Tensor:
         """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
@@ -230,7 +247,7 @@ class Stepper:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
         *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
-        loss, terms, flags = told(values, count)
+        loss, terms, flags = told(values, count, self.place.world)
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
         grad_norm = raw_norm * factor
         skipped = doubtful(loss, grad_norm)
@@ -251,7 +268,9 @@ class Stepper:
         scale_in_place(self.summed.tensors(), factor)
         self.optimizer.step(lr)
 
-    def follow(self) -> None:
-        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers."""
+    def follow(self, flags: Mapping[str, int]) -> list[str]:
+        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers, and
+        all workers the same of what forwards changed; the names of what changed for the first time."""
         for after_step in self._followers:
             after_step(lambda value: value if self.mesh.stage is None else summed(value, self.mesh.stage))
+        return self.forward_state.settle(flags[CHANGED] > 0)

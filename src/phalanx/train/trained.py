@@ -15,6 +15,7 @@ from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
 from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_tensors, newest_good
 from phalanx.train.model import build_model
+from phalanx.train.savable import EXTRA, extra_modules
 from phalanx.train.saving import best_file
 from phalanx.train.state import load_model, model_tensors
 from phalanx.train.weights import allocate
@@ -61,7 +62,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     modules = folder if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
     model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
     allocate([model], device)
-    names = list(model_tensors(model))
+    names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))
     return Trained(model.eval(), recipe, facts, folder if code_of(recipe) else None, checkpoint)

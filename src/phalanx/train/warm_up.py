@@ -18,6 +18,7 @@ from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.staging import Staged
 from phalanx.train.parts import Parts
+from phalanx.train.savable import extra_state, load_extra_state
 from phalanx.train.state import Progress
 
 RUNS = {"graphs": 3}
@@ -66,10 +67,19 @@ def _forward_and_backward(objective: Objective, batch: Any, divided: Divided) ->
 
 @contextmanager
 def _leaving_no_trace(divided: Divided, device: torch.device) -> Iterator[None]:
-    """Put buffers and random numbers back."""
-    before = [(buffer, buffer.clone()) for module in divided.modules for buffer in module.buffers()]
+    """Put buffers, extra state and random numbers back."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for module in divided.modules
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    extra = [(module, extra_state(module)) for module in divided.modules]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     with torch.no_grad():
-        for buffer, value in before:
+        for part, name, buffer, value in before:
             buffer.copy_(value)
+            setattr(part, name, buffer)  # the forward may have replaced it
+    for module, said in extra:
+        load_extra_state(module, said, "memory")

@@ -37,6 +37,7 @@ from phalanx.train.head import evaluating, find_head
 from phalanx.train.loop import train
 from phalanx.train.memory import OutOfMemory, explain_memory
 from phalanx.train.model import Seeds, build_model, described
+from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Head, Objective, Scoring, sequences_of
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.orders import Connections, orders_of
@@ -134,7 +135,8 @@ def _train(
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
     meta["model"] = described(recipe.model, data.facts, folder)
 
-    fresh = not comes_later and not list_checkpoints(run.checkpoints)
+    # All or none draw weights: one that does not see the checkpoints yet would else begin with its own.
+    fresh = not comes_later and not any(exchanged(place, bool(list_checkpoints(run.checkpoints))))
 
     def build(place: Place, callbacks: Callbacks | None = None, fresh: bool = False) -> Built:
         here = recipe
@@ -339,7 +341,7 @@ def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: 
 def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
     """The output layer that can be left out of the forward, because the task takes the loss from what enters it."""
     head_loss = getattr(task, "head_loss", None)
-    if head_loss is None:
+    if head_loss is None or not _same_loss(task):
         return None
     sample = _one_sample(model, data)
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
@@ -390,8 +392,8 @@ def divided_model(
         compile="graphs" if recipe.compile == "graphs" else recipe.compile is True,
         rules=recipe.model.rules,
         sequence=data.facts.sequence,
-        # Only our own loss knows how to be computed over parts of the vocabulary.
-        vocabulary=scoring.head is not None and isinstance(scoring.task, LanguageModeling),
+        # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
+        vocabulary=scoring.head is not None and _own_head_loss(scoring.task),
         fp8=fp8,
     )
     if mesh.pipeline is None:
@@ -413,6 +415,16 @@ def divided_model(
         seeds.of_stage,
         (lambda: scale.scale) if scale.dynamic else None,
     )
+
+
+def _own_head_loss(task: Task) -> bool:
+    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
+
+
+def _same_loss(task: Task) -> bool:
+    """Whether `head_loss` is the loss of this task, and not of a class whose `loss` it replaces."""
+    owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
+    return not owners or "head_loss" in vars(owners[0])
 
 
 def _origin(recipe: Recipe, folder: Path, model: nn.Module) -> Origin | None:

@@ -8,7 +8,7 @@ from checkpoints import random_tensor, same_bits, save, state
 from safetensors import safe_open
 
 from phalanx.errors import DataError, UsageError
-from phalanx.train.checkpoint import Piece, Saver, load_tensors, read_manifest, share_out, verify
+from phalanx.train.checkpoint import Piece, Saver, load_blocks, load_tensors, read_manifest, share_out, verify
 from phalanx.train.checkpoint.format import DTYPES
 
 
@@ -160,3 +160,11 @@ def test_more_ranks_than_tensors_leave_some_with_nothing_to_write(tmp_path: Path
 
 def test_all_dtypes_of_the_table_are_tested() -> None:
     assert {f"of.{name}" for name in DTYPES} <= state(big=1).keys()
+
+
+def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"w": torch.arange(12.0).view(3, 4)})
+    blocks = [("w", (0, 0), torch.empty(2, 4)), ("w", (1, 0), torch.empty(2, 4))]
+    with pytest.raises(ValueError, match="two of the blocks to be read hold the same elements"):
+        load_blocks(path, blocks, 2, read_manifest(path))
+    load_blocks(path, [blocks[0], ("w", (2, 0), torch.empty(1, 4))], 2, read_manifest(path))

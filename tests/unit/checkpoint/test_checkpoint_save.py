@@ -99,8 +99,39 @@ def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytes
 def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:
     saver = Saver(tmp_path, 0, 1)
     saver.start(1, pieces({"w": torch.zeros(3)}), {})
-    with pytest.raises(RuntimeError, match="step 2: the save of step 1 is still in flight"):
-        saver.start(2, pieces({"w": torch.zeros(3)}), {})
+    for before in ("writing", "written"):
+        assert saver.poll().phase == before
+        with pytest.raises(RuntimeError, match="step 2: the save of step 1 is neither committed nor given up"):
+            saver.start(2, pieces({"w": torch.zeros(3)}), {})
+        gate.set()
+        saver.wait()
+    saver.abandon()
+    saver.start(2, pieces({"w": torch.zeros(3)}), {})
+    assert saver.wait().phase == "written"
+
+
+def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, written = threading.Event(), threading.Event(), list[int]()
+    write = os.write
+
+    def slow(fd: int, content: bytes) -> int:
+        begun.set()
+        assert go.wait(20)
+        written.append(len(content))
+        return write(fd, content)
+
+    monkeypatch.setattr(save_module.os, "write", slow)
+    monkeypatch.setattr(save_module, "_BLOCK", 1 << 20)
+    saver = Saver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.zeros(16 << 18)}), {})
+    assert begun.wait(20)
+    abandoning = threading.Thread(target=saver.abandon)
+    abandoning.start()
+    assert saver._given_up.wait(20)
+    go.set()
+    abandoning.join(20)
+    assert len(written) == 1
+    assert names_in(tmp_path) == []
 
 
 def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> None:

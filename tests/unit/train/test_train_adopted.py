@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.train.optimizers.adopted import Adopted
 
 
@@ -121,6 +121,104 @@ def test_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -> None
     model = make_model()
     adopted = Adopted(model, Counting(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"Counting keeps 'count' of 0.weight as int, and only tensors are saved"):
+        train(model, adopted, 1)
+
+
+class Stepping(torch.optim.SGD):
+    """Keeps numbers in its groups, as Prodigy and schedule-free do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["pair"] = (0.5 / group["k"], True)
+            group["d"] = group.get("d", torch.tensor(1.0)) * 0.9
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad * group["pair"][0] * group["d"]
+        super().step(closure)
+
+
+def test_state_in_the_groups_goes_on_in_the_same_bits_and_is_reset_by_a_checkpoint_without_it() -> None:
+    model = make_model()
+    adopted = Adopted(model, Stepping(model.parameters(), lr=0.01, momentum=0.5))
+    assert adopted.settings() == {}
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    train(model, adopted, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    state, settings = {key: value.clone() for key, value in adopted.state().items()}, adopted.settings()
+    expected = train(model, adopted, 3, first=3)
+
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = Adopted(again, Stepping(again.parameters(), lr=0.01, momentum=0.5))
+    resumed.load(state, "checkpoint")
+    resumed.load_settings(settings, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+    again.load_state_dict(start)
+    resumed.load({}, "checkpoint")
+    resumed.load_settings({}, "checkpoint")
+    assert resumed.settings() == {}
+    train(again, resumed, 3)
+    assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+
+
+class Holding(torch.optim.SGD):
+    """Keeps in a group what no checkpoint holds."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["memory"] = {1, 2}
+
+
+class Global(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["all"]["k"] = torch.ones(1)
+
+
+def test_other_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -> None:
+    model = make_model()
+    with pytest.raises(RecipeError, match="a parameter group of Holding holds set, which is not saved"):
+        train(model, Adopted(model, Holding(model.parameters(), lr=0.1)), 1)
+    with pytest.raises(UsageError, match="Global keeps state under 'all', which is no parameter"):
+        train(model, Adopted(model, Global(model.parameters(), lr=0.1)), 1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match=r"LBFGS.step needs a closure"):
+        Adopted(model, torch.optim.LBFGS(model.parameters()))
+
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
+    "warmup": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer),
+    "by hand": lambda optimizer: optimizer.param_groups[0].update(lr=0.001),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_the_loops_own_is_refused_in_the_first_step(name: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    adopted = Adopted(model, optimizer)
+    SCHEDULERS[name](optimizer)
+    with pytest.raises(UsageError, match=r"gang.step: the loop .*give its warmup and decay as optim.schedule"):
+        train(model, adopted, 1)
+
+
+def test_a_rate_that_the_loop_changes_later_is_refused_in_the_next_step() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    adopted = Adopted(model, optimizer)
+    train(model, adopted, 2)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    plateau.step(1.0)
+    train(model, adopted, 1)
+    plateau.step(2.0)
+    with pytest.raises(UsageError, match=r"gang.step: the loop changed a learning rate to 0.001"):
         train(model, adopted, 1)
 
 

@@ -64,8 +64,11 @@ def loaded(tensors: dict[str, Tensor], rank: int, world: int, outer: Outer = PLA
             into.copy_(tensors[name][tuple(slice(at, at + n) for at, n in zip(offset, into.shape, strict=True))])
 
     records = {name: SimpleNamespace(shape=tuple(t.shape), torch_dtype=t.dtype) for name, t in tensors.items()}
-    given = Wanted([("weight", (0, 0), weight.detach())], {})
+    given = Wanted([("weight", (0, 0), weight.detach())], [], {})
     wanted = mine.wanted(given, cast(Manifest, SimpleNamespace(tensors=records, meta={"step": 6})))
+    before = weight.detach().clone()
+    read(wanted.fresh)
+    assert weight.equal(before)
     read(wanted.blocks)
     for turn in wanted.turns:
         read(turn)

@@ -169,7 +169,11 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
     path = save(run, [tensor_rank(rank, before) for rank in range(before)])
     for rank in range(after):
         divided, optimizer = tensor_rank(rank, after, seed=1)
-        load_held(divided, optimizer, LossScale(), path, read_manifest(path))
+        before = {name: each.tensor.clone() for name, each in held_state(divided, optimizer, LossScale()).items()}
+        take_over = load_held(divided, optimizer, LossScale(), path, read_manifest(path))
+        for name, held in held_state(divided, optimizer, LossScale()).items():
+            assert before[name].equal(held.tensor), name
+        take_over()
         expected_divided, expected_optimizer = tensor_rank(rank, after)
         found = held_state(divided, optimizer, LossScale())
         for name, held in held_state(expected_divided, expected_optimizer, LossScale()).items():

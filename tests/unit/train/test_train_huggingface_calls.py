@@ -113,11 +113,11 @@ def test_language_modeling_takes_logits_out_of_an_output() -> None:
     assert torch.equal(wrapped[0], LanguageModeling().loss(logits, batch)[0])
 
 
-def test_logits_may_be_the_value_of_a_key() -> None:
-    logits = torch.zeros(1, 2, 3)
-    assert logits_of({"loss": None, "logits": logits}) is logits
-    with pytest.raises(RecipeError, match="dict, which has no logits"):
-        logits_of({"scores": logits})
+def test_logits_may_be_in_a_dict() -> None:
+    logits = torch.randn(2, 5, 7)
+    assert logits_of({"logits": logits, "loss": None}) is logits
+    with pytest.raises(RecipeError, match="task: the model returned dict, which has no logits"):
+        logits_of({"loss": logits})
 
 
 def test_an_output_without_logits_is_an_error_of_the_task() -> None:

@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
 def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, image: Any) -> list[str]:
+    def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(save_module, "write_image", refuse)

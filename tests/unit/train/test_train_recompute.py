@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.models import transformer
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.parallel import recompute as recompute_module
+from phalanx.train.parallel.block_state import BlockState, may_change
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.recompute import KEPT, Recompute, apply_recompute, operation_name
 
@@ -49,6 +50,79 @@ def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_loss_and_gradients_are_the_same_bits_with_and_without_dropout(how: Recompute, dropout: float) -> None:
     assert_same_bits(step(model_of(how, dropout)), step(model_of(dropout=dropout)))
+
+
+class Moving(nn.Module):
+    """A block whose forward uses and changes state of one kind."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.layer, self.calls = kind, nn.Linear(8, 8), 0
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("spread", torch.ones(8))
+        self.register_buffer("constant", torch.full((8,), 0.5))
+        self.norm = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Identity()
+        if kind == "spectral norm":
+            self.layer = nn.utils.parametrizations.spectral_norm(self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.layer(x))
+        if self.kind == "functional":
+            h = nn.functional.batch_norm(h, self.mean, self.spread, training=True) * self.mean.clone()
+        if self.kind == "average":
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        if self.kind == "replaced":
+            self.mean = self.mean * 0.9 + h.detach().mean(0) * 0.1
+        if self.kind == "counter":
+            self.calls += 1
+        return x + torch.tanh(h * self.constant * (1 + self.mean.clone()) * (1 + self.calls))
+
+
+def moved(kind: str, how: Recompute) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Gradients, buffers and counters after two rounds of two forwards and their backwards, the last first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Moving(kind) for _ in range(2)))
+    apply_recompute(model, ["1", "2"], how)
+    for turn in range(2):
+        losses = [model(torch.randn(5, 8)).square().sum() for _ in range(2)]
+        for loss in reversed(losses):
+            (loss * (turn + 1)).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, dict(model.named_buffers()), [block.calls for block in model[1:]]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kind", ["batch norm", "functional", "spectral norm", "average", "replaced", "counter"])
+def test_state_that_a_forward_changes_is_used_as_it_was_and_changed_once(kind: str, how: Recompute) -> None:
+    expected, found = moved(kind, "none"), moved(kind, how)
+    for one, other in zip(expected[:2], found[:2], strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name, tensor in one.items() if not tensor.equal(other[name])] == []
+    assert found[2] == expected[2]
+
+
+def test_a_buffer_that_stays_as_it_is_is_copied_once() -> None:
+    block = Moving("average")
+    state = BlockState(block)
+    for _ in range(3):
+        before, again = state.contexts()
+        with before:
+            block(torch.randn(5, 8))
+        with again:
+            block(torch.randn(5, 8))
+    first, second = state.take()[0], state.take()[0]
+    assert [one.value is other.value for one, other in zip(first, second, strict=True)] == [True] * 3
+    block(torch.randn(5, 8))
+    assert [one.value is other.value for one, other in zip(first, state.take()[0], strict=True)] == [False, True, True]
+
+
+def test_a_compiler_recomputes_blocks_whose_state_stays() -> None:
+    masked, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    masked.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    masked.register_buffer("cache", torch.ones(2), persistent=False)
+    average.register_buffer("mean", torch.ones(2))
+    blocks = [masked, nn.BatchNorm1d(2), nn.Sequential(average)]
+    assert [may_change(block) for block in blocks] == [False, False, True]
 
 
 @pytest.mark.parametrize("how", WAYS)

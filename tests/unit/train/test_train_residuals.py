@@ -41,10 +41,11 @@ def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> 
     found = []
     for rank in range(after):
         mine = residuals(rank, after)
-        for key, offset, tensor in mine.wanted(manifest):
+        wanted, settle = mine.wanted(manifest)
+        for key, offset, tensor in wanted:
             assert key == PREFIX + "weight"
             tensor.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offset, tensor.shape, strict=True))])
-        mine.settle()
+        settle()
         found.append(mine.tensors["weight"].clone())
     assert torch.stack(found).sum(0).equal(whole.sum(0))
     if before == after:
@@ -53,8 +54,9 @@ def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> 
 
 def test_a_checkpoint_that_has_none_leaves_none() -> None:
     mine = residuals(0, 2)
-    assert mine.wanted(cast(Manifest, SimpleNamespace(tensors={}))) == []
-    mine.settle()
+    wanted, settle = mine.wanted(cast(Manifest, SimpleNamespace(tensors={})))
+    assert wanted == []
+    settle()
     assert not cast(Any, mine.tensors["weight"]).any()
 
 
@@ -62,10 +64,11 @@ def test_a_checkpoint_that_has_none_leaves_none() -> None:
 def test_a_basis_is_taken_over_where_it_is_of_the_same_rank(shape: tuple[int, int], expected: float) -> None:
     mine = residuals(1, 2)
     manifest = cast(Manifest, SimpleNamespace(tensors={BASIS + "weight": SimpleNamespace(shape=shape)}))
-    for key, offset, tensor in mine.wanted(manifest):
+    wanted, settle = mine.wanted(manifest)
+    for key, offset, tensor in wanted:
         assert (key, offset) == (BASIS + "weight", (0, 0))
         tensor.fill_(7.0)
-    mine.settle()
+    settle()
     assert mine.bases["weight"].tolist() == [[expected]] * 3
     assert mine.held()[BASIS + "weight"].holding.shape == (3, 1)
 
@@ -90,5 +93,8 @@ def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
     mine = Residuals.held_by(Divided(Mesh(layout, coordinates(layout, 0)), (model,)), holder)
     assert mine.held() == {}
     tensors = {PREFIX + "weight": SimpleNamespace(shape=(2, 2, 3))} if has else {}
-    assert len(mine.wanted(cast(Manifest, SimpleNamespace(tensors=tensors)))) == has
+    wanted, settle = mine.wanted(cast(Manifest, SimpleNamespace(tensors=tensors)))
+    assert len(wanted) == has
+    assert mine.held() == {}
+    settle()
     assert set(mine.held()) == ({PREFIX + "weight"} if has else set())

@@ -182,7 +182,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     write = save_module.write_image
 
     def switch(full: bool) -> None:
-        def refuse(path: Path, image: Any) -> list[str]:
+        def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
         monkeypatch.setattr(save_module, "write_image", refuse if full else write)
@@ -348,9 +348,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     held = threading.Event()
     write = save_module.write_image
 
-    def slow(path: Path, image: Any) -> list[str]:
+    def slow(path: Path, image: Any, given_up: Any = None) -> list[str]:
         assert held.wait(30)
-        return write(path, image)
+        return write(path, image, given_up)
 
     monkeypatch.setattr(save_module, "write_image", slow)
     return held

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.recipe.schema import Optim
 from phalanx.train.precision import LossScale
-from phalanx.train.step import FLAGS, Outcome, joined, split
+from phalanx.train.step import CHANGED, FLAGS, Outcome, joined, many, split, told
 from phalanx.train.timing import HostStopwatch
 
 
@@ -76,8 +76,17 @@ def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> 
 
 def test_flags_count_the_workers_that_raised_them() -> None:
     raised = (2, 0, 1, 3, *[0] * (len(FLAGS) - 4))
-    outcome, _ = settled([1.0], [1.0], [1.0], flags=raised)
-    assert outcome.flags == dict(zip(FLAGS, raised, strict=True))
+    _, _, flags = told([1.0, 1.0, *raised], 1, world=3)
+    assert flags == {**dict(zip(FLAGS, raised, strict=True)), CHANGED: 0}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 1000])
+def test_the_flag_of_changed_state_is_counted_apart_from_the_wish_to_stop(world: int) -> None:
+    for stopping in (0, 1, world):
+        for changed in (0, 1, world):
+            values = [1.0, 1.0, stopping + changed * many(world), *[0] * (len(FLAGS) - 1)]
+            _, _, flags = told(joined(split(torch.tensor(values, dtype=torch.float64))).tolist(), 1, world)
+            assert (flags["stop"], flags[CHANGED]) == (stopping, changed)
 
 
 def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * len(FLAGS)) -> Tensor:

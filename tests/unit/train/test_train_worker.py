@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from small_train import GLOBAL, Remembering, Samples, make_parts, mesh_of, tiny_lm
+from small_train import GLOBAL, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 from torch import nn
 
-from phalanx.data import Facts
+from phalanx.data import Data, Facts
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
@@ -28,8 +28,9 @@ from phalanx.train.parts import Parts
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
 from phalanx.train.state import Progress
-from phalanx.train.step import Stepper
-from phalanx.train.worker import prepare_torch, units_per_sample
+from phalanx.train.step import NOISE_EVERY, Stepper
+from phalanx.train.tasks import LanguageModeling, TensorBatch
+from phalanx.train.worker import _own_head_loss, head_of, prepare_torch, units_per_sample
 
 
 def stepper(world: int = 1, **values: Any) -> Stepper:
@@ -204,3 +205,42 @@ def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
 def test_what_is_free_to_change_may(tmp_path: Path, changes: Any) -> None:
     trained_with(tmp_path)
     assert resume(make_parts(tmp_path, **changes)).step == 6
+
+
+class Smoothed(LanguageModeling):
+    """Another loss, and none that goes with an output layer left out."""
+
+    def loss(self, output: torch.Tensor, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        total, terms = super().loss(output, batch)
+        return total * 2, terms
+
+
+class Doubled(Smoothed):
+    """The same, with one that goes."""
+
+    def head_loss(
+        self, hidden: torch.Tensor, weight: torch.Tensor, batch: TensorBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, terms = super().head_loss(hidden, weight, batch)
+        return total * 2, terms
+
+
+@pytest.mark.parametrize(("task", "head"), [(LanguageModeling, True), (Smoothed, False), (Doubled, True)])
+def test_the_output_layer_is_left_out_where_the_tasks_own_loss_can_do_without(
+    task: type[LanguageModeling], head: bool
+) -> None:
+    data = cast(Data, Samples(token_batch(4)))
+    assert (head_of(tiny_lm(), task(), data) is not None) == head
+
+
+def test_only_our_own_loss_is_computed_over_parts_of_the_vocabulary() -> None:
+    assert [_own_head_loss(task()) for task in (LanguageModeling, Smoothed, Doubled)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("world", "estimates"), [(1, True), (3, True), (4, False)])
+def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_batches(
+    world: int, estimates: bool
+) -> None:
+    made = stepper(world=world, batch=BATCH, exchange={"exact": "replicas"})
+    made.begin(NOISE_EVERY)
+    assert made._squared == estimates

@@ -49,7 +49,7 @@ def write_beside(meta: Mapping[str, Any], run: Run, folder: Path, notes: Notes) 
         write_synced(folder / TOKENIZER, own)
         notes(f"{TOKENIZER} copied from {run.path}")
         if named and directory.is_dir():
-            _adapt(folder)
+            _adapt(folder, _separator(run.tokenizer))
         return
     if own is None and _data(meta).get("tokenizer") == "bytes":
         notes("no tokenizer: the run's tokens are bytes")
@@ -107,10 +107,9 @@ def _read(file: Path, root: Path, notes: Notes) -> bytes | None:
         return opened.read()
 
 
-def _adapt(folder: Path) -> None:
+def _adapt(folder: Path, separator: tuple[int, str] | None) -> None:
     """For a tokenizer.json that is not the directory's: a tokenizer_config.json by which transformers reads it, and its
     end of text in config.json, where other tokens stood."""
-    separator = _separator(folder / TOKENIZER)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if separator is not None:
         config["eos_token"] = separator[1]

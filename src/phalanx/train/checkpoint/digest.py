@@ -10,9 +10,9 @@ The digest is XXH3-128, as 32 hexadecimal digits, over these bytes, all integers
     u32  0, which no name's length is
     u64  samples consumed
 
-The tensors are the logical ones (parameters, buffers, `optimizer/...`, `scaler/...`, `exchange/...`), so neither the
-layout, nor the world size, nor how a checkpoint is cut into files plays a part. Constants of the optimizer (learning
-rates, betas) are no tensors and do not count.
+The tensors are the logical ones (parameters, buffers, `optimizer/...`, `scaler/...` and what else a checkpoint has), so
+neither the layout, nor the world size, nor how a checkpoint is cut into files plays a part. Constants of the optimizer
+(learning rates, betas) are no tensors and do not count.
 """
 
 import struct

@@ -23,7 +23,7 @@ from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.publish import sync_directory, temporary_name, write_synced
 from phalanx.train.weight_source import aliases, plain_name
 
-STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/")
+STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", "extra/", "settings/")
 _FILE_BYTES = 5_000_000_000
 
 

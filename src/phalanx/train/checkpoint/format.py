@@ -10,7 +10,7 @@
 A tensor of the manifest is *logical*: its shape is the global one, and each piece says which block of it lies in which
 bytes of which file. So a checkpoint can be read under another layout or world size than it was written by.
 Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.weight"), optimizer state as
-`optimizer/<parameter>/<state>`, then `scaler/<name>` and `exchange/<name>`.
+`optimizer/<parameter>/<state>`, then `scaler/<name>`, `exchange/<name>`, `extra/<module>` and `settings/<name>`.
 """
 
 import itertools

@@ -98,7 +98,8 @@ def load_blocks(
 ) -> None:
     """Fill each tensor, on any device and in any layout, with the block of the named logical tensor that begins at an
     offset and has the tensor's shape. Only the files' chunks that are touched are read, and these are verified.
-    CorruptError names a bad file; DataError a tensor that is not there or has another dtype."""
+    CorruptError names a bad file; DataError a tensor that is not there or has another dtype. No element may be wanted
+    twice."""
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans: dict[str, list[_Span]] = {}
     for name, offset, tensor in wanted:
@@ -203,6 +204,8 @@ def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]]
     for name in spans:
         file, size = manifest.files[name], manifest.chunk_bytes
         ordered = sorted((span for span in spans[name] if span.end > span.start), key=lambda span: span.start)
+        if any(after.start < before.end for before, after in itertools.pairwise(ordered)):
+            raise ValueError(f"{path / name}: two of the blocks to be read hold the same elements")
         wanted = set(range(math.ceil(heads[name] / size)))
         for span in ordered:
             wanted.update(range(span.start // size, math.ceil(span.end / size)))

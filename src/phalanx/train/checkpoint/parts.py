@@ -197,7 +197,7 @@ class PartSaver(Saver):
         self._before(step)
         folder = self._folder(step)
         folder.mkdir(mode=0o700, exist_ok=True)
-        chunks = tuple(write_image(folder / self._file, image))
+        chunks = tuple(write_image(folder / self._file, image, self._given_up))
         part = Part(
             files={self._file: FileRecord(bytes=layout.nbytes, chunks=chunks)},
             tensors=layout.tensors,

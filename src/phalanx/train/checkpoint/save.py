@@ -102,6 +102,7 @@ class Saver:
         self._staging: Staging | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self._given_up = threading.Event()
         self._job: Future[SaveState] | None = None
         self._state = SaveState(Phase.IDLE)
         self._meta: dict[str, Any] = {}
@@ -124,8 +125,9 @@ class Saver:
         in `eager` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
         hold, the same on all ranks; `step` and `samples` belong into it. UsageError when there is no room; OSError
         when that cannot be known, because storage fails."""
-        if self.poll().busy:
-            raise RuntimeError(f"step {step}: the save of step {self._state.step} is still in flight")
+        if self.poll().busy or self._state.phase is Phase.WRITTEN:
+            raise RuntimeError(f"step {step}: the save of step {self._state.step} is neither committed nor given up")
+        self._given_up.clear()
         self._began = self._clock()
         self.sweep()
         self.reserve(pieces)
@@ -170,8 +172,9 @@ class Saver:
         return self.wait()
 
     def abandon(self) -> None:
-        """Give up the save in flight, if there is one, and remove what this rank wrote of it. When a rank failed, all
-        ranks call this."""
+        """Give up the save in flight, if there is one, and remove what this rank wrote of it: what is not written yet
+        never is. When a rank failed, all ranks call this."""
+        self._given_up.set()
         state = self.wait()
         if state.phase in (Phase.WRITTEN, Phase.FAILED):
             self._remove_own(state.step)
@@ -230,7 +233,7 @@ class Saver:
         share = self._share(step, self._rank)
         share.parent.mkdir(parents=True, exist_ok=True)
         share.unlink(missing_ok=True)
-        chunks = write_image(share.parent / self._file, image)
+        chunks = write_image(share.parent / self._file, image, self._given_up)
         files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
         write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
         sync_directory(share.parent)
@@ -287,8 +290,8 @@ def check_space(directory: Path, nbytes: int, copies: int) -> None:
         )
 
 
-def write_image(path: Path, image: Bytes) -> list[str]:
-    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk.
+def write_image(path: Path, image: Bytes, given_up: threading.Event | None = None) -> list[str]:
+    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk. OSError once it is `given_up`.
 
     Where the file system can, the bytes go to the disk without a copy into the page cache: that spares training a
     quarter of a core and a second gigabyte for every gigabyte saved.
@@ -299,6 +302,8 @@ def write_image(path: Path, image: Bytes) -> list[str]:
     try:
         direct = _bypass_cache(fd, True)
         for start in range(0, len(content), _BLOCK):
+            if given_up is not None and given_up.is_set():
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), str(path))
             block = content[start : start + _BLOCK]
             chunks += (xxhash.xxh3_64_hexdigest(block[i : i + CHUNK]) for i in range(0, len(block), CHUNK))
             while block:

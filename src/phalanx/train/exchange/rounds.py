@@ -124,9 +124,16 @@ class Rounds:
     def take_up(self, step: int) -> dict[nn.Parameter, Tensor]:
         """As `flying`, of a run that goes on after this step: the sums are to be written there."""
         self.drop()
-        flying = self.schedule.flying(step)
-        self._flying = [number for number in range(len(self.buckets)) if self._fragment(number) in flying]
+        self._flying = self._under_way(step)
         return self.flying()
+
+    def under_way(self, step: int) -> list[nn.Parameter]:
+        """Whose sums are flying after this step."""
+        return [p for number in self._under_way(step) for p in self.buckets[number].parameters]
+
+    def _under_way(self, step: int) -> list[int]:
+        flying = self.schedule.flying(step)
+        return [number for number in range(len(self.buckets)) if self._fragment(number) in flying]
 
     def starts(self) -> dict[nn.Parameter, Tensor]:
         """The weights with which the round began, fp32, live."""

@@ -4,12 +4,13 @@
 """
 
 from phalanx.train.optimizers.choice import hidden_matrices, trainable
-from phalanx.train.optimizers.combined import ENTRIES, PREFIX, Optimizer, entry_shape
+from phalanx.train.optimizers.combined import ENTRIES, PREFIX, SETTINGS, Optimizer, entry_shape
 from phalanx.train.optimizers.local import NormOf, norms, squared_norms
 
 __all__ = [
     "ENTRIES",
     "PREFIX",
+    "SETTINGS",
     "NormOf",
     "Optimizer",
     "entry_shape",

@@ -1,14 +1,26 @@
 """An optimizer that the user's own training loop made, under the face that the engine gives all optimizers."""
 
+import inspect
 from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, UsageError
 from phalanx.train.optimizers.choice import trainable
-from phalanx.train.optimizers.combined import PREFIX, Optimizer
+from phalanx.train.optimizers.combined import PREFIX, SETTINGS, Optimizer, laid_out_like
 from phalanx.train.optimizers.local import like, local
+from phalanx.train.savable import packed, unpacked
+
+GROUPS = SETTINGS + "groups"
+OURS = ("params", "lr", "initial_lr")
+"""Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
+OWN_SCHEDULE = (
+    "the recipe's optim.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: leave "
+    "the scheduler out, and give its warmup and decay as optim.schedule in the recipe"
+)
 
 
 class Adopted(Optimizer):
@@ -40,19 +52,34 @@ class Adopted(Optimizer):
             raise UsageError(
                 "gang.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
             )
+        if _needs_closure(optimizer):
+            raise UsageError(
+                f"gang.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which a "
+                "run has not; use an optimizer that steps from gradients"
+            )
         self._divided = divided
         self._checked = False
+        self._given = [deepcopy(self._kept(group)) for group in optimizer.param_groups]
+        self._left = list(self._initial)  # the rates that the groups had when this was done with them
 
     def step(self, lr: float) -> None:
         """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
-        UsageError when the optimizer keeps state that a checkpoint could not hold."""
+        UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""
         (optimizer,) = self.parts
+        for group, left in zip(optimizer.param_groups, self._left, strict=True):
+            if float(group["lr"]) != left:
+                raise UsageError(
+                    f"gang.step: the loop changed a learning rate to {float(group['lr']):g}; {OWN_SCHEDULE}"
+                )
+            if "initial_lr" in group:  # as torch's schedulers leave it
+                raise UsageError(f"gang.step: the loop has a scheduler for the learning rate; {OWN_SCHEDULE}")
         for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
             now = initial * (lr / self.rate)
             if isinstance(group["lr"], Tensor):  # one that a captured or compiled step reads
                 group["lr"].fill_(now)
             else:
                 group["lr"] = now
+        self._left = [float(group["lr"]) for group in optimizer.param_groups]
         optimizer.step()
         if not self._checked:
             self._checked = True
@@ -70,15 +97,48 @@ class Adopted(Optimizer):
                 raise DataError(f"{where}: has optimizer state for {name!r}, which this model does not train")
             parameter = parameters[name]
             if value.dim():
-                value = like(parameter, local(value).to(parameter.device))
+                value = like(parameter, laid_out_like(local(parameter), local(value)))
             elif entry != "step" or groups[parameter].get("fused") or groups[parameter].get("capturable"):
                 # As torch's own load_state_dict has it: a count of steps is on the host but for these two.
                 value = value.to(parameter.device)
             optimizer.state[parameter][entry] = value
 
+    def settings(self) -> dict[str, Tensor]:
+        """What it changed in its groups, besides learning rates. RecipeError for what a checkpoint cannot hold."""
+        (optimizer,) = self.parts
+        changed = [
+            {key: value for key, value in self._kept(group).items() if key not in given or _differs(value, given[key])}
+            for group, given in zip(optimizer.param_groups, self._given, strict=True)
+        ]
+        what = f"gang.prepare: a parameter group of {type(optimizer).__name__}"
+        return {GROUPS: packed(changed, what)} if any(changed) else {}
+
+    def load_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Groups as they were when `settings` was asked."""
+        (optimizer,) = self.parts
+        changed: list[dict[str, Any]] = [{} for _ in self._given]
+        if GROUPS in tensors:
+            changed = unpacked(tensors[GROUPS], where)
+        if len(changed) != len(self._given):
+            raise DataError(f"{where}: has {len(changed)} groups of the optimizer, which now has {len(self._given)}")
+        for group, given, values in zip(optimizer.param_groups, self._given, changed, strict=True):
+            for key in self._kept(group):
+                del group[key]
+            group |= deepcopy(given) | values
+
+    @staticmethod
+    def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in OURS}
+
     def _check_state(self) -> None:
         (optimizer,) = self.parts
         kind = type(optimizer).__name__
+        self.settings()
+        if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            raise UsageError(
+                f"gang.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what belongs "
+                "to one is saved: a run could not go on exactly"
+            )
         for parameter, name in self.names.items():
             for entry, value in optimizer.state.get(parameter, {}).items():
                 if value is None:
@@ -93,3 +153,14 @@ class Adopted(Optimizer):
                         f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
                         "cannot be divided with it; use layout.replicate"
                     )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one.cpu(), other.cpu())
+    return type(one) is not type(other) or bool(one != other)

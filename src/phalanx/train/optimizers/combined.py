@@ -27,6 +27,8 @@ ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
 }
 """Tensors that each kind of optimizer keeps for a parameter."""
 
+SETTINGS = "settings/"
+"""Begins the logical names of what an optimizer keeps for no parameter."""
 Entries = dict[str, Tensor]
 
 
@@ -71,6 +73,13 @@ class Optimizer:
             for key, value in part.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def settings(self) -> dict[str, Tensor]:
+        """What it keeps for no parameter, by logical name, as new tensors."""
+        return {}
+
+    def load_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take over what `settings` gave."""
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over a state that `state` gave; the tensors may become the optimizer's own. For a DTensor parameter they
@@ -126,13 +135,13 @@ def _fitted(kind: type[torch.optim.Optimizer], part: Tensor, entries: Entries) -
 def _settled(owner: torch.optim.Optimizer, parameter: nn.Parameter, entry: str, value: Tensor) -> Tensor:
     """The value where this owner of a parameter wants it, distributed as its state is."""
     if isinstance(owner, Offloaded):
-        return _laid_out_like(owner.host(parameter), value)
+        return laid_out_like(owner.host(parameter), value)
     if entry == "step":  # ours read it on the host, fused ones on the device
         return value.cpu() if isinstance(owner, LAMB | LowPrecisionAdamW) else value.to(parameter.device)
-    return like(parameter, _laid_out_like(local(parameter), value))
+    return like(parameter, laid_out_like(local(parameter), value))
 
 
-def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
+def laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     """The value on the parameter's device and in its memory layout, which fused optimizers take for granted."""
     value = value.to(parameter.device)
     if value.shape != parameter.shape or value.stride() == torch.empty_like(parameter, device="meta").stride():

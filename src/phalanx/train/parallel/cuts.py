@@ -82,7 +82,7 @@ def hold(local_shape: Sequence[int], cuts: Sequence[Cut] = (), rows: Range | Non
     """What a rank holds of a logical tensor.
 
     `local_shape` is the shape after `cuts`, before FSDP; `rows` the range of its first dimension that FSDP left here
-    (None: all). Cuts lie along different dimensions.
+    (None: all). Cuts lie along different dimensions. Of a tensor without elements each rank holds a block without any.
     """
     shape = list(local_shape)
     ranges: list[tuple[Range, ...]] = [((0, length),) for length in local_shape]
@@ -97,6 +97,9 @@ def hold(local_shape: Sequence[int], cuts: Sequence[Cut] = (), rows: Range | Non
             found.append((at, start, end - start))
             at += end - start
         runs.append(_clip(found, rows) if dim == 0 and rows is not None else found)
+    if 0 in shape:  # nothing to hold, but its name must be in a checkpoint
+        zero, offset = (0,) * len(shape), tuple(found[0][1] if found else 0 for found in runs)
+        return Holding(tuple(shape), (Block(zero, offset, tuple(sum(n for _, _, n in found) for found in runs)),))
     combinations = ([tuple(column) for column in zip(*runs_of, strict=True)] for runs_of in itertools.product(*runs))
     blocks = [Block(*(combination or ((), (), ()))) for combination in combinations]
     return Holding(tuple(shape), tuple(block for block in blocks if all(block.extent)))

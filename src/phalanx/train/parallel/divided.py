@@ -19,6 +19,7 @@ from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.cuts import Cut, Holding, hold, rows_of_shard
 from phalanx.train.parallel.mesh import Mesh
+from phalanx.train.savable import persistent_buffers
 
 if TYPE_CHECKING:
     from phalanx.train.apart import Apart
@@ -48,6 +49,8 @@ class Divided:
     partial: frozenset[str] = frozenset()
     tied: Mapping[str, "Tie"] = field(default_factory=dict)
     foreign: frozenset[str] = frozenset()
+    root: nn.Module | None = None
+    """The module that is around all that FSDP shards here, where there is one."""
     residuals: "Residuals | None" = None
     """What the exchange of gradients holds back, where it does."""
     apart: "Apart | None" = None
@@ -79,8 +82,7 @@ class Divided:
         """Persistent buffers: what a forward may change between two optimizer steps."""
         found: dict[str, Tensor] = {}
         for module in self.modules:
-            persistent = module.state_dict(keep_vars=True)
-            found |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+            found |= persistent_buffers(module)
         return {name: buffer for name, buffer in found.items() if name not in self.foreign}
 
     def held(
@@ -97,6 +99,10 @@ class Divided:
             rows = rows_of_shard(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), size)
         holding = hold(parameter.shape if shape is None else shape, cuts, rows)
         return Held(local(parameter if value is None else value), holding, self.copies(name, parameter))
+
+    def is_cut(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether workers hold parts of a parameter."""
+        return isinstance(parameter, DTensor) or bool(self.cuts.get(name))
 
     def whole(self, value: Tensor) -> Held:
         """A tensor that every rank of this stage holds alike."""

@@ -26,7 +26,7 @@ from phalanx.train.parallel.families import divisible, family_of
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.overlap import CHUNKS
 from phalanx.train.parallel.recompute import Recompute, apply_recompute
-from phalanx.train.parallel.shard import check_ties, shard_model
+from phalanx.train.parallel.shard import check_groups, check_ties, shard_model
 from phalanx.train.parallel.standins import StandIn
 from phalanx.train.parallel.tensor import check_rules, cut_model
 
@@ -75,7 +75,9 @@ def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
             raise RecipeError("layout.context: is for models of sequences, and these data have none")
         check_model(model, choices.sequence)
     if layout.shard * layout.context > 1:
-        check_ties(model, [model.get_submodule(name) for name in blocks])
+        modules = [model.get_submodule(name) for name in blocks]
+        check_ties(model, modules)
+        check_groups(model, modules, rest=layout.pipeline == 1)
     length = None if choices.sequence is None else choices.sequence // layout.context
     if layout.overlap and (length is None or length % (layout.tensor * CHUNKS)):
         raise RecipeError(
@@ -89,7 +91,7 @@ def divide(model: nn.Module, root: nn.Module, mesh: Mesh, choices: Choices) -> t
     """Divide `model`, which `root` contains, in place; the group over which its vocabulary is cut comes with it.
     RecipeError when it does not fit the layout."""
     cuts, partial, vocabulary = divide_part(model, root, mesh, choices, outline(model, mesh.layout, choices))
-    return Divided(mesh, (model,), cuts, partial), vocabulary
+    return Divided(mesh, (model,), cuts, partial, root=None if mesh.fsdp is None else root), vocabulary
 
 
 def divide_part(

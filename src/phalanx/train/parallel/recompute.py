@@ -5,7 +5,7 @@
     full       only what enters a block is kept: one more forward of each block, about a third more time
 
 (Chen et al. 2016; Korthikanti et al. 2022 for the selective kind.) The numbers do not change: dropout draws the same
-again, and loss and gradients are the same bits as without.
+again, state of the block is what it was (`block_state.py`), and loss and gradients are the same bits as without.
 
 Parameters keep their names: a block's `forward` is wrapped, no module is put around it. In the order of things it comes
 after tensor and expert parallel and before compilation: `block.compile()` then sees the wrapped forward and lets the
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from phalanx.train.parallel.block_state import BlockState, may_change
 from phalanx.train.parallel.context import recompute_contexts
 
 Recompute = Literal["none", "selective", "full"]
@@ -79,7 +80,8 @@ def apply_recompute(
 
     `every_second_matmul` lets selective recomputation keep only every second of a block's matmuls, for nearly the
     memory of full at half its price. A block that runs without gradients recomputes nothing. Raises ValueError for an
-    unknown way, and for a block that already recomputes.
+    unknown way, and for a block that already recomputes. A compiled block whose state forwards may change
+    (`block_state.may_change`) keeps its activations.
 
     Selective cannot keep what the model then changes in place (`relu_` on what a Linear gave): torch raises in backward
     and says so; full can.
@@ -93,35 +95,42 @@ def apply_recompute(
         block = model.get_submodule(name)
         if isinstance(vars(block).get("forward"), _Recomputed):
             raise ValueError(f"block {name} recomputes already")
-        vars(block)["forward"] = _Recomputed(block.forward, contexts)
+        vars(block)["forward"] = _Recomputed(block, block.forward, contexts)
 
 
 class _Recomputed:
     """A block's forward under a checkpoint. An object, not a closure, so that a deep copy of the block has its own."""
 
-    def __init__(self, forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None):
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None):
         self.forward = forward
         self.contexts = contexts
+        self.state = BlockState(block)
+        # A compiler has the graph write to a block's state each time that it runs the forward.
+        self.compiles = not may_change(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            contexts = functools.partial(_with_context_parallel, self.contexts)
+            contexts = functools.partial(_nested, self.state.contexts, self.contexts)
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if not self.compiles:
+            return self.forward(*args, **kwargs)
         # A compiler reads from the contexts what to keep, and runs no Python in backward that would need more of them.
         if self.contexts is None:
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
-def _with_context_parallel(own: Callable[[], _Contexts] | None) -> _Contexts:
-    """Contexts of forward and recomputation: those of selective recomputation, within those of context parallel."""
-    outer = recompute_contexts()
-    if own is None:
-        return outer
-    inner = own()
-    return _Nested(outer[0], inner[0]), _Nested(outer[1], inner[1])
+def _nested(state: Callable[[], _Contexts], own: Callable[[], _Contexts] | None) -> _Contexts:
+    """Contexts of forward and recomputation: those of selective recomputation, within those of the block's state and of
+    context parallel."""
+    found = recompute_contexts()
+    for inner in (state, own):
+        if inner is not None:
+            forward, again = inner()
+            found = _Nested(found[0], forward), _Nested(found[1], again)
+    return found
 
 
 class _Nested(AbstractContextManager[None]):

@@ -35,6 +35,9 @@ def shard_model(
         param_dtype=COMPUTE.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     check_ties(root, blocks)
+    for parameter in root.parameters():
+        if not parameter.is_contiguous():  # a transposed weight, or channels_last
+            parameter.data = parameter.data.contiguous()
     for module in experts:  # a mesh of one, too: optimizers want all parameters to be of one kind
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for block in blocks:
@@ -44,6 +47,25 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def deferring(root: nn.Module) -> list[FSDPModule]:
+    """The sharded modules below `root`, so that they can sum over replicas once for several backwards (`sum_replicas`);
+    none where torch cannot: without zeros for what the last backward does not use, gradients of those before would stay
+    behind."""
+    found: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    if not all(hasattr(module, "set_reduce_scatter_unused_params") for module in found):
+        return []  # torch before 2.13
+    for module in found:
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    return found
+
+
+def sum_replicas(modules: Iterable[FSDPModule], now: bool) -> None:
+    """Whether the next backward sums gradients over replicas, those of the backwards before it included, or only over
+    the ranks that shard."""
+    for module in modules:
+        module.set_requires_all_reduce(now, recurse=False)
 
 
 def as_reduced(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -82,4 +104,36 @@ def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise RecipeError(
                 "layout.shard: a parameter is shared (tied) between a block and the rest of the model; "
                 "use layout.replicate"
+            )
+
+
+def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = True) -> None:
+    """RecipeError for parameters that FSDP cannot shard: those without a dimension or an element, and groups of several
+    dtypes. A group is a block or the `rest` of the model, which is not looked at where pipeline stages share it."""
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise RecipeError(
+                f"layout.shard: parameter {name!r} has no dimension to shard along; give it the shape [1], or use "
+                "layout.replicate"
+            )
+        if parameter.requires_grad and not parameter.numel():
+            raise RecipeError(
+                f"layout.shard: parameter {name!r} of shape {list(parameter.shape)} has nothing to shard; freeze it by "
+                "requires_grad_(False), or use layout.replicate"
+            )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    groups = [list(block.parameters()) for block in blocks]
+    if rest:
+        groups.append([parameter for parameter in names if parameter not in inside])
+    for group in groups:
+        first: dict[torch.dtype, nn.Parameter] = {}
+        for parameter in group:
+            if parameter.requires_grad:
+                first.setdefault(parameter.dtype, parameter)
+        if len(first) > 1:
+            found = " and ".join(f"{names[p]!r} ({str(kind).removeprefix('torch.')})" for kind, p in first.items())
+            raise RecipeError(
+                f"layout.shard: {found} are sharded together and have different dtypes; give them one (precision says "
+                "in which they are computed), or use layout.replicate"
             )

@@ -1,0 +1,160 @@
+"""State that forwards change: BatchNorm's statistics, moving averages, codebooks, counters, extra state of modules.
+
+The rule is that of DistributedDataParallel: what the first worker of a stage has counts. At the end of each step in
+which a forward changed a persistent buffer the others take it over, so all hold the same whenever something is saved or
+evaluated, and a run that goes on is the run that was stopped. It is not the same on another number of workers, since
+the first then sees other samples: under `exact: replicas` such a model is refused.
+
+Whether anything changes is seen by the versions that torch counts. Running statistics are written without being
+counted, so normalisation layers that keep some count as changed, and in its first step a worker compares values, too.
+A model whose forwards change nothing costs nothing but that look, and one without persistent buffers not even that.
+Workers need not find the same: each says in the agreement of the step whether it saw a change in what is not sent yet,
+and if one did all exchange names.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.compat import version_of
+from phalanx.errors import RecipeError
+from phalanx.train.nodes import exchanged
+from phalanx.train.parallel.collectives import Group
+from phalanx.train.place import Place
+from phalanx.train.savable import EXTRA, extra_modules, extra_state, load_extra_state, persistent_buffers
+
+Seen = tuple[Tensor, int]
+"""A buffer, and its version."""
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a forward moves running statistics of this layer."""
+    return isinstance(module, NORMS) and module.training and module.running_mean is not None
+
+
+def changes(before: dict[str, Seen], now: dict[str, Tensor]) -> list[str]:
+    """Names of the buffers that were written to, or replaced, since."""
+    known = {name: version for name, (buffer, version) in before.items() if now.get(name) is buffer}
+    return [name for name, buffer in now.items() if known.get(name) != version_of(buffer)]
+
+
+class ForwardState:
+    """That of one worker. `group` are those who hold the same modules; `elastic`: results must not depend on how many
+    these are."""
+
+    def __init__(self, modules: Sequence[nn.Module], place: Place, group: Group, elastic: bool):
+        self._place, self._group, self._elastic = place, group, elastic
+        watches = group is not None or elastic
+        self._modules = [m for m in modules if persistent_buffers(m) or extra_modules(m)] if watches else []
+        self._extra = any(extra_modules(module) for module in self._modules)
+        self._sent: set[str] = set()
+        self._found: set[str] = set()
+        self._before: dict[str, Seen] = {}
+        self._extra_before: dict[str, Tensor] = {}
+        self._norms = {
+            f"{name}.{buffer}" if name else buffer: layer
+            for module in self._modules
+            for name, layer in module.named_modules()
+            if isinstance(layer, NORMS)
+            for buffer, _ in layer.named_buffers(recurse=False)
+        }
+        self._values: dict[str, Tensor] | None = {}  # in the first step
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._buffers().items()}
+        if self._values is not None:
+            self._values = {name: buffer.detach().clone() for name, (buffer, _) in self._before.items()}
+        if self._extra:
+            self._extra_before = self._extra_now()
+
+    def found(self) -> bool:
+        """Whether forwards of this step changed what is not sent yet."""
+        self._found = set(self._changed()) if self._modules else set()
+        return bool(self._found - self._sent)
+
+    @torch.no_grad()
+    def settle(self, found: bool) -> list[str]:
+        """After the step, of which all know whether any worker `found` something: have all hold what the first does.
+        Returns the names that are new. RecipeError on all workers under `exact: replicas`. Every worker calls it."""
+        new: list[str] = []
+        self._values = None
+        if found:
+            names = {name for theirs in exchanged(self._place, sorted(self._found)) for name in theirs}
+            new = sorted(names - self._sent)
+            self._sent |= names
+            if self._elastic:
+                raise RecipeError(
+                    f"exchange.exact: replicas cannot be kept, because forwards of the model change {listed(new)}, and "
+                    "each worker sees other samples; use exchange.exact=world, or layers without such state"
+                )
+        if self._sent and self._group is not None:
+            self._send()
+        return new
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for module in self._modules:
+            found |= persistent_buffers(module)
+        return found
+
+    def _extra_now(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for module in self._modules:
+            found |= extra_state(module)
+        return found
+
+    def _changed(self) -> list[str]:
+        now = self._buffers()
+        found = changes(self._before, now)
+        found += [name for name, layer in self._norms.items() if name in now and keeps_statistics(layer)]
+        found += [name for name, value in (self._values or {}).items() if not _same(value, now.get(name))]
+        if self._extra:
+            extra = self._extra_now()
+            found += [name for name, value in extra.items() if not value.equal(self._extra_before[name])]
+        return found
+
+    def _send(self) -> None:
+        buffers = self._buffers()
+        chosen = [buffers[name] for name in sorted(self._sent & buffers.keys())]
+        chosen.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its elements may
+        if chosen:
+            parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in chosen]
+            flat = torch.cat(parts)
+            dist.broadcast(flat, group=self._group, group_src=0)
+            if dist.get_rank(self._group):
+                for buffer, part in zip(chosen, flat.split([part.numel() for part in parts]), strict=True):
+                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+        if any(name.startswith(EXTRA) for name in self._sent):
+            self._send_extra()
+
+    def _send_extra(self) -> None:
+        own = self._extra_now()
+        names = sorted(own)
+        sizes = torch.tensor([own[name].numel() for name in names])
+        dist.broadcast(sizes, group=self._group, group_src=0)
+        leads = dist.get_rank(self._group) == 0
+        total = int(sizes.sum())
+        flat = torch.cat([own[name] for name in names]) if leads else torch.empty(total, dtype=torch.uint8)
+        dist.broadcast(flat, group=self._group, group_src=0)
+        if not leads:
+            received = dict(zip(names, flat.split(sizes.tolist()), strict=True))
+            for module in self._modules:
+                load_extra_state(module, received, "the first worker")
+
+
+def _same(value: Tensor, now: Tensor | None) -> bool:
+    """NaN counts as itself."""
+    if now is None or value.shape != now.shape:
+        return False
+    return torch.equal(value.nan_to_num(), now.nan_to_num()) if value.is_floating_point() else torch.equal(value, now)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(name.removeprefix(EXTRA) or "the model's extra state" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

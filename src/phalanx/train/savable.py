@@ -1,0 +1,177 @@
+"""What a checkpoint can hold of a model, and what can be trained: looked at when a model is built, so before any work.
+
+Beside tensors a model may have what its modules say in `get_extra_state`, and an optimizer what it keeps in its groups.
+Such a value is saved as one uint8 tensor: a safetensors file of the tensors in it, with all else as JSON in its head.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from phalanx.errors import DataError, RecipeError
+from phalanx.train.checkpoint.format import DTYPE_NAMES
+
+EXTRA = "extra/"
+"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
+
+
+def check_model(model: nn.Module) -> None:
+    """RecipeError naming the first parameter, buffer or module that cannot be trained or saved."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise RecipeError(
+                f"model.build: parameter {name!r} has no shape yet (a Lazy module); run one forward in the builder, or "
+                "use the module with its size given"
+            )
+        _check_tensor("parameter", name, parameter)
+        if parameter.requires_grad and not (parameter.is_floating_point() and parameter.dtype.itemsize > 1):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise RecipeError(
+                f"model.build: parameter {name!r} is {kind}, which cannot be trained here; use a floating-point dtype "
+                "of 16 bits or more (for a complex one torch.view_as_real in the model), or requires_grad_(False)"
+            )
+    for name, buffer in persistent_buffers(model).items():
+        if is_lazy(buffer):
+            raise RecipeError(f"model.build: buffer {name!r} has no shape yet; run one forward in the builder")
+        _check_tensor("buffer", name, buffer)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise RecipeError(
+                f"model.build: {name or type(module).__name__!r} makes sparse gradients, which cannot be summed over "
+                "workers; build it with sparse=False"
+            )
+    extra_state(model)
+
+
+def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise RecipeError(
+            f"model.build: {what} {name!r} is a tensor of layout {kind}, which a checkpoint cannot hold; "
+            "keep its dense parts, or a buffer with persistent=False"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise RecipeError(
+            f"model.build: {what} {name!r} is {kind}, which a checkpoint cannot hold; use another dtype, or a buffer "
+            "with persistent=False"
+        )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved, by name."""
+    persistent = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+@torch.no_grad()
+def own_memory(model: nn.Module) -> None:
+    """Give each parameter and persistent buffer whose elements share memory (`expand`), or that is a conjugate, memory
+    of its own with the same values: nothing can be written into it otherwise. Tied ones stay tied."""
+    for parameter in model.parameters():
+        if not is_lazy(parameter) and _shares(parameter):
+            parameter.data = _own(parameter)
+    shared = {id(buffer): buffer for buffer in persistent_buffers(model).values() if _shares(buffer)}
+    made = {key: _own(buffer) for key, buffer in shared.items()}
+    for module in model.modules() if made else ():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) in made:
+                setattr(module, name, made[id(buffer)])
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _shares(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place, or a value is not what its memory says."""
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor) or tensor.is_quantized:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with a `get_extra_state` of their own, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_state(model: nn.Module) -> dict[str, Tensor]:
+    """What modules say in `get_extra_state`, by logical name. RecipeError for what cannot be saved."""
+    return {
+        EXTRA + name: packed(module.get_extra_state(), f"model.build: get_extra_state of {_called(name, module)}")
+        for name, module in extra_modules(model).items()
+    }
+
+
+def load_extra_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Give each such module what it said. DataError for one of which `tensors` have nothing."""
+    for name, module in extra_modules(model).items():
+        if EXTRA + name not in tensors:
+            raise DataError(f"{where}: has no extra state of {_called(name, module)}, which the model needs")
+        module.set_extra_state(unpacked(tensors[EXTRA + name], where))
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return repr(name) if name else type(module).__name__
+
+
+def packed(value: Any, what: str) -> Tensor:
+    """The value as a uint8 tensor. RecipeError, beginning with `what`, for one that is made of anything but tensors,
+    numbers, texts, lists, tuples and dicts by text."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Tensor) and part.layout == torch.strided and part.dtype in DTYPE_NAMES:
+            tensors[str(len(tensors))] = _own(part).cpu()
+            return {"tensor": str(len(tensors) - 1)}
+        if type(part) is dict and all(type(key) is str for key in part):
+            return {"dict": {key: plain(each) for key, each in part.items()}}
+        if type(part) in (list, tuple):
+            return {type(part).__name__: [plain(each) for each in part]}
+        if part is None or type(part) in (bool, int, float, str):
+            return {"value": part}
+        kind = f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
+        raise RecipeError(
+            f"{what} holds {kind}, which is not saved; it may hold tensors, numbers, texts, lists, tuples and dicts"
+        )
+
+    text = json.dumps(plain(value))
+    return torch.frombuffer(bytearray(save(tensors, metadata={"value": text})), dtype=torch.uint8)
+
+
+def unpacked(content: Tensor, where: str) -> Any:
+    """What was `packed`. DataError for anything else."""
+    data = content.cpu().numpy().tobytes()
+    try:
+        tensors = load(data)
+        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+        def value(part: Any) -> Any:
+            ((kind, held),) = part.items()
+            if kind == "tensor":
+                return tensors[held]
+            if kind == "dict":
+                return {key: value(each) for key, each in held.items()}
+            if kind in ("list", "tuple"):
+                return {"list": list, "tuple": tuple}[kind](value(each) for each in held)
+            return held
+
+        return value(json.loads(head["__metadata__"]["value"]))
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where}: extra state that is not what was saved: {error}") from None

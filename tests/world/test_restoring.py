@@ -1,0 +1,114 @@
+"""Going back to a checkpoint that not every worker can read: all read the same, or nothing changes anywhere."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from phalanx.recipe.schema import Layout, Optim
+from phalanx.run import Run
+from phalanx.train.checkpoint import Piece, Saver, checkpoint_name
+from phalanx.train.optimizers import Optimizer
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import build_mesh
+from phalanx.train.place import Place
+from phalanx.train.precision import LossScale
+from phalanx.train.restoring import restore
+from phalanx.train.state import Progress, held_state, state_tensors
+from worlds import World
+
+
+def trained(steps: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    return model, learn(model, Optimizer(model, Optim()), steps)
+
+
+def learn(model: nn.Module, optimizer: Optimizer, steps: int) -> Optimizer:
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(0.1)
+    return optimizer
+
+
+def written(run: Run, *steps: int) -> None:
+    """Checkpoints of a single worker after these steps."""
+    run.create()
+    saver = Saver(run.checkpoints, 0, 1)
+    for step in steps:
+        tensors = state_tensors(*trained(step), LossScale())
+        progress = asdict(Progress(step=step))
+        saver.start(step, [Piece.whole(*each) for each in tensors.items()], progress)
+        saver.wait()
+        saver.commit_async()
+        saver.wait()
+        saver.abandon()
+
+
+def damage(path: Path) -> None:
+    file = path / "rank-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-2000] + bytes(1000) + content[-1000:])
+
+
+def unlink(path: Path) -> None:
+    (path / "rank-00000.safetensors").unlink()
+
+
+def state(divided: Divided, optimizer: Optimizer) -> dict[str, Tensor]:
+    held = held_state(divided, optimizer, LossScale())
+    return {name: each.tensor.detach().clone() for name, each in held.items()}
+
+
+def restored(
+    rank: int, world: int, *, folder: str, layout: dict[str, int], bad: list[tuple[int, int, Callable[[Path], None]]]
+) -> dict[str, Any]:
+    """Each worker sees files of its own, of which some are `bad`: by rank and step."""
+    run = Run(Path(folder) / f"files-{rank}")
+    written(run, 1, 2, 3)
+    for whose, step, harm in bad:
+        if whose == rank:
+            harm(run.checkpoints / checkpoint_name(step))
+    place = Place(rank, world, rank)
+    mesh = build_mesh(Layout(**layout), place)
+    model, _ = trained(0)
+    if mesh.fsdp is not None:
+        fully_shard(model, mesh=mesh.fsdp)
+    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, Optim())
+    learn(model, optimizer, 5)
+    before, told = state(divided, optimizer), list[tuple[str, str]]()
+    loaded = restore(run, place, divided, optimizer, LossScale(), lambda path, *what: told.append((path.name, what[0])))
+    after = state(divided, optimizer)
+    changed = any(not tensor.equal(after[name]) for name, tensor in before.items())
+    steps = {int(each) for name, each in after.items() if name.endswith("/step")}
+    return {"step": None if loaded is None else loaded.manifest.meta["step"], "changed": changed, "told": told} | {
+        "optimizer": steps
+    }
+
+
+@pytest.mark.parametrize("harm", [damage, unlink])
+@pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
+def test_all_fall_back_together_to_what_each_of_them_can_read(
+    world: World, tmp_path: Path, layout: dict[str, int], harm: Callable[[Path], None]
+) -> None:
+    bad = [(1, 3, harm), (0, 2, harm)]
+    found = world.run(2, restored, folder=str(tmp_path), layout=layout, bad=bad)
+    assert [each["step"] for each in found] == [1, 1]
+    assert [each["optimizer"] for each in found] == [{1}, {1}]
+    names = [(checkpoint_name(step), "rank-00000.safetensors") for step in (3, 2)]
+    assert [each["told"] for each in found] == [names, names]
+
+
+@pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
+def test_nothing_changes_where_they_can_read_none_in_common(
+    world: World, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    bad = [(1, 3, damage), (1, 2, unlink), (0, 1, damage)]
+    found = world.run(2, restored, folder=str(tmp_path), layout=layout, bad=bad)
+    assert [(each["step"], each["changed"], each["optimizer"]) for each in found] == [(None, False, {5})] * 2

@@ -1,0 +1,132 @@
+"""State that forwards change is the same on all workers after each step, and a run that goes on is the run it was."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lab import Lab, Values, fault
+from phalanx.errors import ExitCode, RecipeError
+from phalanx.train import forward_state
+from phalanx.train.forward_state import ForwardState
+from phalanx.train.place import Place
+from worlds import World
+
+STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro": 2}}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_model_whose_forwards_change_state_goes_on_in_the_same_bits(lab: Lab, nproc: int) -> None:
+    ended = lab.train(STATEFUL, nproc, faults=[fault(1, "slow", delay=0.05, attempt=None), fault(7, ranks=[nproc - 1])])
+    assert ended.digest == lab.reference(STATEFUL, nproc).digest
+    assert [event["from_step"] > 0 for event in ended.kind("start")] == [False, True]
+    said = [event["text"] for event in ended.kind("warning") if "forwards change" in event["text"]]
+    assert bool(said) == (nproc > 1)
+    assert all(
+        "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said
+    )
+
+
+def test_under_exact_replicas_it_is_refused_by_name(lab: Lab) -> None:
+    ended = lab.train(STATEFUL | {"exchange": {"exact": "replicas"}}, 2)
+    assert ended.code == ExitCode.RECIPE
+    assert "exchange.exact: replicas cannot be kept, because forwards of the model change" in str(ended.message)
+
+
+class Moving(nn.Module):
+    """Changes its buffers, where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("constant", torch.ones(1000))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def change(self, by: int, *names: str) -> None:
+        for name in names:
+            getattr(self, name).copy_(torch.full_like(getattr(self, name), by))
+
+
+class Extra(Moving):
+    seen = ""
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def stepped(state: ForwardState, change: Any = None) -> list[str]:
+    state.begin()
+    if change is not None:
+        change()
+    found = torch.tensor(float(state.found()))
+    dist.all_reduce(found)
+    return state.settle(found > 0)
+
+
+def settled(rank: int, world: int) -> dict[str, Any]:
+    """Some steps in which workers change different things; what each has after them, and what was sent in each."""
+    model = Extra()
+    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=False)
+    sent: list[int] = []
+    plain = dist.broadcast
+
+    def counting(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return plain(tensor, *arguments, **options)
+
+    found: dict[str, Any] = {"new": [], "sent": []}
+
+    def step(change: Any = None) -> None:
+        found["new"].append(stepped(state, change))
+        found["sent"].append(list(sent))
+        sent.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_state.dist, "broadcast", counting)
+        step()
+        step(lambda: model.change(rank + 1, "mean", "cache"))
+        step(lambda: model.change(rank + 1, "count", "flag") if rank == 1 else None)
+        found["late"] = (model.count.item(), model.flag.tolist())
+        step(lambda: setattr(model, "mean", torch.full((3,), rank + 5.0)))
+        found["mean"] = model.mean.tolist()
+        step(lambda: setattr(model, "seen", "so much " * (rank + 1)))
+    found["seen"] = model.seen
+    return found
+
+
+def test_all_have_what_the_first_has_and_only_what_changes_is_sent(world: World) -> None:
+    first, second = world.run(2, settled)
+    assert first == second
+    assert first["new"] == [[], ["mean"], ["count", "flag"], [], ["extra/"]]
+    assert first["late"] == (0, [False] * 5)
+    assert first["mean"] == [5.0] * 3
+    assert first["seen"] == "so much "
+    assert first["sent"][:4] == [[], [12], [12 + 8 + 5], [12 + 8 + 5]]
+    assert first["sent"][4][:2] == [12 + 8 + 5, 1]
+
+
+def elastic(rank: int, world: int) -> list[str]:
+    model = nn.BatchNorm1d(2)
+    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=True)
+    assert stepped(state, lambda: model.eval()(torch.ones(2, 2))) == []
+    with pytest.raises(RecipeError, match="change num_batches_tracked, running_mean, running_var, and each worker"):
+        stepped(state, lambda: model.train()(torch.ones(2, 2)))
+    return ["raised"]
+
+
+def test_elastic_replicas_of_such_a_model_are_refused_on_all_workers(world: World) -> None:
+    assert world.run(2, elastic) == [["raised"]] * 2
+
+
+def test_a_model_without_persistent_buffers_is_not_looked_at() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    state = ForwardState([model], Place(0, 2, 0), None, elastic=True)
+    assert state._modules == []
