@@ -134,7 +134,7 @@ class Nursery:
         first, local = message.get("first", 0), message.get("local", world)
         later = "only" in message
         self.starts += not later
-        if self.hosts and not self.port:
+        if self.hosts and not self.port and "master" in message:
             send(self.agent, {"kind": "store lost", "attempt": self.attempt})
         address, port = message.get("master", ("127.0.0.1", 0))
         if not later and "master" not in message:
