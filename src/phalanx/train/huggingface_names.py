@@ -2,7 +2,7 @@
 
 From version 5 on, transformers renames, merges and splits tensors when it reads a directory and undoes that when it
 writes one (its conversion mapping): a mixture's experts are single tensors in files and one in the model. `converted`
-shows files under the model's names and in its shapes, one tensor at a time, so that all who read by name and range need
+shows files under the model's names and in its shapes, one tensor at a time, so that what reads by name and range need
 not know; `reverted` makes the files' tensors again. Both call transformers' own operations.
 """
 

@@ -33,7 +33,7 @@ NEVER_SEPARATE = {
     "mamba": "layers of",
     "minimax": "layers of",
 }
-"""Architectures whose documents no mask keeps separate, and what is said."""
+"""Architectures whose documents no mask keeps separate, and what the error says."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def origin(request: pytest.FixtureRequest, folders: Path) -> Path:
 
 
 def reference(directory: Path) -> nn.Module:
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(told.values())
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values())
     made: nn.Module = model.eval()
     return made
 
@@ -150,6 +150,6 @@ def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
 def test_attention_that_would_be_fetched_is_refused(tmp_path: Path) -> None:
     built("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "somebody/kernel"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "org/kernel"}))
     with pytest.raises(RecipeError, match="would fetch and run code"):
         huggingface.build(tmp_path, {})

@@ -175,7 +175,7 @@ def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
     tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
     meta = {"recipe": {"adapter": Adapter(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
-    with pytest.raises(DataError, match=r"adapters stand beside head.weight, which is tied"):
+    with pytest.raises(DataError, match=r"there are adapters at head.weight, which is tied"):
         export(tmp_path, tensors, meta)
     assert not (tmp_path / "out").exists()
 

@@ -17,7 +17,7 @@ from phalanx.recipe.schema import Adapter
 from phalanx.run import Run
 from phalanx.run.directory import sync
 from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
-from phalanx.train.checkpoint.beside import Notes, write_beside
+from phalanx.train.checkpoint.companions import Notes, write_companions
 from phalanx.train.checkpoint.format import Manifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.publish import sync_directory, temporary_name, write_synced
@@ -37,8 +37,8 @@ def export_huggingface(checkpoint: Path, out: Path, file_bytes: int = _FILE_BYTE
     `file_bytes` with `model.safetensors.index.json`; and `config.json` when the checkpoint's meta has the recipe's
     `model`. Adapters are folded in; a tied weight that has one is untied. A model that came from a Hugging Face
     directory gets the tensor names, the number of tensors and the config.json that it had there, so that
-    `from_pretrained` reads it, and the run's tokenizer (`beside.py`). `out` appears whole or not at all. It holds one
-    file in memory at a time. What was copied from where, and what was not, is said to `notes`.
+    `from_pretrained` reads it, and the run's tokenizer (`companions.py`). `out` appears whole or not at all. One
+    file at most is held in memory at a time. What was copied from where, and what was not, is said to `notes`.
     UsageError when something is at `out` already; CorruptError names a bad file of the checkpoint; DataError where
     adapters or tensors cannot be brought into the form that they came in."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -102,7 +102,7 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, 
     if not single:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
     if origin:
-        write_beside(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
+        write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
 
 
 def _planned(manifest: Manifest, origin: Mapping[str, Any], folder: Path) -> _Tensors:
@@ -120,7 +120,7 @@ def _planned(manifest: Manifest, origin: Mapping[str, Any], folder: Path) -> _Te
     tied = sorted((adapted - set(names)) | (adapted & set(shared.values())))
     if tied and not origin:
         raise DataError(
-            f"adapters stand beside {tied[0]}, which is tied to another weight, so they cannot be folded in; "
+            f"there are adapters at {tied[0]}, which is tied to another weight, so they cannot be folded in; "
             "train without the adapter there (adapter.modules), or with a model that ties nothing"
         )
     own = _untied(shared, tied, names, folder) if tied else {}
@@ -154,21 +154,21 @@ def _untied(owners: Mapping[str, str], tied: list[str], names: list[str], folder
     for name in tied:
         if name in left or name in left.values() or (name not in owners and name not in names):
             raise DataError(
-                f"adapters stand beside {name}, which {type(model).__name__} always ties to another weight, so they "
+                f"there are adapters at {name}, which {type(model).__name__} always ties to another weight, so they "
                 "cannot be folded in; train without the adapter there (adapter.modules)"
             )
     return {name: owner for name, owner in owners.items() if name not in left}
 
 
 def _made(checkpoint: Path, manifest: Manifest, plan: _Tensors, group: list[str]) -> dict[str, Tensor]:
-    """The tensors of a group under the names that they get, with the adapters beside them folded in."""
+    """The tensors of a group under the names that they get, with their adapters folded in."""
     from phalanx.train.huggingface_names import reverted
 
     paths = [name.rpartition(".")[0] for name in group if name.endswith(".weight")]
-    beside = [f"{path}.{part}" for path in paths for part in (A, B) if f"{path}.{part}" in manifest.tensors]
-    held = load_tensors(checkpoint, [*(plan.own.get(name, name) for name in group), *beside], manifest=manifest)
-    tensors = {name: held[plan.own.get(name, name)] for name in group} | {name: held[name] for name in beside}
-    if beside:
+    adapters = [f"{path}.{part}" for path in paths for part in (A, B) if f"{path}.{part}" in manifest.tensors]
+    held = load_tensors(checkpoint, [*(plan.own.get(name, name) for name in group), *adapters], manifest=manifest)
+    tensors = {name: held[plan.own.get(name, name)] for name in group} | {name: held[name] for name in adapters}
+    if adapters:
         tensors = folded(tensors, scale_of(Adapter(**manifest.meta["recipe"]["adapter"])))
     if group[0] in plan.converted:
         assert plan.model is not None

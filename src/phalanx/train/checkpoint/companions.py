@@ -1,4 +1,4 @@
-"""What goes with exported weights beside tensors and config.json: a tokenizer, and how to generate.
+"""What goes with exported tensors and config.json: a tokenizer, and how to generate.
 
 The run's own tokenizer.json is in the run directory. Where it is the one of the Hugging Face directory that the recipe
 names, the other files of that directory belong to it, too, and come along; else they are another tokenizer's, and stay.
@@ -19,7 +19,7 @@ from phalanx.train.checkpoint.publish import write_synced
 Notes = Callable[[str], object]
 """Takes a sentence on what was copied, or was not."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-BESIDE = (
+COMPANIONS = (
     "generation_config.json",
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -39,7 +39,7 @@ LARGEST = 2**28
 """Bytes of one of them at most."""
 
 
-def write_beside(meta: Mapping[str, Any], run: Run, folder: Path, notes: Notes) -> None:
+def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Notes) -> None:
     """Write to `folder` the tokenizer of a run whose model came from a Hugging Face directory, and its other files."""
     directory = Path(meta["model"]["huggingface"]["directory"])
     own = _read(run.tokenizer, run.path, notes)
@@ -59,7 +59,7 @@ def write_beside(meta: Mapping[str, Any], run: Run, folder: Path, notes: Notes) 
             notes(f"nothing copied from {directory}, which the checkpoint names and its recipe does not")
         return
     copied = []
-    for name in BESIDE:
+    for name in COMPANIONS:
         content = theirs if name == TOKENIZER else _read(directory / name, directory, notes)
         if content is not None:
             write_synced(folder / name, content)
