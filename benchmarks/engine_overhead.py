@@ -389,6 +389,8 @@ def contend(payload: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in model.parameters())
         result = {"bouts": turns.bouts, "losses": losses, "parameters": parameters, "threads": threads}
         (folder / "times.json").write_text(json.dumps(result))
+        report.result({"status": "done"})
+    report.say("leaving", place.rank, code=0)
 
 
 def quiet() -> None:

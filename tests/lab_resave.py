@@ -1,5 +1,6 @@
 """Work for the processes of a layout: read a run's checkpoint and write it again, without a step between."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.train.ends import resume
 from phalanx.train.place import from_environment, join, leave
-from phalanx.train.reporter import ToRun
+from phalanx.train.reporter import reporter
 from phalanx.train.saving import Saving
 from phalanx.train.state import held_state
 from phalanx.train.stop import StopRequest
@@ -21,7 +22,7 @@ def work(payload: dict[str, Any]) -> None:
     recipe = load_recipe(Path(payload["recipe"])).recipe
     join(place)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    report = ToRun(run, leads=False)
+    report = reporter(out, place.leads, os.environ["PHALANX_EVENTS"])
     parts, _ = assemble(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
     progress = resume(parts, data.fingerprint, force=False)
     saving = Saving(out, place, parts.divided.mesh, 3, {}, lambda kind, event: None, lambda: None)
@@ -29,3 +30,6 @@ def work(payload: dict[str, Any]) -> None:
     saving.wait_copied()
     saving.close()
     leave()
+    if place.leads:
+        report.result({"status": "done"})
+    report.say("leaving", place.rank, code=0)
