@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all test-cluster cluster-up chaos lint format docs bench gpu-session-kit clean
+.PHONY: help venv train test test-all test-cluster test-emulated cluster-up chaos lint format docs bench gpu-session-kit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,13 @@ test-all: venv ## Run all tests, also those that take minutes each.
 
 test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
 	$(BIN)/python -m pytest tests/cluster
+
+test-emulated: ## Test the GPU path on an emulated GPU; downloads torch's CUDA build for it (4.7 GB) the first time.
+	@test -d build/emulated/venv || echo "downloading torch 2.11 for CUDA into build/emulated/venv: 4.7 GB"
+	test -f build/emulated/venv/.installed || { $(PYTHON) -m venv build/emulated/venv && \
+		build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]' && \
+		touch build/emulated/venv/.installed; }
+	build/emulated/venv/bin/python -m pytest tests/emulated
 
 cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the shell ends.
 	@$(BIN)/python tests/cluster/rig.py

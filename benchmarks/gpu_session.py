@@ -495,6 +495,12 @@ def main() -> None:
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     environment |= {name: os.environ.get(name, str(folder / place)) for name, place in caches.items()}
+    if options.emulate:
+        sys.path.insert(1, str(HERE.parent / "tests/emulated"))
+        import emulator
+
+        environment |= emulator.environment(emulator.build())
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, str(HERE.parent / "tests/emulated/site")])
     session = Session(options.out, folder, began + options.seconds, environment, options.emulate, options.bits)
     session.results |= {"date": time.strftime("%Y-%m-%d"), "emulated": options.emulate, "seconds": {}, "left_out": []}
     try:

@@ -1,7 +1,6 @@
 """Have Phalanx look for the emulated GPUs, in each process whose PYTHONPATH holds this folder.
 
-There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists. With
-HOSTGPU set, workers compute on the emulated GPU with the CPU's kernels (hostgpu.py).
+There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists.
 """
 
 import importlib.abc
@@ -15,15 +14,6 @@ from typing import Any
 
 def _device_files(module: Any) -> None:
     module.DEVICE_FILES = ("proc/self/status",)
-
-
-def _hostgpu(module: Any) -> None:
-    """Workers and trials run their functions with the CPU's kernels."""
-    import hostgpu
-
-    for name in ("work", "_train"):
-        if (function := getattr(module, name, None)) is not None:
-            setattr(module, name, hostgpu.installed_before(function))
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {"phalanx.cluster.discover": _device_files}

@@ -1,0 +1,96 @@
+"""What the tests of the emulated GPU run in a process of its own: prints one JSON object."""
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+from emulator import Counts  # noqa: E402
+
+from phalanx.compat import graph_breaks  # noqa: E402
+
+STEPS = 3
+
+
+def blocks(precision: str) -> dict[str, object]:
+    """Counts of a compiled forward and backward of two blocks of GPT-2's width."""
+    from phalanx.models import transformer
+    from phalanx.train.fp8 import compute_in_fp8, quantise_once
+    from phalanx.train.fp8_choice import candidates
+    from phalanx.train.parallel.blocks import find_blocks
+    from phalanx.train.parallel.compiled import compile_blocks
+
+    model = transformer(vocab=512, sequence=256, layers=2, width=768, heads=12, activation="relu2").cuda()
+    if precision == "fp8":
+        for layer in candidates(model, find_blocks(model)).values():
+            compute_in_fp8(layer)
+        quantise_once(model)
+    compile_blocks(model, list(model.blocks))
+    tokens = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = model(tokens)
+        logits.float().sum().backward()
+
+    run()
+    before = Counts.now()
+    run()
+    return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
+
+
+def steps(micro_batches: str) -> dict[str, object]:
+    """Counts of a step of the engine with so many micro-batches, eager."""
+    import gpu
+    from engine_overhead import Job, make_dataset, phalanx, quiet
+
+    from phalanx.run import Run
+    from phalanx.train.place import from_environment, join
+    from phalanx.train.reporter import ToRun
+    from phalanx.train.worker import prepare_torch
+
+    quiet()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        case = gpu.Case("x", 2, 64, 2, 2, 128, "relu2", 256, True, 64, 2, int(micro_batches))
+        recipe = gpu.recipe_of(case, "bf16", make_dataset(folder, megabytes=1), compiled=False)
+        place = from_environment({})
+        prepare_torch(recipe, place)
+        join(place)
+        Run(folder / "run").create()
+        _, trained = phalanx(Job(recipe, 1, 0, place.device), folder / "run", ToRun(Run(folder / "run"), leads=True))
+        for _ in range(STEPS):
+            next(trained)
+        before = Counts.now()
+        next(trained)
+        return asdict(Counts.now().since(before))
+
+
+def imports(_: str) -> dict[str, object]:
+    """Calls of CUDA by what the fork server imports, and whether CUDA works in a fork afterwards."""
+    import os
+
+    calls: list[str] = []
+    for name in ("is_available", "device_count", "_lazy_init", "init", "get_device_properties", "current_device"):
+        known = getattr(torch.cuda, name)
+        setattr(torch.cuda, name, lambda *a, _known=known, _name=name, **k: (calls.append(_name), _known(*a, **k))[1])
+    from phalanx.compat import load_torch
+
+    load_torch()
+    import phalanx.train.worker  # noqa: F401
+
+    found = list(calls)
+    child = os.fork()
+    if not child:
+        torch.ones(8, device="cuda").sum()
+        os._exit(0)
+    return {"calls": found, "forked": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](sys.argv[2])))

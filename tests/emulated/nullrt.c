@@ -1,0 +1,520 @@
+// A CUDA runtime without a GPU: memory is the host's, copies are memcpy, kernels do nothing. For exercising host code.
+#define _GNU_SOURCE
+#include "driver_types.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+typedef int E;
+static __thread int dev = 0;
+static int count(void) {
+    const char *s = getenv("NULLGPU_COUNT");
+    return s ? atoi(s) : 1;
+}
+static size_t total(void) {
+    const char *s = getenv("NULLGPU_GIB");
+    return (size_t)(s ? atoi(s) : 80) << 30;
+}
+static size_t used = 0;
+static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
+long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
+typedef struct {
+    char *p;
+    size_t n;
+    int kind;
+} Block; // 1 host, 2 device
+static Block blocks[1 << 16];
+static int nblocks = 0;
+static void *take(size_t n, int kind) {
+    char *p = mmap(0, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED)
+        return 0;
+    pthread_mutex_lock(&mu);
+    for (int i = 0;; i++) {
+        if (i == nblocks)
+            nblocks++;
+        if (!blocks[i].p) {
+            blocks[i] = (Block){p, n, kind};
+            break;
+        }
+    }
+    if (kind == 2)
+        used += n;
+    pthread_mutex_unlock(&mu);
+    return p;
+}
+static E drop(void *p) {
+    if (!p)
+        return 0;
+    pthread_mutex_lock(&mu);
+    for (int i = 0; i < nblocks; i++)
+        if (blocks[i].p == p) {
+            munmap(p, blocks[i].n ? blocks[i].n : 1);
+            if (blocks[i].kind == 2)
+                used -= blocks[i].n;
+            blocks[i].p = 0;
+            break;
+        }
+    pthread_mutex_unlock(&mu);
+    return 0;
+}
+static int kind_of(const void *q) {
+    int k = 0;
+    pthread_mutex_lock(&mu);
+    for (int i = 0; i < nblocks; i++)
+        if (blocks[i].p && (char *)q >= blocks[i].p && (char *)q < blocks[i].p + blocks[i].n) {
+            k = blocks[i].kind;
+            break;
+        }
+    pthread_mutex_unlock(&mu);
+    return k;
+}
+E cudaGetDeviceCount(int *n) {
+    *n = count();
+    return 0;
+}
+E cudaGetDevice(int *d) {
+    *d = dev;
+    return 0;
+}
+E cudaSetDevice(int d) {
+    if (d < 0 || d >= count())
+        return 101;
+    dev = d;
+    return 0;
+}
+static void fill(struct cudaDeviceProp *p) {
+    memset(p, 0, sizeof *p);
+    strcpy(p->name, "NVIDIA H100 80GB HBM3");
+    p->totalGlobalMem = total();
+    p->sharedMemPerBlock = 49152;
+    p->regsPerBlock = 65536;
+    p->warpSize = 32;
+    p->maxThreadsPerBlock = 1024;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
+    p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647;
+    p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->major = 9;
+    p->minor = 0;
+    p->multiProcessorCount = 132;
+    p->l2CacheSize = 50 << 20;
+    p->maxThreadsPerMultiProcessor = 2048;
+    p->sharedMemPerMultiprocessor = 233472;
+    p->regsPerMultiprocessor = 65536;
+    p->sharedMemPerBlockOptin = 232448;
+    p->maxBlocksPerMultiProcessor = 32;
+    p->cooperativeLaunch = 1;
+    p->unifiedAddressing = 1;
+    p->asyncEngineCount = 3;
+    p->memoryPoolsSupported = 1;
+    p->hostRegisterSupported = 1;
+    p->clusterLaunch = 1;
+    p->streamPrioritiesSupported = 1;
+    for (int i = 0; i < 16; i++)
+        p->uuid.bytes[i] = i + 1;
+}
+E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
+    fill(p);
+    return 0;
+}
+E cudaDeviceGetAttribute(int *v, int a, int d) {
+    switch (a) {
+    case 16:
+        *v = 132;
+        break;
+    case 97:
+        *v = 232448;
+        break;
+    case 8:
+        *v = 49152;
+        break;
+    case 81:
+        *v = 233472;
+        break;
+    case 75:
+        *v = 9;
+        break;
+    case 76:
+        *v = 0;
+        break;
+    case 1:
+        *v = 1024;
+        break;
+    case 10:
+        *v = 32;
+        break;
+    case 12:
+        *v = 65536;
+        break;
+    case 39:
+        *v = 2048;
+        break;
+    case 38:
+        *v = 50 << 20;
+        break;
+    case 13:
+        *v = 1980000;
+        break;
+    case 36:
+        *v = 2619000;
+        break;
+    case 37:
+        *v = 5120;
+        break;
+    case 88:
+        *v = 0;
+        break;
+    case 2:
+        *v = 1024;
+        break;
+    case 3:
+        *v = 1024;
+        break;
+    case 4:
+        *v = 64;
+        break;
+    case 5:
+        *v = 2147483647;
+        break;
+    case 6:
+    case 7:
+        *v = 65535;
+        break;
+    case 106:
+        *v = 32;
+        break;
+    default:
+        *v = 1;
+    }
+    return 0;
+}
+E cudaDeviceGetPCIBusId(char *s, int n, int d) {
+    snprintf(s, n, "0000:%02x:00.0", d + 1);
+    return 0;
+}
+E cudaDeviceGetStreamPriorityRange(int *a, int *b) {
+    if (a)
+        *a = 0;
+    if (b)
+        *b = -5;
+    return 0;
+}
+E cudaDriverGetVersion(int *v) {
+    *v = 13000;
+    return 0;
+}
+E cudaRuntimeGetVersion(int *v) {
+    *v = 13000;
+    return 0;
+}
+E cudaDeviceCanAccessPeer(int *v, int a, int b) {
+    *v = 1;
+    return 0;
+}
+E cudaDeviceEnablePeerAccess(int a, unsigned b) { return 0; }
+E cudaDeviceSynchronize(void) {
+    nullgpu_syncs++;
+    return 0;
+}
+E cudaDeviceGetDefaultMemPool(void **p, int d) {
+    *p = (void *)1;
+    return 0;
+}
+typedef struct {
+    struct timespec t;
+} Ev;
+E cudaEventCreate(void **e) {
+    *e = calloc(1, sizeof(Ev));
+    return 0;
+}
+E cudaEventCreateWithFlags(void **e, unsigned f) { return cudaEventCreate(e); }
+E cudaEventDestroy(void *e) {
+    free(e);
+    return 0;
+}
+E cudaEventRecord(void *e, void *s) {
+    clock_gettime(CLOCK_MONOTONIC, &((Ev *)e)->t);
+    return 0;
+}
+E cudaEventRecordWithFlags(void *e, void *s, unsigned f) { return cudaEventRecord(e, s); }
+E cudaEventQuery(void *e) { return 0; }
+E cudaEventSynchronize(void *e) {
+    nullgpu_syncs++;
+    return 0;
+}
+E cudaEventElapsedTime(float *ms, void *a, void *b) {
+    Ev *x = a, *y = b;
+    *ms = (y->t.tv_sec - x->t.tv_sec) * 1e3f + (y->t.tv_nsec - x->t.tv_nsec) / 1e6f;
+    return 0;
+}
+static long ids = 16;
+E cudaStreamCreate(void **s) {
+    *s = (void *)(__sync_add_and_fetch(&ids, 16));
+    return 0;
+}
+E cudaStreamCreateWithPriority(void **s, unsigned f, int p) { return cudaStreamCreate(s); }
+E cudaStreamDestroy(void *s) { return 0; }
+E cudaStreamGetPriority(void *s, int *p) {
+    *p = 0;
+    return 0;
+}
+E cudaStreamQuery(void *s) { return 0; }
+E cudaStreamSynchronize(void *s) {
+    nullgpu_syncs++;
+    return 0;
+}
+E cudaStreamWaitEvent(void *s, void *e, unsigned f) { return 0; }
+E cudaStreamIsCapturing(void *s, int *v) {
+    *v = 0;
+    return 0;
+}
+E cudaStreamGetCaptureInfo(void *s, int *v, unsigned long long *id, void *g, void *d, void *e, size_t *n) {
+    *v = 0;
+    if (id)
+        *id = 0;
+    if (n)
+        *n = 0;
+    return 0;
+}
+E cudaThreadExchangeStreamCaptureMode(int *m) { return 0; }
+E cudaStreamBeginCapture(void *s, int m) { return 801; }
+E cudaStreamEndCapture(void *s, void **g) {
+    *g = (void *)1;
+    return 801;
+}
+E cudaGraphDebugDotPrint() { return 0; }
+E cudaGraphDestroy() { return 0; }
+E cudaGraphExecDestroy() { return 0; }
+E cudaGraphGetNodes() { return 0; }
+E cudaGraphInstantiateWithFlags() { return 0; }
+E cudaGraphLaunch() { return 0; }
+E cudaGraphNodeGetDependencies() { return 0; }
+E cudaMalloc(void **p, size_t n) {
+    if (used + n > total())
+        return 2;
+    *p = take(n, 2);
+    return *p ? 0 : 2;
+}
+E cudaMallocAsync(void **p, size_t n, void *s) { return cudaMalloc(p, n); }
+E cudaFree(void *p) { return drop(p); }
+E cudaFreeAsync(void *p, void *s) { return drop(p); }
+E cudaHostAlloc(void **p, size_t n, unsigned f) {
+    *p = take(n, 1);
+    return *p ? 0 : 2;
+}
+E cudaFreeHost(void *p) { return drop(p); }
+E cudaHostRegister(void *p, size_t n, unsigned f) { return 0; }
+E cudaHostUnregister(void *p) { return 0; }
+E cudaMemGetInfo(size_t *f, size_t *t) {
+    *t = total();
+    *f = total() - used;
+    return 0;
+}
+E cudaMemcpy(void *d, const void *s, size_t n, int k) {
+    memmove(d, s, n);
+    nullgpu_syncs++;
+    if (k == 1)
+        nullgpu_h2d++;
+    if (k == 2)
+        nullgpu_d2h++;
+    return 0;
+}
+E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) {
+    memmove(d, s, n);
+    if (k == 1)
+        nullgpu_h2d++;
+    if (k == 2)
+        nullgpu_d2h++;
+    return 0;
+}
+E cudaMemcpyPeerAsync(void *d, int a, const void *s, int b, size_t n, void *st) {
+    memmove(d, s, n);
+    return 0;
+}
+E cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, int k, void *st) {
+    for (size_t i = 0; i < h; i++)
+        memmove((char *)d + i * dp, (char *)s + i * sp, w);
+    return 0;
+}
+E cudaMemcpyToSymbol() { return 0; }
+E cudaGetSymbolAddress(void **p, const void *s) {
+    static char buf[1 << 20];
+    *p = buf;
+    return 0;
+}
+E cudaMemset(void *p, int v, size_t n) {
+    memset(p, v, n);
+    return 0;
+}
+E cudaMemsetAsync(void *p, int v, size_t n, void *s) {
+    memset(p, v, n);
+    return 0;
+}
+E cudaMemPoolGetAttribute() { return 0; }
+E cudaMemPoolSetAccess() { return 0; }
+E cudaMemPoolSetAttribute() { return 0; }
+E cudaMemPoolTrimTo() { return 0; }
+E cudaIpcCloseMemHandle() { return 0; }
+E cudaIpcGetEventHandle() { return 0; }
+E cudaIpcGetMemHandle() { return 0; }
+E cudaIpcOpenEventHandle() { return 801; }
+E cudaIpcOpenMemHandle() { return 801; }
+E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
+    memset(a, 0, sizeof *a);
+    int k = kind_of(p);
+    a->type = k == 2 ? 2 : k == 1 ? 1 : 0;
+    a->device = dev;
+    a->devicePointer = k ? (void *)p : 0;
+    a->hostPointer = k == 1 ? (void *)p : 0;
+    return 0;
+}
+E cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
+    memset(a, 0, sizeof *a);
+    a->maxThreadsPerBlock = 1024;
+    a->numRegs = 32;
+    a->binaryVersion = 90;
+    a->ptxVersion = 90;
+    a->maxDynamicSharedSizeBytes = 232448;
+    return 0;
+}
+E cudaFuncSetAttribute() { return 0; }
+E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int b, size_t s) {
+    *n = 2;
+    return 0;
+}
+E cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned fl) {
+    *n = 2;
+    return 0;
+}
+const char *cudaGetErrorName(int e) { return e ? "cudaErrorNullGpu" : "cudaSuccess"; }
+const char *cudaGetErrorString(int e) {
+    return e == 2 ? "out of memory" : e == 101 ? "invalid device ordinal" : e ? "null gpu error" : "no error";
+}
+E cudaGetLastError(void) { return 0; }
+E cudaPeekAtLastError(void) { return 0; }
+E cudaProfilerStart() { return 0; }
+E cudaProfilerStop() { return 0; }
+E cudaLaunchKernel() {
+    nullgpu_launches++;
+    return 0;
+}
+E cudaLaunchKernelExC() {
+    nullgpu_launches++;
+    return 0;
+}
+E cudaLaunchCooperativeKernel() {
+    nullgpu_launches++;
+    return 0;
+}
+E __cudaLaunchKernel() {
+    nullgpu_launches++;
+    return 0;
+}
+E __cudaGetKernel(void **k, const void *f) {
+    *k = (void *)f;
+    return 0;
+}
+char __cudaInitModule(void **h) { return 1; }
+E cudaLaunchHostFunc(void *s, void (*f)(void *), void *d) {
+    f(d);
+    return 0;
+}
+E cudaStreamAddCallback(void *s, void (*f)(void *, int, void *), void *d, unsigned fl) {
+    f(s, 0, d);
+    return 0;
+}
+static int generic() { return 0; }
+E cudaGetDriverEntryPointByVersion(const char *sym, void **fn, unsigned v, unsigned long long fl, int *st) {
+    void *h = dlopen("libcuda.so.1", RTLD_NOW);
+    void *f = h ? dlsym(h, sym) : 0;
+    *fn = f ? f : (void *)generic;
+    if (st)
+        *st = 0;
+    return 0;
+}
+// cuBLAS
+#define Z(n)                                                                                                           \
+    E n() { return 0; }
+E cublasCreate_v2(void **h) {
+    *h = malloc(64);
+    return 0;
+}
+Z(cublasDestroy_v2)
+Z(cublasSetStream_v2) Z(cublasSetWorkspace_v2) Z(cublasSetMathMode) Z(cublasSetPointerMode_v2) E
+    cublasGetMathMode(void *h, int *m) {
+    *m = 0;
+    return 0;
+}
+E cublasGetPointerMode_v2(void *h, int *m) {
+    *m = 0;
+    return 0;
+}
+long nullgpu_gemms = 0;
+#define G(n)                                                                                                           \
+    E n() {                                                                                                            \
+        nullgpu_gemms++;                                                                                               \
+        return 0;                                                                                                      \
+    }
+G(cublasGemmEx)
+G(cublasGemmStridedBatchedEx) G(cublasSgemm_v2) G(cublasSgemmEx) G(cublasSgemmStridedBatched) G(cublasDgemm_v2)
+    G(cublasDgemmStridedBatched) G(cublasSgemv_v2) G(cublasDgemv_v2) G(cublasSdot_v2) G(cublasDdot_v2) G(cublasDotEx)
+        G(cublasLtMatmul) size_t cublasLtGetVersion(void) {
+    return 130100;
+}
+E cublasLtMatmulDescCreate(void **d) {
+    *d = calloc(1, 512);
+    return 0;
+}
+Z(cublasLtMatmulDescDestroy) Z(cublasLtMatmulDescSetAttribute) E cublasLtMatmulPreferenceCreate(void **d) {
+    *d = calloc(1, 512);
+    return 0;
+}
+Z(cublasLtMatmulPreferenceDestroy) Z(cublasLtMatmulPreferenceSetAttribute) E cublasLtMatrixLayoutCreate(void **d) {
+    *d = calloc(1, 512);
+    return 0;
+}
+Z(cublasLtMatrixLayoutDestroy)
+Z(cublasLtMatrixLayoutSetAttribute) E cublasLtMatmulAlgoGetHeuristic(void *h, void *o, void *a, void *b, void *c,
+                                                                     void *d, void *p, int n, void *r, int *got) {
+    *got = 1;
+    return 0;
+}
+E cublasGetSmCountTarget(void *h, int *n) {
+    *n = 132;
+    return 0;
+}
+Z(cublasSetSmCountTarget) Z(cublasLtCreate) Z(cublasLtDestroy) __attribute__((destructor)) static void bye(void) {
+    if (getenv("NULLGPU_STATS"))
+        fprintf(stderr, "[nullgpu %d] launches %ld gemms %ld h2d %ld d2h %ld syncs %ld used %zu MB\n", (int)getpid(),
+                nullgpu_launches, nullgpu_gemms, nullgpu_h2d, nullgpu_d2h, nullgpu_syncs, used >> 20);
+}
+E nullgpu_count(int what) {
+    long *a[] = {&nullgpu_launches, &nullgpu_gemms, &nullgpu_h2d, &nullgpu_d2h, &nullgpu_syncs};
+    return (int)*a[what];
+}
+E nullgpu_used_mb(void) { return (int)(used >> 20); }
+E nullgpu_kind(const void *p) { return kind_of(p); }
+E nullgpu_devset(void) { return dev; }
+
+E cudaStreamGetDevice(void *s, int *d) {
+    *d = dev;
+    return 0;
+}
+E cudaStreamGetId(void *s, unsigned long long *i) {
+    *i = (unsigned long long)s;
+    return 0;
+}
+E cudaHostGetDevicePointer(void **d, void *h, unsigned f) {
+    *d = h;
+    return 0;
+}
+E cudaMallocHost(void **p, size_t n) { return cudaHostAlloc(p, n, 0); }
+E cudaStreamCreateWithFlags(void **s, unsigned f) { return cudaStreamCreate(s); }
+E cudaGetDriverEntryPoint(const char *s, void **f, unsigned long long fl, int *st) {
+    return cudaGetDriverEntryPointByVersion(s, f, 13000, fl, st);
+}
