@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import DataError
+from phalanx.streams import printable
 
 SMALL = 16 << 20
 """Bytes of a small file of a run; plans of the largest models have some hundred kilobytes."""
@@ -21,13 +22,8 @@ _KINDS = {
 }
 
 
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-_MAY_HIDE = re.compile(r"\\u00[0189]|\\u007f|\\[bfr]|\\u[dD][89a-fA-F]|\\u20[26]|[^ -~\t\n]")
-
-
-def printable(text: str) -> str:
-    """A text in which nothing steers a terminal, or turns the direction of writing: such characters as `\\x1b`."""
-    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+_MAY_HIDE = re.compile(r"\\u00[0189]|\\u007f|\\[bfr]|\\u[dD][89a-fA-F]|\\u20[0-26]|\\u061[cC]|[^ -~\t\n]")
+"""What stands in a JSON text of which some text may not be `printable`."""
 
 
 def from_json(text: str) -> Any:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bounded import printable, read_bytes, read_json, read_text
+from phalanx.bounded import read_bytes, read_json, read_text
 from phalanx.errors import DataError
+from phalanx.streams import printable
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:

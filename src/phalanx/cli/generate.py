@@ -26,8 +26,8 @@ def generate(
     """Continue a text with a language model that a run trained."""
     import codecs
 
-    from phalanx.bounded import printable
     from phalanx.run import Run
+    from phalanx.streams import printable
 
     found = Run.existing(run)
     import torch

@@ -14,8 +14,11 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.exchanges import (
     BUCKET,
+    DETERMINISM_LIMIT,
+    DETERMINISTIC_COST,
     FIRST,
     MIB,
+    NONDETERMINISTIC,
     bucket_between_nodes,
     first_steps,
     gradients_of_one,
@@ -30,12 +33,6 @@ AUTOMATIC = ("fp32", "bf16")
 """Precisions among which `auto` chooses."""
 COMPILED_STEPS = 100
 """Steps from which compiling on a GPU is worth it: it takes 10 to 30 s and saves up to half of a step."""
-NONDETERMINISTIC = "nondeterministic"
-"""Key under which a trial names the operation without a deterministic kernel."""
-DETERMINISTIC_COST = "deterministic_cost"
-"""Key of the part of its time by which forward and backward take longer with deterministic kernels."""
-DETERMINISM_LIMIT = 0.02
-"""`exact: auto` promises bits where they cost less than this part of a step."""
 COMMON_WORLDS = (1, 2, 3, 4, 6, 8)
 PREDICTION = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "

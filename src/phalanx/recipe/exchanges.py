@@ -14,6 +14,10 @@ the last bucket never does."""
 LEAST, LEAST_OF_POWERSGD = 1.0, 2.0
 """MiB of which nothing is gained by sending less at a time; `powersgd` sends so little of them that what counts is how
 often."""
+DETERMINISM_LIMIT = 0.02
+"""`exact: auto` promises bits where deterministic kernels cost less than this part of forward and backward."""
+DETERMINISTIC_COST, NONDETERMINISTIC = "deterministic_cost", "nondeterministic"
+"""Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
 MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")

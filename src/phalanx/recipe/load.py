@@ -22,7 +22,7 @@ _NAMING = "a recipe says what it trains and on what: `model: {build: my:Net}`, `
 
 
 LARGEST = 1 << 20
-"""Bytes of a text that somebody wrote."""
+"""Bytes of a text written by hand."""
 
 
 @dataclass(frozen=True)

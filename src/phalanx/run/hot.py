@@ -29,7 +29,7 @@ PREFIX = "phalanx-hot"
 OWNER = "run"
 """File in a node's folder that holds the run directory's path."""
 STALE, ABANDONED = 7200.0, 86_400.0
-"""Seconds without a change after which a folder is nobody's: one whose run has no hot copies any more, and any.
+"""Seconds without a change after which a folder belongs to no run: one whose run has no hot copies any more, and any.
 By the wall clock, since that is what files have: both are longer than what it may be set by."""
 REMEMBERED = 8
 """Lines that are kept: only copies of the newest are ever there."""

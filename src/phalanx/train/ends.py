@@ -182,7 +182,7 @@ def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool)
     if parts.place.leads:
         told = {event.get("text") for event in read_events(parts.run.events) if event["kind"] == "warning"}
         for text in (f"forced: {each}" for each in found):
-            if text not in told:  # by whoever compared the recipes as they were given
+            if text not in told:  # where the recipes were compared as they were given
                 parts.reporter.event("warning", text=text)
 
 

@@ -125,7 +125,7 @@ def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def is_local(environment: Mapping[str, str]) -> bool:
-    """Whether all workers are on this machine, as whoever started them says."""
+    """Whether all workers are on this machine, as the launcher says."""
     return environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
 
 

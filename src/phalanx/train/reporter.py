@@ -111,7 +111,7 @@ class ToRun:
             self._show(self._log.write(kind, **fields))
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        print(f"error: {printable(text)}", file=sys.stderr)  # nobody else would tell it, whichever worker this is
+        print(f"error: {printable(text)}", file=sys.stderr)  # no other worker reports it
         self.event("fault", rank=0, what=f"exit {code}", detail=text)
 
     def result(self, value: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class SignedStore(Store):
         self._beneath.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
-        """What somebody who knows the key said, waiting for it. DistError when it was somebody else."""
+        """Wait for a value and return it. DistError where it was not signed with the key."""
         found = bytes(self._beneath.get(key))
         value = found[_MAC:]
         if len(found) > LARGEST or not hmac.compare_digest(found, self._signed(key, value)):

@@ -24,6 +24,7 @@ from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_p
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
+from phalanx.recipe.exchanges import DETERMINISM_LIMIT, DETERMINISTIC_COST, NONDETERMINISTIC
 from phalanx.recipe.imports import CONFIG
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
@@ -54,11 +55,6 @@ FLOPS_RULE = (
     "recomputation not counted"
 )
 REPEATS = 5
-NONDETERMINISTIC = "nondeterministic"
-"""Key under which the operation without a deterministic kernel is named."""
-DETERMINISTIC_COST = "deterministic_cost"
-DETERMINISM_LIMIT = 0.02
-"""As plan.resolve has it, which this package does not know: the times are those of the kernels that it will choose."""
 UPDATE = "update"
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""

@@ -19,8 +19,9 @@ from phalanx.plan import (
     precisions_to_time,
     resolve,
 )
-from phalanx.plan.resolve import DETERMINISTIC_COST, NONDETERMINISTIC, layout_again
+from phalanx.plan.resolve import layout_again
 from phalanx.recipe import Recipe
+from phalanx.recipe.exchanges import DETERMINISTIC_COST, NONDETERMINISTIC
 from phalanx.recipe.schema import Layout
 
 
