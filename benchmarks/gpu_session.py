@@ -59,6 +59,7 @@ class Session:
     environment: dict[str, str]
     emulated: bool
     groups: list[str]
+    only: list[str]
     results: dict[str, Any] = field(default_factory=dict)
     dataset: Path = Path()
 
@@ -86,7 +87,7 @@ class Session:
 
     def cases(self) -> dict[str, gpu.Case]:
         """The models, at toy size on the emulator."""
-        wanted = ("gpt2",) if self.emulated else ("gpt2", "1b3", "8b-4k")
+        wanted = ("gpt2",) if self.emulated else self.only or ("gpt2", "1b3", "8b-4k")
         cases = {key: (gpu.TOYS if self.emulated else gpu.CASES)[key] for key in wanted}
         return {key: gpu.with_layers_that_fit(case, SESSION_MEMORY) for key, case in cases.items()}
 
@@ -401,11 +402,11 @@ def tests(session: Session) -> dict[str, Any]:
 
 PHASES = (
     Phase("facts", 20, facts),
+    Phase("tests", 25, tests),
     Phase("speed", 60, speed),
     Phase("default", 50, default),
     Phase("bits", 60, bits),
     Phase("ceilings", 40, ceilings),
-    Phase("tests", 25, tests),
     Phase("planner", 60, planner),
     Phase("peers", 60, peers),
 )
@@ -486,6 +487,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="for all phases together")
     parser.add_argument("--emulate", action="store_true", help="on the emulated GPU, at toy size")
     parser.add_argument("--bits", nargs="+", default=[], help="only runs of these groups in the phase of that name")
+    parser.add_argument("--cases", nargs="+", default=[], choices=ORDER, help="only these models")
     parser.add_argument("--phases", nargs="+", choices=[phase.name for phase in PHASES], help="only these")
     options = parser.parse_args()
     began = time.monotonic()
@@ -501,7 +503,8 @@ def main() -> None:
 
         environment |= emulator.environment(emulator.build())
         environment["PYTHONPATH"] = os.pathsep.join([*paths, str(HERE.parent / "tests/emulated/site")])
-    session = Session(options.out, folder, began + options.seconds, environment, options.emulate, options.bits)
+    deadline = began + options.seconds
+    session = Session(options.out, folder, deadline, environment, options.emulate, options.bits, options.cases)
     session.results |= {"date": time.strftime("%Y-%m-%d"), "emulated": options.emulate, "seconds": {}, "left_out": []}
     try:
         session.dataset = make_dataset(folder, megabytes=1 if options.emulate else 16)
