@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._inductor.config
 from engine_overhead import (
     PEERS,
     PLAIN,
@@ -61,7 +60,6 @@ from phalanx.run import Run
 
 FP8 = "Phalanx, fp8"
 DETERMINISTIC = "Phalanx, deterministic"
-TUNED = "Phalanx, inductor's coordinate descent"
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
 STATE_BYTES = 16
@@ -221,7 +219,7 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
     place = from_environment({})
     job = Job(recipe, 1, 0, place.device)
     meter = Meter(task["seconds"])
-    if name in (PHALANX, FP8, DETERMINISTIC, TUNED):
+    if name in (PHALANX, FP8, DETERMINISTIC):
         check_device(recipe, place.device.type, *(card() if place.device.type == "cuda" else ("a CPU", None)))
         prepare_torch(recipe, place)
         join(place)
@@ -326,7 +324,6 @@ def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
             break
         set_determinism(False)
         torch._dynamo.reset()
-        torch._inductor.config.coordinate_descent_tuning = task["name"] == TUNED
         try:
             found.append(attempt(task))
         except Exception as error:  # noqa: BLE001 the others must not be lost with it

@@ -9,6 +9,7 @@ Prints one JSON object. Times are medians in milliseconds between CUDA events; e
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,52 @@ def host_copies() -> dict[str, float]:
             times.append((time.perf_counter() - begun) * 1e3)
         found[f"{name}_ms"] = statistics.median(times)
     return found
+
+
+def pinning(nbytes: int) -> dict[str, float]:
+    """Seconds until host memory for a checkpoint is page-locked, by torch and by Phalanx, the longest that a launch
+    waited meanwhile (ms), and the rate of copies into it."""
+    from phalanx.train.checkpoint.buffer import Buffer
+
+    begun = time.perf_counter()
+    torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    found = {"torch_s": time.perf_counter() - begun}
+    small, longest = torch.zeros(1, device="cuda"), 0.0
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    buffer = Buffer(nbytes, torch.device("cuda", 0))
+    waiter = threading.Thread(target=buffer.wait)
+    waiter.start()
+    while waiter.is_alive():
+        launched = time.perf_counter()
+        small.add_(1)
+        torch.cuda.synchronize()
+        longest = max(longest, time.perf_counter() - launched)
+    found |= {"phalanx_s": time.perf_counter() - begun, "longest_launch_ms": longest * 1e3}
+    target = torch.from_numpy(buffer.bytes[: min(nbytes, 1 << 26)])
+    source = torch.ones(len(target), dtype=torch.uint8, device="cuda")
+    took = milliseconds(lambda: target.copy_(source, non_blocking=True), 0.1)
+    return {**found, "locked": float(buffer.locked), "copy_gb_per_s": len(target) / took / 1e6}
+
+
+def accumulation(tokens: int, width: int, ffn: int, seconds: float) -> dict[str, float]:
+    """Milliseconds of a weight's gradient [ffn, width] that is added to what is there in fp32: as autograd does it
+    (product in bf16, cast, sum), with the sum in bf16's place, and by one product that adds in fp32."""
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn(tokens, ffn, device="cuda", dtype=torch.bfloat16)
+    total = torch.zeros(ffn, width, device="cuda")
+
+    def cast() -> None:
+        total.add_((g.t() @ x).float())
+
+    def mixed() -> None:
+        total.add_(g.t() @ x)
+
+    def product() -> None:
+        torch.addmm(total, g.t(), x, out_dtype=torch.float32, out=total)
+
+    ways = {"product, cast, sum": cast, "product, sum": mixed, "one product": product, "product": lambda: g.t() @ x}
+    return {name: milliseconds(run, seconds) for name, run in ways.items()}
 
 
 def attention(shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
@@ -207,6 +254,12 @@ def main() -> None:
     found: dict[str, Any] = {"matmul_tflops": attempt(lambda: products(256 if options.toy else 8192, seconds))}
     found["memory"] = attempt(lambda: memory(0.01 if options.toy else 4.0, seconds))
     found["host_copies"] = attempt(host_copies)
+    found["pinning"] = attempt(lambda: pinning(1 << (26 if options.toy else 32)))
+    torch.cuda.empty_cache()
+    sizes = {"toy": (128, 64, 256)} if options.toy else {"1b3": (16384, 2048, 8192), "8b-4k": (8192, 4096, 14336)}
+    found["accumulation"] = {
+        name: attempt(lambda size=size: accumulation(*size, seconds)) for name, size in sizes.items()
+    }
     found["attention"] = {name: attention(shape, seconds) for name, shape in shapes.items()}
     torch.cuda.empty_cache()
     found["losses"] = {name: attempt(lambda shape=shape: losses(shape, seconds)) for name, shape in of_loss.items()}

@@ -271,8 +271,8 @@ def kill_at(events: Path, step: int, process: subprocess.Popen[str]) -> None:
 def contenders(case: str) -> list[str]:
     """Who trains a case. Twice for gpt2, to see how much a card drifts."""
     if case == "gpt2":
-        return [gpu.PHALANX, PLAIN, gpu.DETERMINISTIC, gpu.TUNED, gpu.PHALANX]
-    return [gpu.PHALANX, PLAIN, gpu.FP8]
+        return [gpu.PHALANX, PLAIN, gpu.DETERMINISTIC, gpu.PHALANX]
+    return [gpu.PHALANX, PLAIN] if case == "1b3" else [gpu.PHALANX, PLAIN, gpu.FP8]
 
 
 def task_of(session: Session, key: str, case: gpu.Case, name: str, seconds: float, kernels: bool) -> dict[str, Any]:
@@ -379,8 +379,17 @@ def planner(session: Session) -> dict[str, Any]:
             command = [sys.executable, "-m", "phalanx", "plan", str(path), "--cluster", cluster, "--json"]
             code, text, errors = session.call(command, session.left())
             name = "probe" if cluster == str(out) else cluster
-            found["plans"][f"{key} {name}"] = (text if code == 0 else f"exit {code}: {errors[-400:]}")[:1500]
+            found["plans"][f"{key} {name}"] = planned(text) if code == 0 else f"exit {code}: {errors[-400:]}"
     return found
+
+
+def planned(text: str) -> dict[str, Any]:
+    """What is compared with the measurement: seconds of a step with their range, and bytes."""
+    plan = json.loads(text)
+    names = ("step_seconds", "memory_bytes", "micro", "recompute", "parts")
+    return {name: plan["choices"][0][name] for name in names} | {
+        name: plan[name] for name in ("low_seconds", "high_seconds", "mfu", "memory", "costs_from")
+    }
 
 
 def tests(session: Session) -> dict[str, Any]:

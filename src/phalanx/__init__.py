@@ -37,9 +37,12 @@ _ROOMS = ("plan", "train")
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("phalanx")
+        try:
+            return version("phalanx")
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            return "0+source"
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
+import phalanx
 from phalanx.beside import Call
 from phalanx.errors import RecipeError
 from phalanx.plan.profile import Profile, from_plain, to_plain
@@ -33,7 +34,7 @@ def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half", beside
         "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
         "facts": vars(facts),
         "code": _code(recipe.model.build, loaded.folder),
-        "versions": [version("phalanx"), version("torch")],
+        "versions": [phalanx.__version__, version("torch")],
     }
 
     def follow() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import psutil
 
+import phalanx
 from phalanx.cluster.interfaces import VARIABLES
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import held_still
@@ -234,7 +235,7 @@ class Crew:
 
 def introduction(node: int | None, nodes: int) -> Message:
     """What an agent says of itself at the door: its place, and what must be equal on all nodes."""
-    facts = {"phalanx": version("phalanx"), "torch": version("torch").partition("+")[0]}
+    facts = {"phalanx": phalanx.__version__, "torch": version("torch").partition("+")[0]}
     facts |= {"python": ".".join(platform.python_version_tuple()[:2]), "processor": platform.machine()}
     facts["code"] = fingerprint()
     return {"kind": "hello", "node": node, "nodes": nodes, "host": socket.gethostname(), **facts}

@@ -39,6 +39,8 @@ WARM_UP = 4
 """Steps of an attempt before anything is decided."""
 RETRY = 500
 """Steps after which copies that seemed too dear are tried again, or more: a trial must not take more than its share."""
+PREPARED = 1e9
+"""Bytes a second of the buffer for copies from a GPU that are made ready in the background, or more."""
 TRIAL = 3
 """Copies of a trial, and one for good measure."""
 
@@ -84,7 +86,8 @@ class HotCopies:
         self._tensors = 0  # of all workers together
         self._waiting_for_copy = False
         self._stall = 0.0
-        self._bytes = 0
+        self._bytes = self._largest = 0
+        self._usual = 1.0  # seconds of a step, as all workers know it
         self.in_flight: int | None = None  # the step being copied, alike on all workers
         self.reason = ""
 
@@ -107,7 +110,8 @@ class HotCopies:
         in `eager`."""
         step = self._last = progress.step
         sizes = {name: held.tensor.numel() * held.tensor.element_size() for name, held in state.items()}
-        if not self._begun and not self._begin(state, sizes):
+        first = not self._begun
+        if first and not self._begin(state, sizes):
             return
         begun = time.perf_counter()
         assert self._saver is not None
@@ -119,6 +123,10 @@ class HotCopies:
             for name in self._own
             for block in state[name].holding.blocks
         ]
+        if first and self._share is not None and self.every and self._place.device.type != "cpu":
+            self._saver.prepare(pieces)  # the first copy comes when its memory is there
+            self._last = max(step, step - self.every + math.ceil(self._largest / PREPARED / self._usual))
+            return
         self.in_flight = step
         self._times.copying.begins()
         self._flush()  # a run that goes on from this copy must find the steps before it in its events
@@ -236,6 +244,7 @@ class HotCopies:
         before, durable = self.every, self._durable()
         if usual <= 0:
             return
+        self._usual = usual
         allowed = cost / (self._share * usual)
         self.every = math.ceil(max(allowed, PAUSE / usual, 1.0))
         self._retry = max(RETRY, TRIAL * math.ceil(allowed))
@@ -265,6 +274,7 @@ class HotCopies:
             return False
         assert self._folder is not None
         self._bytes = sum(each["bytes"] for each in said)
+        self._largest = max(each["bytes"] for each in said)
         senders = [rank for rank, each in enumerate(said) if each["exposed"]]
         if senders:
             self._connect(senders)

@@ -46,15 +46,19 @@ class Keeping:
             self.saving.take_along(standing.unfinished)
         self._owes = progress.missed > progress.saved  # a save in place of one that was lost
         self._buffers = list(parts.divided.buffers())
+        self._prepared = place.device.type == "cpu"  # there memory is quickly had
 
     def save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
         step = self._progress.step
         owed = self._owes and self.saving.in_flight is None
         due = self.due(self.interval.due) or improved
-        if self.interval.every is None or not (due or owed):
+        if self.interval.every is None or self._progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
             return
-        if self._progress.skipped_in_a_row:  # weights in doubt are nothing to go back to
+        if not self._prepared:
+            self._prepared = True
+            self.saving.prepare(self._state())
+        if not (due or owed):
             return
         if self.saving.in_flight is not None and not improved:
             busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"

@@ -21,9 +21,9 @@ import psutil
 import xxhash
 
 from phalanx.run.wire import Greeter, Refused, exactly
+from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import CHUNK, CorruptError
 from phalanx.train.checkpoint.parts import Part, copy_name, decode_part, encode_part, put_part
-from phalanx.train.checkpoint.staging import Bytes
 
 PATIENCE = 20.0
 """Seconds within which a connection must be there and its secret told."""

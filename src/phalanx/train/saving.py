@@ -79,7 +79,7 @@ class Saving:
         self._janitor = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
         self._stall = 0.0
-        self._waiting_for_copy = False
+        self._waiting_for_copy = self._warned = False
         self._sizes: dict[str, int] = {}  # of what was saved last
         self._own: set[str] = set()  # what this worker saves of it
         self.in_flight: int | None = None  # the step being saved, alike on all workers
@@ -122,14 +122,7 @@ class Saving:
         step = progress.step
         self.in_flight = step
         self._best = progress.best if best else None
-        sizes = {name: held.tensor.numel() * held.tensor.element_size() for name, held in state.items()}
-        if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
-            self._sizes, self._own = sizes, self._share_of(state, sizes)
-        pieces = [
-            Piece(name, block.of(state[name].tensor), state[name].holding.shape, block.offset)
-            for name in sorted(self._own)
-            for block in state[name].holding.blocks
-        ]
+        pieces = self._pieces(state)
         meta = {**self._common, **asdict(progress), "saved": step}
         begun = time.perf_counter()
         try:
@@ -142,6 +135,25 @@ class Saving:
                 raise
             self.reason = words_of(error)
         self._stall = time.perf_counter() - begun
+        if self._saver.holds_up and not self._warned and self._place.leads:
+            self._warned = True
+            text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
+            self._tell("warning", {"text": f"{text}: raise the limit of locked memory (ulimit -l)"})
+
+    def prepare(self, state: Mapping[str, Held]) -> None:
+        """Allocate what the first save needs, in the background."""
+        self._saver.prepare(self._pieces(state))
+
+    def _pieces(self, state: Mapping[str, Held]) -> list[Piece]:
+        """What this worker writes."""
+        sizes = {name: held.tensor.numel() * held.tensor.element_size() for name, held in state.items()}
+        if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
+            self._sizes, self._own = sizes, self._share_of(state, sizes)
+        return [
+            Piece(name, block.of(state[name].tensor), state[name].holding.shape, block.offset)
+            for name in sorted(self._own)
+            for block in state[name].holding.blocks
+        ]
 
     def wait_copied(self) -> None:
         """Call before tensors change."""

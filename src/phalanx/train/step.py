@@ -194,7 +194,7 @@ class Stepper:
         self.backwards += 1
         if self.mesh.speaks:
             self._agreement[leaf] = loss.detach()
-            self._agreement[self.micro_batches + leaf] = terms
+            self._write_terms(leaf, terms)
         if self.complete:
             self._raise(flags)
             if self.summed.slots is not None:
@@ -216,14 +216,20 @@ class Stepper:
         for leaf, (loss, terms) in zip(self._leaves, sums, strict=True) if sums else ():
             if self.mesh.speaks:
                 self._agreement[leaf] = loss
-                self._agreement[self.micro_batches + leaf] = terms
+                self._write_terms(leaf, terms)
         self.backwards = self._own
         self._raise(flags)
+
+    def _write_terms(self, leaf: int, terms: Tensor | int) -> None:
+        if isinstance(terms, Tensor):
+            self._agreement[self.micro_batches + leaf] = terms
+        else:  # an assigned number is copied from the host, which waits for the GPU
+            self._agreement[self.micro_batches + leaf].fill_(terms)
 
     def _raise(self, flags: Callable[[], Sequence[bool]]) -> None:
         for index, raised in enumerate(flags()):
             if raised:
-                self._agreement[2 * self.micro_batches + index] = 1
+                self._agreement[2 * self.micro_batches + index].fill_(1)
         if self.forward_state.found():
             self._agreement[2 * self.micro_batches] += many(self.place.world)
 

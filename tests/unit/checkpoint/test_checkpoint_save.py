@@ -20,6 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.train.checkpoint import Piece, Saver, SaveState, clean, list_checkpoints, load_tensors, verify
 from phalanx.train.checkpoint import publish as publish_module
 from phalanx.train.checkpoint import save as save_module
+from phalanx.train.checkpoint.buffer import BLOCK, Buffer
 from phalanx.train.checkpoint.staging import Staging
 
 MB = 1 << 20
@@ -84,7 +85,7 @@ def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytes
     made: list[int] = []
     init = Staging.__init__
     monkeypatch.setattr(
-        Staging, "__init__", lambda self, nbytes, pinned: (made.append(nbytes), init(self, nbytes, pinned))[1]
+        Staging, "__init__", lambda self, nbytes, device: (made.append(nbytes), init(self, nbytes, device))[1]
     )
     saver = Saver(tmp_path, 0, 1)
     tensors = state(big=1000)
@@ -367,13 +368,26 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
 
 
+def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> None:
+    memory = Buffer(10)
+    for start, end in ((0, 3 * BLOCK), (5, 7), (7, 7), (BLOCK - 1, BLOCK + 1), (BLOCK, 2 * BLOCK + 5)):
+        blocks = memory.blocks(start, end)
+        assert [low for low, _ in blocks] + [end] == [start] + [high for _, high in blocks]
+        assert all(low // BLOCK == (high - 1) // BLOCK for low, high in blocks if high > low)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [BLOCK, 1 << 20])
+def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("phalanx.train.checkpoint.buffer.BLOCK", block)
     tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
     saver = Saver(tmp_path, 0, 1)
     saver.reserve(pieces(tensors))
     saver.start(1, pieces(tensors), {})
+    assert not saver.holds_up
     saver.wait_copied()
     for tensor in tensors.values():
         tensor.fill_(2.0)

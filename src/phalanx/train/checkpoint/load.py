@@ -22,6 +22,7 @@ import xxhash
 
 from phalanx.bounded import open_regular
 from phalanx.errors import DataError
+from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
     DTYPE_NAMES,
     CorruptError,
@@ -33,7 +34,7 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
     unreadable,
 )
-from phalanx.train.checkpoint.staging import Bytes, as_bytes
+from phalanx.train.checkpoint.staging import as_bytes
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """A block of a global tensor: offset and extent in each dimension."""

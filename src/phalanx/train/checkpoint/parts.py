@@ -21,6 +21,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.bounded import read_bytes
 from phalanx.errors import DataError
+from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
     CHUNK,
     LARGEST,
@@ -35,7 +36,7 @@ from phalanx.train.checkpoint.format import (
 )
 from phalanx.train.checkpoint.load import verify_files
 from phalanx.train.checkpoint.save import Saver, write_image
-from phalanx.train.checkpoint.staging import Bytes, Layout
+from phalanx.train.checkpoint.staging import Layout
 
 
 class Part(Share):

@@ -31,6 +31,7 @@ import xxhash
 
 from phalanx.errors import UsageError
 from phalanx.run.directory import sync
+from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
     CHUNK,
     CorruptError,
@@ -42,7 +43,7 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
 )
 from phalanx.train.checkpoint.publish import publish, sync_directory, temporary_name, write_synced
-from phalanx.train.checkpoint.staging import Bytes, Layout, Piece, Staging, lay_out
+from phalanx.train.checkpoint.staging import Layout, Piece, Staging, lay_out
 
 _BLOCK = 8 * CHUNK  # bytes of one write: long enough to keep a disk busy, short enough to fail early
 _ALIGNMENT = 4096
@@ -100,6 +101,7 @@ class Saver:
         self._layout_key: object = None
         self._layout = Layout(b"", (), {}, 0)
         self._staging: Staging | None = None
+        self._has_room = False  # it was looked for
         self._copied = threading.Event()
         self._copied.set()
         self._given_up = threading.Event()
@@ -109,16 +111,28 @@ class Saver:
         self._began = 0.0
         self._left: set[int] = set()  # steps of which something is left that could not be removed
 
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Allocate the staging buffer before the first save; for a GPU's tensors in the background."""
+        layout = self._laid_out(pieces)
+        device = next((piece.tensor.device for piece in pieces if piece.tensor.is_cuda), None)
+        if self._staging is None or not self._staging.fits(layout.nbytes, device):
+            self._staging = None  # let go of the old one first
+            self._staging = Staging(layout.nbytes, device)
+
     def reserve(self, pieces: Sequence[Piece]) -> int:
         """Allocate the staging buffer and see that the disk has room, before training starts; return the bytes that
         this rank will write. `start` does it by itself when it was not done. UsageError when there is no room."""
-        layout, pinned = self._laid_out(pieces), any(piece.tensor.is_cuda for piece in pieces)
-        if self._staging is None:
-            self._check_room(layout.nbytes)
-        if self._staging is None or not self._staging.fits(layout.nbytes, pinned):
-            self._staging = None  # let go of the old one first
-            self._staging = Staging(layout.nbytes, pinned)
-        return layout.nbytes
+        nbytes = self._laid_out(pieces).nbytes
+        if not self._has_room:
+            self._check_room(nbytes)
+            self._has_room = True
+        self.prepare(pieces)
+        return nbytes
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether saves hold up the host, because the buffer could not be page-locked; known once one has begun."""
+        return self._staging is not None and not self._staging.locked
 
     def start(self, step: int, pieces: Sequence[Piece], meta: dict[str, Any], eager: Collection[str] = ()) -> None:
         """Begin to save `pieces` as they are now. The tensors must not change before `wait_copied`, except those named

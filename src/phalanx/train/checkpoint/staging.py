@@ -2,11 +2,9 @@
 
 No disk here. Tensors on the CPU are copied by numpy, which lets go of the interpreter lock and stays on one thread
 (torch's own copy would start a second team of OpenMP threads beside the one that trains); tensors on a GPU are copied
-by a stream of their own into pinned memory.
+by a stream of their own into page-locked memory.
 """
 
-import math
-import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +14,8 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train.checkpoint.buffer import Buffer, Bytes
 from phalanx.train.checkpoint.format import DTYPE_NAMES, PieceRecord, TensorRecord, safetensors_header
-
-Bytes = npt.NDArray[np.uint8]
 
 # numpy knows no bfloat16 and no float8: elements are moved as integers of the same width.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -89,23 +86,22 @@ def lay_out(pieces: Sequence[Piece], file: str) -> Layout:
 
 
 class Staging:
-    """A page-aligned buffer of at least `nbytes`, allocated and touched once, then used by every save."""
+    """A buffer of at least `nbytes`, allocated once, then used by every save; for a GPU's tensors with its `device`."""
 
-    def __init__(self, nbytes: int, pinned: bool):
-        self.pinned = pinned
-        self._stream = torch.cuda.Stream() if pinned else None
+    def __init__(self, nbytes: int, device: torch.device | None):
+        self.device = device
+        self._stream = None if device is None else torch.cuda.Stream(device)
         self._done: torch.cuda.Event | None = None
-        if pinned:
-            self._buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        else:
-            memory = mmap.mmap(-1, math.ceil(nbytes / mmap.PAGESIZE) * mmap.PAGESIZE)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._buffer = np.frombuffer(memory, dtype=np.uint8)
-        self._buffer[:] = 0  # the pages come now, not during the first save
+        self._memory = Buffer(nbytes, device)
+        self._buffer = self._memory.bytes
 
-    def fits(self, nbytes: int, pinned: bool) -> bool:
-        return len(self._buffer) >= nbytes and self.pinned >= pinned
+    @property
+    def locked(self) -> bool:
+        """Whether copies from the GPU need no host to wait; known once a save has begun."""
+        return self._memory.locked
+
+    def fits(self, nbytes: int, device: torch.device | None) -> bool:
+        return len(self._buffer) >= nbytes and (device is None or self.device == device)
 
     def image(self, layout: Layout) -> Bytes:
         """The file's bytes."""
@@ -113,17 +109,20 @@ class Staging:
 
     def begin(self, layout: Layout, pieces: Sequence[Piece], eager: Collection[str]) -> None:
         """Called by the training thread: copy what cannot wait, and start the copies from the GPU, which from here on
-        are ordered after what training has queued."""
+        are ordered after what training has queued. It waits where the buffer is not there yet."""
+        self._memory.wait()
         self._buffer[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         self._copy(layout, pieces, [i for i, piece in enumerate(pieces) if _on_cpu(piece) and piece.name in eager])
-        if self._stream is None:
+        if self._stream is None or self.device is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for piece, (start, end) in zip(pieces, layout.spans, strict=True):
                 if not _on_cpu(piece):
-                    target = torch.from_numpy(self._buffer[start:end]).view(piece.tensor.dtype).view(piece.tensor.shape)
-                    target.copy_(piece.tensor.detach(), non_blocking=True)
+                    source = piece.tensor.detach().contiguous().view(-1).view(torch.uint8)
+                    for low, high in self._memory.blocks(start, end):
+                        target = torch.from_numpy(self._buffer[low:high])
+                        target.copy_(source[low - start : high - start], non_blocking=True)
                     piece.tensor.record_stream(self._stream)
             self._done = self._stream.record_event()
         if any(piece.name in eager and not _on_cpu(piece) for piece in pieces):
@@ -141,7 +140,8 @@ class Staging:
     def complete(self) -> None:
         """Wait until the copies from the GPU have arrived."""
         if self._done is not None:
-            self._done.synchronize()
+            with torch.cuda.device(self.device):  # a thread begins with device 0, and would make a context there
+                self._done.synchronize()
 
     def _copy(self, layout: Layout, pieces: Sequence[Piece], chosen: Sequence[int]) -> None:
         for i in chosen:

@@ -1,0 +1,74 @@
+"""Host memory of exactly the size asked for, page-aligned and in huge pages where the system has them.
+
+For copies from a GPU it is page-locked (cudaHostRegister), which torch's own pinned allocator would do with up to twice
+the size and while training waits. Locking takes a large part of a second for a gigabyte, so a thread does it, block by
+block: CUDA's lock is held for one block at a time.
+"""
+
+import itertools
+import math
+import mmap
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK = 64 * 2**20
+"""Bytes that are locked in one call. No copy from a GPU crosses the border of two blocks."""
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+class Buffer:
+    """`nbytes` of memory, touched; locked for the GPU `device` where one is given, in the background: `wait` before
+    its bytes are used."""
+
+    def __init__(self, nbytes: int, device: torch.device | None = None):
+        memory = mmap.mmap(-1, max(1, math.ceil(nbytes / mmap.PAGESIZE)) * mmap.PAGESIZE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.locked = True
+        """Whether all of it is page-locked where that was asked for: else copies from the GPU hold up the host."""
+        self._prepared: Future[None] | None = None
+        if device is None:
+            self.bytes[:] = 0  # the pages come now, not during the first save
+            return
+        registered: list[int] = []
+        weakref.finalize(self, _unlock, registered, device, self.bytes).atexit = False
+        executor = ThreadPoolExecutor(1, thread_name_prefix="pinning")
+        self._prepared = executor.submit(self._lock, device, registered)
+        executor.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Until the memory is there."""
+        if self._prepared is not None:
+            self._prepared.result()
+            self._prepared = None
+
+    def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The bytes from `start` to `end`, cut at the borders of blocks."""
+        cuts = [start, *range((start // BLOCK + 1) * BLOCK, end, BLOCK), end]
+        return list(itertools.pairwise(cuts))
+
+    def _lock(self, device: torch.device, registered: list[int]) -> None:
+        cudart = torch.cuda.cudart()
+        address = self.bytes.ctypes.data
+        with torch.cuda.device(device):
+            for start, end in self.blocks(0, len(self.bytes)):
+                self.bytes[start:end] = 0
+                if self.locked and int(cudart.cudaHostRegister(address + start, end - start, PORTABLE)) == 0:
+                    registered.append(address + start)
+                else:
+                    self.locked = False
+
+
+def _unlock(registered: list[int], device: torch.device, memory: Bytes) -> None:
+    """Unlock the blocks that begin at these addresses, while `memory` still holds them."""
+    cudart = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for address in registered:
+            cudart.cudaHostUnregister(address)
