@@ -63,6 +63,8 @@ DETERMINISTIC = "Phalanx, deterministic"
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
 STATE_BYTES = 16
+LEFT = 1 << 30
+"""Bytes of GPU memory that a contender may leave behind in its process."""
 WARM_UP = 3
 
 
@@ -317,7 +319,7 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
 
 def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
     """Run tasks one after the other in this process, each with the memory to itself; after each, `result` holds what is
-    known. None begins after so many `seconds`."""
+    known. None begins after so many `seconds`, or in a process whose memory is not free again."""
     begun, found = time.monotonic(), []
     for task in tasks:
         if time.monotonic() - begun > seconds:
@@ -328,6 +330,7 @@ def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
             found.append(attempt(task))
         except Exception as error:  # noqa: BLE001 the others must not be lost with it
             found.append({"refused": f"failed: {str(error)[:300]}"})
+        gc.unfreeze()  # a run freezes what it begins with, and what is frozen is never collected
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -335,6 +338,8 @@ def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
         temporary = result.with_suffix(".new")
         temporary.write_text(json.dumps(found))
         temporary.replace(result)
+        if torch.cuda.is_available() and torch.cuda.memory_allocated() > LEFT:
+            break  # the next begins in a process of its own
 
 
 # ---- the run

@@ -47,7 +47,7 @@ PRIORS: list[tuple[str, float, float]] = [
     (r"stacks\.megatron\.routing", 100e-6, 1.00),
 ]
 """Which constants are set, what is usual for them, and by how much their logarithm may differ from that. Not set: those
-of `other` hardware and of `phalanx`, which nobody has measured."""
+of `other` hardware, and those of `phalanx`, whose own runs set them."""
 BACKWARD = 0.8
 """Of fused attention: rate backward over forward, for all hardware alike."""
 LARGEST = 0.95

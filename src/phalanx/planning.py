@@ -30,7 +30,7 @@ from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup, wire_of
-from phalanx.plan.stacks import OURS, rates_of, stack
+from phalanx.plan.stacks import own_stack, rates_of
 from phalanx.plan.stalls import Saving, saving_of, stalled
 from phalanx.plan.step import Parts, step
 from phalanx.plan.timeline import WORDS, Event, timeline
@@ -183,7 +183,7 @@ def _searched(
     recipe: Recipe, profile: Profile, cluster: Cluster, devices: int, slower: float = 1.0
 ) -> tuple[Found, Rates, float]:
     """The best of every precision that may be used, where computing takes `slower` times as long as usual."""
-    device, usual = cluster.node.accelerator, stack(OURS)
+    device, usual = cluster.node.accelerator, own_stack(cluster.node.accelerator, devices)
     ours = replace(usual, computing=usual.computing * slower, fused=recipe.compile is not False)
     room = device.memory_gib * GIB * USABLE
     space = Space(

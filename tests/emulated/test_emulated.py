@@ -50,6 +50,17 @@ def test_the_host_waits_once_a_step_however_many_micro_batches_it_has(
     assert (found["waits"], found["copies_from"]) == (1, 1)
 
 
+def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:
+    """torch raises at a wait; what is computed is not looked at."""
+    file = HERE.parent / "unit/train/test_train_synchronisation.py"
+    paths = os.pathsep.join([str(HERE.parent), emulated.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", str(file)]
+    environment = {**emulated, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "1 passed" in done.stdout
+
+
 def test_what_the_fork_server_imports_leaves_cuda_to_its_children(emulated: dict[str, str]) -> None:
     assert counted(emulated, "imports", "") == {"calls": [], "forked": 0}
 

@@ -262,3 +262,43 @@ def test_a_share_of_the_checkpoints_is_in_the_step_and_on_the_time_line(folder: 
 def test_a_batch_for_each_worker_is_that_of_all_devices(folder: Path) -> None:
     found = planned(folder, "batch.global=4", "batch.per=worker", gpus=64)
     assert found.recipe.batch.global_ == found.best.setup.batch == 256
+
+
+EIGHT_BILLION_WIDE = (
+    "layers: 6, width: 4096, heads: 32, kv_heads: 8, ffn: 14336, activation: swiglu, tie: false, vocab: 128256"
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "sequence", "micro", "cluster", "seconds", "memory"),
+    [
+        (
+            "layers: 12, width: 768, heads: 12, ffn: 3072, activation: relu2, vocab: 50304",
+            1024,
+            32,
+            "h200:1",
+            0.241,
+            20.0,
+        ),
+        (
+            "layers: 24, width: 2048, heads: 16, ffn: 8192, activation: relu2, vocab: 50304",
+            2048,
+            8,
+            "h100:1",
+            1.046,
+            56.2,
+        ),
+        (EIGHT_BILLION_WIDE, 4096, 2, "h100:1", 0.707, 53.2),
+    ],
+    ids=["gpt2", "1.3b", "8b"],
+)
+def test_steps_and_memory_that_were_measured_on_one_gpu_are_predicted_within_15_percent(
+    folder: Path, args: str, sequence: int, micro: int, cluster: str, seconds: float, memory: float
+) -> None:
+    """docs/benchmarks/gpu.md: medians of steps of four micro-batches in bf16, compiled, and the most GB allocated."""
+    batch = [f"batch.global={4 * micro}", f"batch.micro={micro}", f"data.sequence={sequence}"]
+    kinds = ["memory={recompute: none, loss: whole}", "precision=bf16", "exchange={exact: no}", "compile=true"]
+    found = planned(folder, f"model.args={{{args}}}", *batch, *kinds, cluster=cluster)
+    assert found.best.seconds == pytest.approx(seconds, rel=0.15)
+    allocated = found.footprint.total - found.footprint.fragmentation - found.footprint.fixed
+    assert allocated == pytest.approx(memory * 1e9, rel=0.15)

@@ -134,8 +134,11 @@ def footprints(
     momentum: float = 0.9,
 ) -> list[Footprint]:
     """Of each pipeline rank, in order; see `footprint`."""
-    if setup.stack.name == "phalanx" and setup.layout.tensor > 1 and loss == "whole":
-        loss = "chunked"  # ranks that divide the vocabulary never have all logits
+    if setup.stack.name == "phalanx" and loss == "whole":
+        if setup.layout.tensor > 1:
+            loss = "chunked"  # ranks that divide the vocabulary never have all logits
+        elif not is_cpu(setup.cluster.node.accelerator):
+            loss = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy.py)
     kept, of_model = keeping(optimizer, state, offload, momentum), chunks(setup)
     pipeline = setup.layout.pipeline
     return [_of_rank(setup, rank, of_model[rank::pipeline], kept, loss) for rank in range(pipeline)]

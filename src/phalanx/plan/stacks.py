@@ -51,6 +51,14 @@ def stack(name: str) -> Stack:
     return Stack(name=name, **{key: value for key, value in values.items() if key in names})
 
 
+def own_stack(device: Accelerator, devices: int) -> Stack:
+    """Phalanx itself. On one device as it was measured on this generation of accelerators; else, and on several, where
+    it was not measured, with what is usual for torch: what shares power, memory and time with communication computes
+    more slowly than the same device alone."""
+    name = f"{OURS}-{device.generation}" if devices == 1 else OURS
+    return replace(stack(name if name in known()["stacks"] else OURS), name=OURS)
+
+
 def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> Stack:
     """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
     sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.

@@ -20,6 +20,7 @@ from phalanx.plan.footprint import Footprint, footprint, footprints, in_flight
 from phalanx.plan.passage import GIB
 from phalanx.plan.profile import Profile
 from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.stacks import stack
 from phalanx.plan.tracing import build, image_loss, language_loss, profile
 from phalanx.recipe.schema import Layout
 from phalanx.train.parallel.recompute import apply_recompute
@@ -100,11 +101,13 @@ def test_a_larger_micro_batch_takes_more() -> None:
 
 
 def test_a_chunked_loss_spares_the_logits() -> None:
-    whole, fused, chunked = (footprint(setup(), loss=loss) for loss in ("whole", "fused", "chunked"))
+    run = setup(stack=stack("torch"))
+    whole, fused, chunked = (footprint(run, loss=loss) for loss in ("whole", "fused", "chunked"))
     logits = 4 * 1024 * 32000
     # Three copies in fp32; then in 16 bits, with their gradient; then the weight's gradient in fp32.
     assert whole.allocated - fused.allocated == pytest.approx(8 * logits, rel=0.05)
     assert chunked.allocated < fused.allocated
+    assert footprint(setup()) == footprint(setup(), loss="fused")  # our own kernel on a GPU
 
 
 def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None:
@@ -371,10 +374,10 @@ def test_changes_are_as_mild_as_they_can_be() -> None:
 
 def test_what_no_single_change_can_do_is_offered_together() -> None:
     run = setup(micro=8, batch=8)
-    fit = what_would_fit(run, capacity=2 * GIB)
+    fit = what_would_fit(run, capacity=1.9 * GIB)
     assert not fit.changes
     assert fit.together is not None
-    assert fit.together.needed.total <= 2 * GIB
+    assert fit.together.needed.total <= 1.9 * GIB
     assert f"together would fit: {fit.together.overrides}" in fit.words
     assert fit.verdict == "no"
 

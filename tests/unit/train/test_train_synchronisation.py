@@ -135,10 +135,10 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
                     stepper.backward(loss, 1, lambda: (), watch)  # type: ignore[arg-type]
                 agreement = stepper.finish(watch)
                 torch.cuda.set_sync_debug_mode("default")
-                _, factor = stepper.settle(agreement)
+                outcome, factor = stepper.settle(agreement)
                 forbid_waits()
                 stepper.update(factor, 0.001)
-                stepper.follow()
+                stepper.follow(outcome.flags)
                 watch.stop()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
