@@ -108,8 +108,8 @@ def _make(kind: str) -> Callable[..., Any]:
 @functools.cache
 def _flash3() -> Callable[..., Any] | None:
     """FlashAttention 3, if it is installed and made for this device; found out once."""
-    if _forced is None and torch.cuda.get_device_capability()[0] != HOPPER:
-        return None
+    if _forced is None and (torch.version.hip or torch.cuda.get_device_capability()[0] != HOPPER):
+        return None  # an AMD MI300X has the capability 9.4
     try:
         from flash_attn_interface import flash_attn_func
     except ImportError:

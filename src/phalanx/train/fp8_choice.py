@@ -151,7 +151,8 @@ def chooser(run: Run, place: Place, rows: Mapping[str, int], compiled: bool) -> 
 
 def check_device(device: torch.device) -> None:
     """RecipeError unless the device has tensor cores for fp8."""
-    if not has_fp8(torch.cuda.get_device_capability(device) if device.type == "cuda" else None):
+    is_nvidia = device.type == "cuda" and not torch.version.hip  # AMD's capabilities are other numbers
+    if not has_fp8(torch.cuda.get_device_capability(device) if is_nvidia else None):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise RecipeError(f"precision: {NO_FP8.format(name)}")
 

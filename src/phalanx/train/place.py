@@ -29,7 +29,10 @@ from phalanx.run.wire import listening_at, store_key, token_from
 from phalanx.train.signed import SignedStore
 
 PATIENCE = timedelta(minutes=10)
-"""How long a collective may take before it is an error. Evaluation and first steps on slow machines must fit."""
+"""How long a collective may take before it is an error, or longer: see `outwait`. Evaluation and first steps on slow
+machines must fit."""
+AFTERWARDS = 60.0
+"""Seconds that a collective waits longer than the agent, which knows who is stuck and starts workers again."""
 
 CONNECTING = timedelta(seconds=30)
 """How long it may take to reach a store that was there before its workers were started."""
@@ -105,10 +108,19 @@ def join(
             store=store,
             rank=place.rank,
             world_size=place.world,
-            timeout=PATIENCE,
+            timeout=_patience[0],
             # NCCL would guess the device at the first collective, connect lazily and could not split communicators.
             device_id=place.device if place.device.type == "cuda" else None,
         )
+
+
+_patience = [PATIENCE]
+
+
+def outwait(silence: float) -> None:
+    """Have collectives of groups made from now on wait longer than `silence` seconds, after which the agent ends
+    workers that seem stuck: gloo and NCCL's watchdog would end them first, and say that the others were lost."""
+    _patience[:] = [max(PATIENCE, timedelta(seconds=min(silence, 1e9) + AFTERWARDS))]
 
 
 _watching: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
@@ -120,7 +132,7 @@ def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     All of them must call this."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     with _watching[0]:
-        made: dist.ProcessGroup = dist.new_group(ranks, timeout=PATIENCE, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=_patience[0], use_local_synchronization=True)
     return made
 
 

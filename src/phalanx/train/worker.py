@@ -47,7 +47,7 @@ from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
-from phalanx.train.place import Place, agree, from_environment, join, leave
+from phalanx.train.place import Place, agree, from_environment, join, leave, outwait
 from phalanx.train.precision import LossScale, computing, set_products
 from phalanx.train.rebuild import Sharded
 from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
@@ -213,7 +213,8 @@ def with_data_here(recipe: Recipe, run: Run, folder: Path) -> Recipe:
 
 
 def prepare_torch(recipe: Recipe, place: Place) -> None:
-    """Settings of this process on which speed and bits depend."""
+    """Settings of this process on which speed and bits depend, and how long it waits for others."""
+    outwait(recipe.recovery.silence)
     assert isinstance(recipe.threads, int)
     torch.set_num_threads(recipe.threads)
     set_kernels(place.device, recipe.precision, recipe.exchange.exact != "no")

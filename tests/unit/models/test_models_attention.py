@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +92,18 @@ def test_flash3_is_not_for_fp32(flash3: list[dict[str, Any]]) -> None:
     with forced("flash3"):
         attend(*inputs(), plan(DOCUMENTS, None, False))
     assert flash3 == []
+
+
+def test_an_amd_gpu_of_hoppers_number_has_no_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=len))
+    attention._flash3.cache_clear()
+    assert attention._flash3() is None
+    monkeypatch.setattr(torch.version, "hip", None)
+    attention._flash3.cache_clear()
+    assert attention._flash3() is len
+    attention._flash3.cache_clear()
 
 
 def test_flash3_is_asked_for_the_same_bits_again_where_torch_is(flash3: list[dict[str, Any]]) -> None:

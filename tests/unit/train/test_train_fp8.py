@@ -346,6 +346,14 @@ def test_a_quantised_weight_gives_the_same_product_and_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(both(known), both(None), strict=True))
 
 
+def test_an_amd_gpu_whose_number_is_hoppers_has_no_fp8_of_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "MI300X")
+    with pytest.raises(RecipeError, match="MI300X has none"):
+        fp8_choice.check_device(torch.device("cuda", 0))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu_the_product_is_the_cpus() -> None:

@@ -1,5 +1,9 @@
 """A worker's place, from environment variables."""
 
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +19,7 @@ from phalanx.train.place import (
     local_network,
     lost_peer,
     open_store,
+    outwait,
 )
 
 
@@ -59,6 +64,20 @@ def test_of_nccls_interfaces_a_worker_without_a_gpu_asks_nothing() -> None:
     check_interfaces(Place(0, 2), {"NCCL_SOCKET_IFNAME": "nope0"})
     with pytest.raises(UsageError, match="NCCL_SOCKET_IFNAME=nope0"):
         check_interfaces(Place(0, 2, device=torch.device("cuda", 0)), {"NCCL_SOCKET_IFNAME": "nope0"})
+
+
+@pytest.mark.parametrize(("silence", "least"), [(5.0, 600.0), (600.0, 600.1), (7200.0, 7200.1), (1e300, 1e8)])
+def test_a_collective_waits_longer_than_the_agent_does(
+    silence: float, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append(options))
+    try:
+        outwait(silence)
+        join(Place(0, 2), {"PHALANX_STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    finally:
+        outwait(600.0)
+    assert made[0]["timeout"] >= timedelta(seconds=least)
 
 
 def test_leaving_without_having_joined_does_nothing() -> None:
