@@ -426,9 +426,11 @@ def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     """result.json: what the worker reported, or what the events tell when it did not come to that."""
     events = list(read_events(run.events))
     seconds = training_seconds(events)
+    drawn = [event for event in events if event["kind"] == "energy"]
+    energy = {"joules": sum(event["joules"] for event in drawn)} if drawn else {}
     grown = sum(event["kind"] == "start" and bool(event.get("grown")) for event in events)
     if outcome.result is not None:
-        result = {**outcome.result, "seconds": seconds}
+        result = {**outcome.result, "seconds": seconds, **energy}
         if grown:  # nothing was lost then
             result["restarts"] -= grown
         return result
@@ -439,4 +441,4 @@ def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     facts |= {"final_loss": good[-1]["loss"] if good else None, "tokens": sum(event["tokens"] for event in good)}
     starts = sum(event["kind"] == "start" for event in events)
     facts |= {"seconds": seconds, "restarts": max(0, starts - grown - 1), "digest": None}
-    return {**facts, "message": outcome.message}
+    return {**facts, **energy, "message": outcome.message}

@@ -42,6 +42,7 @@ class Accelerator:
     memory_bytes: int
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ _LIST = """
 import json, torch
 found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 capability = [None if torch.version.hip else (each.major, each.minor) for each in found]
-print(json.dumps([[each.name, each.total_memory, kind] for each, kind in zip(found, capability)]))
+uuids = [str(getattr(each, "uuid", "")) for each in found]
+print(json.dumps([[each.name, each.total_memory, *rest] for each, *rest in zip(found, capability, uuids)]))
 """
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """By these a user or a launcher chooses GPUs."""
@@ -228,7 +230,7 @@ def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tupl
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last}")
     listed = json.loads(done.stdout.splitlines()[-1])
-    return tuple(Accelerator(name, memory, tuple(kind) if kind else None) for name, memory, kind in listed)
+    return tuple(Accelerator(name, memory, tuple(kind) if kind else None, uuid) for name, memory, kind, uuid in listed)
 
 
 def too_few_gpus(workers: int, gpus: int) -> str:

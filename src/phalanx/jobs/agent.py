@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
 from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
@@ -70,7 +72,9 @@ class Agent:
         crew: Crew | None = None,
         preflight: Callable[[], Sequence[Finding]] = lambda: (),
         replica: int | None = None,
+        meter: Meter = joules_here,
     ):
+        self.meter = meter
         self.replica = replica
         self.replicas: Replicas | None = None
         self.preflight = preflight
@@ -194,6 +198,7 @@ class Agent:
         start |= {"environment": dict(environment), "logs": str(self.run.logs), "elastic": self.replica is not None}
         if self.replica is not None:
             self.replicas = Replicas(attempt, start, self.clock, self.emit, size=self.replica)
+        self.energy = EnergyLog(self.meter, self.emit, len(attempt.places.get(self.crew.here, ())))
         try:
             if self.crew.count > 1:
                 address = self.crew.address
@@ -209,6 +214,8 @@ class Agent:
             self.follow(attempt)
         except (ConnectionError, NurseryLost):
             attempt.orphaned = True
+        finally:
+            self.energy.end()
         for message in drain(self.nursery.events):
             self.take(message, attempt)
         if attempt.away and attempt.result is None and not any(attempt.codes.values()):
@@ -262,6 +269,7 @@ class Agent:
                 looked = self.clock()
                 self.look(attempt)
                 self.compare(attempt)
+                self.energy.look()
                 for silent in self.crew.silent(looked):
                     if silent in attempt.places:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")

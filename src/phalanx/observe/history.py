@@ -126,6 +126,7 @@ class History:
     stragglers: tuple[Event, ...]
     compiled: tuple[Event, ...]
     exchanges: tuple[Event, ...]
+    energies: tuple[Event, ...]
     redone: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
     nodes: int
@@ -281,6 +282,7 @@ class _Reader:
             stragglers=tuple(named("straggler", [])),
             compiled=tuple(named("compiled", [])),
             exchanges=tuple(named("exchange", [])),
+            energies=tuple(named("energy", [])),
             redone=tuple(self.redone),
             nodes=max(1, len(self.nodes)),
             first_t=self.first_t,

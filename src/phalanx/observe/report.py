@@ -143,6 +143,11 @@ def speed_facts(summary: Summary) -> list[tuple[str, str]]:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
         sheet += computed.format(f"{units.flops(speed.data_sheet_rate)}{source}")
     facts += [("MFU, measured", measured), ("MFU, by sheet", sheet)]
+    if (energy := summary.energy) is not None:
+        drawn = f"{units.significant(energy.joules / 3.6e6)} kWh by {units.times(energy.devices, 'GPU')}"
+        if energy.per_unit is not None:
+            drawn += f", {units.significant(energy.per_unit)} J a {speed.unit.removesuffix('s')}"
+        facts.append(("energy", drawn))
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts

@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
-from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history
+from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history, whole
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.sentences import straggler_in_words
 from phalanx.observe.what import What, read_recipe, sane, what_ran
@@ -123,6 +123,16 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """Energy that GPUs drew while workers ran, by their own counters: those of the leading node."""
+
+    joules: float
+    devices: int
+    per_unit: float | None
+    """Joules for a token (or sample) that counted; None where other nodes trained, too."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """Everything that `phalanx report` knows. See the fields' own classes for units."""
 
@@ -149,6 +159,7 @@ class Summary:
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
     checkpoints: Checkpoints
+    energy: Drawn | None
     digest: str | None
 
     @property
@@ -227,8 +238,18 @@ def summary_of(run: Run, history: History) -> Summary:
             *(straggler_in_words(event) for event in history.stragglers),
         ),
         checkpoints=_checkpoints(history),
+        energy=_energy(history),
         digest=str(result["digest"]) if finished and result.get("digest") else None,
     )
+
+
+def _energy(history: History) -> Drawn | None:
+    if not history.energies:
+        return None
+    joules = sum(number(event.get("joules")) for event in history.energies)
+    devices, units = whole(history.energies[-1].get("devices"), 1), float(np.nansum(history.steps.tokens))
+    alone = history.nodes == 1 and units > 0
+    return Drawn(joules, devices, joules / units if alone else None)
 
 
 def _loss(history: History) -> Loss:

@@ -169,8 +169,8 @@ def fake_python(folder: Path, script: str) -> str:
 
 
 def test_gpus_are_listed_by_another_process(tmp_path: Path) -> None:
-    python = fake_python(tmp_path, "print('a notice')\nprint('[[\"NVIDIA B200\", 180, [10, 0]]]')")
-    assert accelerators(tmp_path, python) == [Accelerator("NVIDIA B200", 180, (10, 0))]
+    python = fake_python(tmp_path, "print('a notice')\nprint('[[\"NVIDIA B200\", 180, [10, 0], \"57a6\"]]')")
+    assert accelerators(tmp_path, python) == [Accelerator("NVIDIA B200", 180, (10, 0), "57a6")]
 
 
 def test_a_driver_that_torch_cannot_use_is_an_error_in_one_line(tmp_path: Path) -> None:

@@ -63,6 +63,19 @@ def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     assert re.search(r"starting 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
 
 
+def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    for first, last, joules in ((1, 5, 20_000.0), (6, 10, 12_768.0)):
+        maker.start(from_step=first - 1)
+        maker.steps(first, last)
+        maker.event("energy", joules=joules, devices=2)
+    found = summary(tmp_path / "run").energy
+    assert found is not None
+    assert (found.joules, found.devices) == (32_768.0, 2)
+    assert found.per_unit == pytest.approx(32_768 / (10 * 4096))
+    assert "0.00910 kWh by 2 GPUs, 0.800 J a token" in pages(tmp_path / "run")[0]
+
+
 def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
     found = summary(troubled(tmp_path / "run"))
     assert (found.restarts, found.redone_steps, found.rollbacks) == (1, 87 + 12, 1)
