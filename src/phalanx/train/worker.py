@@ -315,15 +315,21 @@ def _scorer(
     micro = recipe.batch.micro
     assert isinstance(micro, int)
 
+    # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
+    doing = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
+
     def asked() -> bool:
-        pulse.beat("evaluation")  # it is asked between two batches
+        pulse.beat(doing[0])  # it is asked between two batches
         return stop.asked
 
     def score() -> Scores | None:
         if data.held_out_samples == 0:
             return None
+        pulse.beat(doing[0])
         samples = recipe.evaluate.samples
-        return evaluate(objective, data, place=place, mesh=mesh, samples=samples, micro=micro, stop=asked)
+        found = evaluate(objective, data, place=place, mesh=mesh, samples=samples, micro=micro, stop=asked)
+        del doing[:-1]
+        return found
 
     return score
 

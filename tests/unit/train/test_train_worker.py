@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from phalanx.data import Data, Facts
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
-from phalanx.train import ends
+from phalanx.train import ends, worker
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.ends import make_stepper
 from phalanx.train.exchange import GradientExchange
@@ -244,3 +245,31 @@ def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_ba
     made = stepper(world=world, batch=BATCH, exchange={"exact": "replicas"})
     made.begin(NOISE_EVERY)
     assert made._squared == estimates
+
+
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [(True, [["compiling"] * 3, ["evaluation"] * 3]), (False, [["evaluation"] * 3, ["evaluation"] * 3])],
+)
+def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
+    compiled: bool, said: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compiled again, for no gradients: nothing is stuck then."""
+
+    def evaluate(*_: Any, stop: Any, **__: Any) -> None:
+        assert [stop(), stop()] == [False, False]  # after each of two batches
+
+    monkeypatch.setattr(worker, "evaluate", evaluate)
+    recipe = Recipe.model_validate({"compile": compiled, "batch": BATCH})
+    signs: list[str] = []
+    pulse, stop = SimpleNamespace(beat=signs.append), SimpleNamespace(asked=False)
+    data = SimpleNamespace(held_out_samples=4)
+    score = worker._scorer(
+        recipe, cast(Any, None), cast(Any, data), cast(Any, stop), cast(Any, pulse), Place(), mesh_of()
+    )
+    found = []
+    for _ in range(2):
+        score()
+        found.append(list(signs))
+        signs.clear()
+    assert found == said
