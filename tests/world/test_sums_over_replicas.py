@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,3 +94,33 @@ def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool) -> No
         assert found["differ"] == []
         assert found["sums"] == [found["groups"]] * 2
         assert found["groups"] == 4
+
+
+def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int]]) -> list[int]:
+    """Connections that this worker opens for the groups of each layout."""
+    found = []
+    for layout in layouts:
+        before = connections()
+        mesh = build_mesh(Layout(**layout), Place(rank, world, rank))
+        dist.barrier()
+        found.append(len(connections() - before))
+        assert mesh.fsdp is not None
+        for each in (mesh.fsdp, mesh.expert_fsdp):
+            if each is not None:
+                own = each.get_coordinate()
+                assert own is not None
+                assert int(each.mesh[tuple(own)]) == rank
+    return found
+
+
+def connections() -> set[int]:
+    """Those of this process, by descriptor."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
+
+
+def test_sharding_takes_the_groups_that_there_are_instead_of_connecting_again(world: World) -> None:
+    layouts = [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "context": 2, "expert": 2}]
+    shard, replicate, context, owners, expert, same = 3, 1, 1, 3, 1, 1
+    expected = [shard, replicate + replicate, context + context + owners + expert + same]
+    assert world.run(4, connections_of_layouts, layouts=layouts) == [expected] * 4
