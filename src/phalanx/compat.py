@@ -314,6 +314,11 @@ def version_of(tensor: "torch.Tensor") -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def has_hooks(parameter: "torch.Tensor") -> bool:
+    """Whether something is to happen to its gradient in backward."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def has_values(tensor: "torch.Tensor") -> bool:
     """Whether it is no tensor of `fake_tensors`."""
     from torch._subclasses import FakeTensor

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.compat import has_hooks
 from phalanx.errors import RecipeError
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -104,6 +105,17 @@ def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise RecipeError(
                 "layout.shard: a parameter is shared (tied) between a block and the rest of the model; "
                 "use layout.replicate"
+            )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """RecipeError for parameters with hooks: others take their place when a model is sharded or cut, without them."""
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            raise RecipeError(
+                f"layout: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
+                "cut into stages or experts; put it into a forward (torch.autograd.Function), or use layout.replicate "
+                "alone"
             )
 
 
