@@ -79,8 +79,8 @@ def join(
 
     The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
     on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
-    process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a notebook
-    or at a prompt nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
+    process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a
+    notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
     """
     from phalanx.train.place import leave
     from phalanx.train.stop import StopRequest

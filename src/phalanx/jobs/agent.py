@@ -38,7 +38,7 @@ COMING = 600.0
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
-
+ORPHANED = "the process that forks workers died, and they with it"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
@@ -116,7 +116,7 @@ class Agent:
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
-                code, message = ExitCode.UNFINISHED, "the process that forks workers died, and they with it"
+                code, message = ExitCode.UNFINISHED, ORPHANED
                 self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
@@ -207,7 +207,7 @@ class Agent:
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
-        except (ConnectionError, NurseryLost):
+        except NurseryLost:
             attempt.orphaned = True
         for message in drain(self.nursery.events):
             self.take(message, attempt)
@@ -216,7 +216,7 @@ class Agent:
         return attempt
 
     def follow(self, attempt: Attempt) -> None:
-        """Take what workers and nurseries say until the last worker is gone. ConnectionError when our nursery is."""
+        """Take what workers and nurseries say until the last worker is gone. NurseryLost when our nursery is."""
         with selectors.DefaultSelector() as selector:
             for node in attempt.places:
                 for sock in node.sockets():
@@ -267,10 +267,10 @@ class Agent:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
     def lose(self, node: Node, attempt: Attempt, how: str = "its agent is gone") -> None:
-        """Go on without a node: its workers count as ended, and the others cannot go on without them. ConnectionError
+        """Go on without a node: its workers count as ended, and the others cannot go on without them. NurseryLost
         when it is this one."""
         if not isinstance(node, There):
-            raise ConnectionError("the nursery is gone")
+            raise NurseryLost(ORPHANED)
         self.crew.lose(node)
         ranks = set(attempt.places[node])
         if self.replicas is not None:
@@ -447,13 +447,14 @@ class Agent:
         self.show(self.log.write(kind, **fields))
 
     def signal(self, number: int) -> None:
-        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read."""
+        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.
+        NurseryLost when it is this one."""
         for node in self.crew.nodes:
             try:
                 node.send({"kind": "signal", "number": int(number)})
             except ConnectionError:
                 if node is self.crew.here:
-                    raise
+                    raise NurseryLost(ORPHANED) from None
 
 
 def _named(missing: list[int]) -> str:

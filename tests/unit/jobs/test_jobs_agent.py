@@ -14,7 +14,7 @@ from phalanx.jobs.attempt import NEVER_CAME, Attempt, fault, first_to_fall, last
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
-from phalanx.run.channel import drain, pair, send
+from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.pulse import Pulse, Pulses
 
 
@@ -285,6 +285,38 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
     assert outcome.message == "the process that forks workers died, and they with it"
     assert kinds(shown) == ["step", "fault"]
     assert (shown[1]["rank"], shown[1]["what"]) == (0, "lost nursery")
+
+
+def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: Agent, stage: Stage) -> None:
+    def broken(event: Any) -> None:
+        raise ConnectionResetError("of a callback's own connection")
+
+    agent.show = broken
+    send(stage.workers, {"kind": "step", "step": 1})
+    with pytest.raises(ConnectionResetError, match="own connection"):
+        agent.supervise(1, {}, {}, 0)
+
+
+def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
+    agent: Agent, stage: Stage
+) -> None:
+    stage.says.close()
+    agent.signals.received.append(signal.SIGTERM)
+    outcome = agent.supervise(1, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
+
+
+def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> None:
+    ours, theirs = pair()
+    send(theirs, {"kind": "step"})
+    send(ours, {"kind": "signal"})
+    theirs.close()
+    assert [message["kind"] for message in drain(ours)] == ["step"]
+    assert receive(ours) is None
+    ours.close()
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
