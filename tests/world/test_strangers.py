@@ -160,7 +160,7 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
 
 
 def plant(address: str, port: int, trap: int) -> int:
-    """Say in the store at this port of an address, if it is one, what may lead workers of the next attempt astray; how often."""
+    """Say in the store at this port, if it is one, what may lead workers of the next attempt astray; how often."""
     try:
         store = TCPStore(address, port, None, False, timedelta(seconds=1))
         names = store.list_keys()
