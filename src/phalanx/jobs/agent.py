@@ -17,7 +17,16 @@ from typing import Any, Self
 
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
-from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.attempt import (
+    IN_ORDER,
+    Attempt,
+    fault,
+    first_to_fall,
+    how_ended,
+    last_words,
+    verdict,
+    worker_log,
+)
 from phalanx.jobs.hang import Hang, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
@@ -39,6 +48,7 @@ RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
 ORPHANED = "the process that forks workers died, and they with it"
+HELD = "the process that forks workers does not report their end: it is held still, or one of them is by the kernel"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
@@ -116,7 +126,7 @@ class Agent:
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
-                code, message = ExitCode.UNFINISHED, ORPHANED
+                code, message = ExitCode.UNFINISHED, attempt.orphaned
                 self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
@@ -207,8 +217,8 @@ class Agent:
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
-        except NurseryLost:
-            attempt.orphaned = True
+        except NurseryLost as error:
+            attempt.orphaned = str(error)
         for message in drain(self.nursery.events):
             self.take(message, attempt)
         if attempt.away and attempt.result is None and not any(attempt.codes.values()):
@@ -262,9 +272,22 @@ class Agent:
                 looked = self.clock()
                 self.look(attempt)
                 self.compare(attempt)
+                for late in self.overdue(attempt):
+                    if late is self.crew.here:
+                        raise NurseryLost(HELD)
+                    lose(late, "it does not report the end of its workers")
                 for silent in self.crew.silent(looked):
                     if silent in attempt.places:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
+
+    def overdue(self, attempt: Attempt) -> list[Node]:
+        """Nodes that do not report the end of workers. Those are killed first, and have the same time again."""
+        if not attempt.overdue(self.clock(), self.hurried):
+            return []
+        if not attempt.killed:
+            self.kill(attempt)
+            return []
+        return [node for node, ranks in attempt.places.items() if attempt.remaining & set(ranks)]
 
     def lose(self, node: Node, attempt: Attempt, how: str = "its agent is gone") -> None:
         """Go on without a node: its workers count as ended, and the others cannot go on without them. NurseryLost
@@ -287,7 +310,7 @@ class Agent:
         for rank in ranks & attempt.members:
             attempt.codes.setdefault(rank, LOST_PEER)
         if not attempt.over:
-            self.signal(signal.SIGKILL)
+            self.kill(attempt)
 
     def take_back(self, node: There, attempt: Attempt) -> bool:
         """Have a node that came back work again in the place where it was, if the others go on; whether it does."""
@@ -357,6 +380,11 @@ class Agent:
     def end(self, attempt: Attempt, why: str) -> None:
         """Kill the workers, to start again."""
         attempt.ending = why
+        self.kill(attempt)
+
+    def kill(self, attempt: Attempt) -> None:
+        """Kill all workers."""
+        attempt.killed, attempt.due = True, None
         self.signal(signal.SIGKILL)
 
     def obey_signals(self) -> None:
@@ -401,6 +429,7 @@ class Agent:
         else:
             if kind == "worker":
                 attempt.came.add(message["rank"])
+                attempt.left.pop(message["rank"], None)
             if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
             if kind == "start" and attempt.begun is None:  # later ones may go on from memory
@@ -440,7 +469,7 @@ class Agent:
             self.replicas.ends()
         if not attempt.over and (bad or attempt.codes.keys() >= attempt.members):
             # the others wait in a collective that can never end; or to take part in what has ended
-            self.signal(signal.SIGKILL)
+            self.kill(attempt)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event and show it."""

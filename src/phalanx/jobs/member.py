@@ -4,7 +4,6 @@ It decides nothing about the run. When the leader is gone it ends its workers an
 leader that comes back finds it ready for the next attempt.
 """
 
-import contextlib
 import os
 import selectors
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.attempt import OVERDUE
 from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
@@ -87,7 +87,8 @@ class Member:
                         return code
                     print("lost the leading node; looking for it", file=self.out, flush=True)
                     until = self.clock() + RETURNING
-                    self._end_workers(here)
+                    if not self._end_workers(here):
+                        break
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
@@ -189,18 +190,26 @@ class Member:
         self._end_workers(here)
         return ExitCode(message["code"])
 
-    def _end_workers(self, here: Here) -> None:
-        """Kill what is left of an attempt, and take note of its end."""
-        with contextlib.suppress(ConnectionError):
-            send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+    def _end_workers(self, here: Here) -> bool:
+        """Kill what is left of an attempt, and take note of its end; whether the nursery told of it in time."""
+        until = self.clock() + OVERDUE
+        with selectors.DefaultSelector() as selector:
+            selector.register(here.control, selectors.EVENT_READ)
+            try:
+                send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+            except ConnectionError:
+                return False
             while self._alive:
+                if not selector.select(max(0.0, until - self.clock())):
+                    return False
                 messages = receive(here.control)
                 if messages is None:
-                    break
+                    return False
                 self._alive -= {message["rank"] for message in messages if message["kind"] == "exited"}
         for _ in drain(here.events):
             pass
         self._ranks, self._alive = [], set()
+        return True
 
 
 class _Gone(Exception):

@@ -1,5 +1,6 @@
 """The agent's decisions: what an attempt's end means, when to start again, what signals do. No process is started."""
 
+import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
-from phalanx.jobs.attempt import NEVER_CAME, Attempt, fault, first_to_fall, last_words, verdict
+from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
+from phalanx.jobs.member import Member
+from phalanx.jobs.nodes import Here
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
+from phalanx.run.membership import Membership
 from phalanx.run.pulse import Pulse, Pulses
 
 
@@ -317,6 +321,53 @@ def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> N
     assert [message["kind"] for message in drain(ours)] == ["step"]
     assert receive(ours) is None
     ours.close()
+
+
+class Leaps:
+    """A clock that is ten seconds further each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 10.0
+        return self.now
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["who said that they end", "who were killed"])
+def test_workers_whose_end_is_not_told_are_not_waited_for_without_end(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], killed: bool
+) -> None:
+    run, clock = Run(tmp_path), Leaps()
+    run.create()
+    with Agent(run, stage, shown.append, attempts=3, clock=clock) as agent:
+        send(stage.workers, leaving(0, 0), leaving(1, 0))
+        if killed:
+            agent.signals.received += [signal.SIGTERM, signal.SIGINT]
+        outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    assert outcome.message is not None
+    assert outcome.message.startswith("the process that forks workers does not report their end")
+    asked = [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
+    assert asked[-1] == signal.SIGKILL
+    assert 200 < clock.now < 1000
+
+
+def test_who_came_to_its_end_and_was_started_again_trains(agent: Agent) -> None:
+    attempt = Attempt(1)
+    agent.take(leaving(0, 75), attempt)
+    assert [attempt.overdue(now) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
+    agent.take({"kind": "worker", "rank": 0, "pid": 1}, attempt)
+    assert [attempt.overdue(now) for now in (OVERDUE, 9 * OVERDUE)] == [False, False]
+
+
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_what_holds_its_workers(stage: Stage) -> None:
+    here = Here(stage.control, stage.events, stage.pulses)
+    with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps()) as member:
+        member._alive = {3}
+        assert not member._end_workers(here)
+        send(stage.says, exited(3, -9))
+        assert member._end_workers(here)
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
