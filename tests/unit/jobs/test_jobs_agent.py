@@ -324,13 +324,13 @@ def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> N
 
 
 class Leaps:
-    """A clock that is ten seconds further each time that it is read."""
+    """A clock that is further each time that it is read."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.now, self._seconds = 0.0, seconds
 
     def __call__(self) -> float:
-        self.now += 10.0
+        self.now += self._seconds
         return self.now
 
 
@@ -363,7 +363,7 @@ def test_who_came_to_its_end_and_was_started_again_trains(agent: Agent) -> None:
 
 def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_what_holds_its_workers(stage: Stage) -> None:
     here = Here(stage.control, stage.events, stage.pulses)
-    with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps()) as member:
+    with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
         member._alive = {3}
         assert not member._end_workers(here)
         send(stage.says, exited(3, -9))
