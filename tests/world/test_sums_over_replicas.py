@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Layout
 from phalanx.train.gradients import DividedGradients
 from phalanx.train.parallel.mesh import build_mesh
@@ -94,6 +95,38 @@ def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool) -> No
         assert found["differ"] == []
         assert found["sums"] == [found["groups"]] * 2
         assert found["groups"] == 4
+
+
+class Writing(Model):
+    """A model whose forward bounds a weight before it is used."""
+
+    def forward(self, leaf: int) -> Tensor:
+        self.first.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(leaf)
+
+
+def written(rank: int, world: int) -> list[str]:
+    """What is said of models whose forwards write to a parameter of the root, in evaluation and in training, and of one
+    that does not, with state in a buffer."""
+    said = []
+    for build in (Writing, Model):
+        mesh = build_mesh(Layout(shard=2), Place(rank, world, rank))
+        model = build(False)
+        divide(model, model, mesh, Choices())
+        for training in (False, True, True):
+            model.train(training)
+            try:
+                model(1).backward()
+            except RecipeError as error:
+                said.append(f"{training}: {error}")
+                break
+    return said
+
+
+def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: World) -> None:
+    for said in world.run(2, written):
+        (one,) = said
+        assert one.startswith("True: layout.shard: the forward of the model changes parameter 'first.weight'")
 
 
 def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int]]) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.compat import version_of
 from phalanx.errors import RecipeError
@@ -47,9 +48,11 @@ def changes(before: dict[str, Seen], now: dict[str, Tensor]) -> list[str]:
 
 def weights_now(model: nn.Module, values: bool = True) -> dict[str, tuple[int, int]]:
     """What tells whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
-    what is written to `weight.data` is not counted."""
+    what is written to `weight.data` is not counted. Those that are sharded are left out."""
     return {
-        name: (version_of(parameter), _bits(parameter) if values else 0) for name, parameter in model.named_parameters()
+        name: (version_of(parameter), _bits(parameter) if values else 0)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor)
     }
 
 
