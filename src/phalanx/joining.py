@@ -133,7 +133,7 @@ def join(
 
 
 def interactive() -> bool:
-    """Whether somebody types into this process, such as a notebook, which must not end because a run does."""
+    """Whether this process is a notebook or a prompt, which must not end because a run does."""
     return hasattr(sys, "ps1")
 
 

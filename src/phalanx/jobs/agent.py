@@ -48,7 +48,7 @@ RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
 ORPHANED = "the process that forks workers died, and they with it"
-HELD = "the process that forks workers does not report their end: it is held still, or one of them is by the kernel"
+HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 

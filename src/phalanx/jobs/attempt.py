@@ -51,7 +51,7 @@ class Attempt:
     steps: int = 0  # steps done in it
     orphaned: str = ""  # what happened to the nursery that forked its workers, if it is gone
     killed: bool = False  # all of its workers
-    due: float | None = None  # when the end of its workers must have been told
+    due: float | None = None  # when the end of its workers must have been reported
     lost: dict[Node, str] = field(default_factory=dict)  # nodes that went away, and how
     step_seconds: float | None = None  # of the last step
     hung: Hang | None = None
@@ -72,7 +72,7 @@ class Attempt:
 
     @property
     def remaining(self) -> set[int]:
-        """Workers whose end was not told."""
+        """Workers whose end was not reported."""
         return self.members - self.codes.keys()
 
     def overdue(self, now: float, hurried: bool = False) -> bool:

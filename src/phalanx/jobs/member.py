@@ -191,7 +191,7 @@ class Member:
         return ExitCode(message["code"])
 
     def _end_workers(self, here: Here) -> bool:
-        """Kill what is left of an attempt, and take note of its end; whether the nursery told of it in time."""
+        """Kill what is left of an attempt, and take note of its end; whether the nursery reported it in time."""
         until = self.clock() + OVERDUE
         with selectors.DefaultSelector() as selector:
             selector.register(here.control, selectors.EVENT_READ)

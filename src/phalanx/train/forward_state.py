@@ -47,7 +47,7 @@ def changes(before: dict[str, Seen], now: dict[str, Tensor]) -> list[str]:
 
 
 def weights_now(model: nn.Module, values: bool = True) -> dict[str, tuple[int, int]]:
-    """What tells whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
+    """What shows whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
     what is written to `weight.data` is not counted. Those that are sharded are left out."""
     return {
         name: (version_of(parameter), _bits(parameter) if values else 0)

@@ -77,7 +77,7 @@ def nodes_of(place: Place, environment: Mapping[str, str] = os.environ) -> Nodes
 
 def exchanged(place: Place, value: Any) -> list[Any]:
     """What each worker says, anything that JSON can hold, by rank; every worker calls it. Memory is that of what is
-    said, all workers together, and SHORT for each: nobody's words are padded to the longest of them."""
+    said, all workers together, and SHORT for each: no message is padded to the longest of them."""
     content = _written(value)
     if place.world == 1:
         return [_read(content)]

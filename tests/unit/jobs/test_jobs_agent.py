@@ -334,8 +334,8 @@ class Leaps:
         return self.now
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["who said that they end", "who were killed"])
-def test_workers_whose_end_is_not_told_are_not_waited_for_without_end(
+@pytest.mark.parametrize("killed", [False, True], ids=["they said that they end", "they were killed"])
+def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
     tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], killed: bool
 ) -> None:
     run, clock = Run(tmp_path), Leaps()
@@ -353,7 +353,7 @@ def test_workers_whose_end_is_not_told_are_not_waited_for_without_end(
     assert 200 < clock.now < 1000
 
 
-def test_who_came_to_its_end_and_was_started_again_trains(agent: Agent) -> None:
+def test_a_worker_that_came_to_its_end_and_was_started_again_trains(agent: Agent) -> None:
     attempt = Attempt(1)
     agent.take(leaving(0, 75), attempt)
     assert [attempt.overdue(now) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
@@ -361,7 +361,7 @@ def test_who_came_to_its_end_and_was_started_again_trains(agent: Agent) -> None:
     assert [attempt.overdue(now) for now in (OVERDUE, 9 * OVERDUE)] == [False, False]
 
 
-def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_what_holds_its_workers(stage: Stage) -> None:
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(stage: Stage) -> None:
     here = Here(stage.control, stage.events, stage.pulses)
     with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
         member._alive = {3}
