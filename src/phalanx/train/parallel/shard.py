@@ -57,8 +57,8 @@ def refuse_changes(root: nn.Module) -> None:
     """Have the first forward in training raise RecipeError where it writes to parameters that FSDP has gathered for it,
     since what it writes is lost. Modules that are compiled are not looked at."""
     for name, module in root.named_modules():
-        if isinstance(module, FSDPModule) and not is_compiled(module):
-            _look_once(module, f"{name}." if name else "")
+        if not is_compiled(module) and isinstance(module, FSDPModule):
+            _look_once(root.get_submodule(name), f"{name}." if name else "")
 
 
 def _look_once(module: nn.Module, prefix: str) -> None:
