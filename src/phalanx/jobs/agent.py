@@ -27,7 +27,7 @@ from phalanx.jobs.attempt import (
     verdict,
     worker_log,
 )
-from phalanx.jobs.hang import Hang, quiet, size_of
+from phalanx.jobs.hang import Hang, ended, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
@@ -281,8 +281,12 @@ class Agent:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
     def overdue(self, attempt: Attempt) -> list[Node]:
-        """Nodes that do not report the end of workers. Those are killed first, and have the same time again."""
-        if not attempt.overdue(self.clock(), self.hurried):
+        """Nodes that do not report the end of their workers, after these were killed: those of this node that have all
+        ended are, first."""
+        here = attempt.places.get(self.crew.here, range(0))
+        own = attempt.remaining & set(here)
+        gone = bool(own) and own <= ended(self.crew.here.beats(here))
+        if not attempt.overdue(self.clock(), self.hurried or gone):
             return []
         if not attempt.killed:
             self.kill(attempt)
@@ -429,7 +433,6 @@ class Agent:
         else:
             if kind == "worker":
                 attempt.came.add(message["rank"])
-                attempt.left.pop(message["rank"], None)
             if kind in ("checkpoint", "hot_copy"):
                 attempt.saved = max(attempt.saved, message["step"])
             if kind == "start" and attempt.begun is None:  # later ones may go on from memory

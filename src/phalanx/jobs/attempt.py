@@ -21,7 +21,7 @@ NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
 
 
 OVERDUE = 120.0
-"""Seconds in which workers that come to their end, or were killed, must have ended, whatever memory they give back."""
+"""Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Attempt:
         """Workers whose end was not reported."""
         return self.members - self.codes.keys()
 
-    def overdue(self, now: float, hurried: bool = False) -> bool:
-        """Whether workers that were killed, or all say that they come to their end, should have ended by `now`."""
-        if not (self.killed or hurried or self.remaining <= self.left.keys()):
+    def overdue(self, now: float, ending: bool) -> bool:
+        """Whether the end of workers that were killed, or are `ending`, should have been reported by `now`."""
+        if not (self.killed or ending):
             self.due = None
         elif self.due is None:
             self.due = now + OVERDUE

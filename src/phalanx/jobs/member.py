@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.attempt import OVERDUE
+from phalanx.jobs.hang import ended
 from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
@@ -53,6 +54,7 @@ class Member:
         self.signals = Signals()
         self._ranks: list[int] = []  # of this attempt's workers, by local rank
         self._alive: set[int] = set()
+        self._due = 0.0  # when ends that are not reported must have been
         self._run: Run | None = None
 
     def __enter__(self) -> Self:
@@ -125,6 +127,7 @@ class Member:
                     if now - told >= PING:
                         wire.send(signs(here, self._ranks, now))
                         told = now
+                        self._check_ends(here, now)
                     for each in ready:
                         if each is self.signals.wake:
                             self.signals.wake.recv(4096)
@@ -177,6 +180,13 @@ class Member:
                 self._alive.discard(message["rank"])
         if messages:
             wire.send(*messages)
+
+    def _check_ends(self, here: Here, now: float) -> None:
+        """`_Gone` where the nursery does not report the end of workers that have all ended."""
+        if not self._alive or not self._alive <= ended(here.beats(self._ranks)):
+            self._due = now + OVERDUE
+        elif now >= self._due:
+            raise _Gone
 
     def _pass_signals(self, wire: Wire) -> None:
         """Whoever asks this node to stop asks the run to."""
