@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,13 +339,10 @@ class Leaps:
 
 @pytest.fixture
 def ended_process() -> Iterator[int]:
-    """The number of a process that has ended, of whose end nobody took note."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    yield pid
-    os.waitpid(pid, 0)
+    """The number of a process that has ended, and that its parent has not waited for."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        yield process.pid
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["they ended", "they were killed"])
