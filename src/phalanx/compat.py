@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import operator
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +23,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent is gone (Linux; elsewhere it does nothing)."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent is gone; now, if it is gone already (Linux; elsewhere it
+    does nothing). `parent` is its number as it knew it before it forked: a child may ask too late."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
