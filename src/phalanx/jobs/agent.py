@@ -270,6 +270,8 @@ class Agent:
                 if self.clock() - looked < LOOK:
                     continue
                 looked = self.clock()
+                if self.nursery.gone():
+                    raise NurseryLost(ORPHANED)
                 self.look(attempt)
                 self.compare(attempt)
                 for late in self.overdue(attempt):

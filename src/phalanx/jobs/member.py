@@ -79,7 +79,7 @@ class Member:
                     if wire is None:
                         return ExitCode.UNFINISHED
                     try:
-                        code = self._serve(wire, here)
+                        code = self._serve(wire, here, nursery.gone)
                     except _Gone:  # make another
                         until = self.clock() + RETURNING
                         break
@@ -111,7 +111,7 @@ class Member:
         print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
         return None
 
-    def _serve(self, wire: Wire, here: Here) -> ExitCode | None:
+    def _serve(self, wire: Wire, here: Here, gone: Callable[[], bool]) -> ExitCode | None:
         """Do what the leader says until it says how the run ended, or is gone (None). `_Gone` when the nursery is."""
         heard = told = self.clock()
         local = network_of(wire.sock.getsockname()[0], self.environment)
@@ -127,6 +127,8 @@ class Member:
                     if now - told >= PING:
                         wire.send(signs(here, self._ranks, now))
                         told = now
+                        if gone():
+                            raise _Gone
                         self._check_ends(here, now)
                     for each in ready:
                         if each is self.signals.wake:

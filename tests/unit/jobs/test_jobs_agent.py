@@ -134,6 +134,10 @@ class Stage(NurseryProcess):
         self.pulses = Pulses()
         self.control, self.says = pair()
         self.events, self.workers = pair()
+        self.ended = False
+
+    def gone(self) -> bool:
+        return self.ended
 
     def wait_ready(self) -> None:
         """It is."""
@@ -292,6 +296,17 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
     assert outcome.message == "the process that forks workers died, and they with it"
     assert kinds(shown) == ["step", "fault"]
     assert (shown[1]["rank"], shown[1]["what"]) == (0, "lost nursery")
+
+
+def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_worker_forked(
+    agent: Agent, stage: Stage
+) -> None:
+    stage.ended = True
+    outcome = agent.supervise(1, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
 
 
 def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: Agent, stage: Stage) -> None:
