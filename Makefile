@@ -5,17 +5,42 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all test-cluster test-emulated cluster-up chaos lint format docs bench gpu-session-kit clean
+.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos lint format docs bench gpu-session-kit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Make the virtual environment with all that development needs.
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What is locked first, each file by its hash; then torch, whose builds differ from index to index, and what it needs of a
+# GPU, by version; docs/dependencies.md says more.
+$(INSTALLED): pyproject.toml constraints.txt requirements.lock hatch_build.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# packages that are not locked: torch, and what only its builds for a GPU need
+UNLOCKED := torch triton $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand \
+	cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) $(addprefix cuda-,bindings pathfinder toolkit)
+
+lock: ## Choose the newest versions of what development needs, for requirements.lock.
+	test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet uv; }
+	build/uv/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --extra dev \
+		-c constraints.txt $(addprefix --no-emit-package ,$(UNLOCKED)) --custom-compile-command "make lock" \
+		-o requirements.lock pyproject.toml
+
+audit: ## Look for known vulnerabilities in what is locked; where advisories cannot be reached, say so.
+	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
+		build/audit/bin/python -m pip install --quiet pip-audit; }
+	@for asked in "--require-hashes -r requirements.lock" "--no-deps -r constraints.txt"; do \
+		build/audit/bin/pip-audit --strict --progress-spinner off --disable-pip $$asked >build/audit/report 2>&1; code=$$?; \
+		grep -v '^Traceback\|^  ' build/audit/report; \
+		if grep -q 'could not be audited\|ConnectionError\|ServiceError' build/audit/report; then \
+			echo "make audit: no advisories can be reached from here: nothing is known of these packages" >&2; exit 2; \
+		fi; \
+		test $$code = 0 || exit 1; \
+	done
 
 train: venv ## Train the example on real text, report on it, and let it write some text.
 	$(BIN)/phalanx train examples/gpt-python.yaml --run runs/gpt-python

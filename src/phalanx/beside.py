@@ -26,10 +26,11 @@ def torch_beside() -> Iterator[Call]:
         yield lambda function, payload: None
         return
     (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    parent = os.getpid()
     process = os.fork()
     if process == 0:
         try:
-            die_with_parent()
+            die_with_parent(parent)
             os.close(ask)
             _serve(asked, answer)
         finally:

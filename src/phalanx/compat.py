@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import operator
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +23,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent is gone (Linux; elsewhere it does nothing)."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent is gone; now, if it is gone already (Linux; elsewhere it
+    does nothing). `parent` is its number as it knew it before it forked: a child may ask too late."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -312,6 +316,11 @@ def die_first() -> None:
 def version_of(tensor: "torch.Tensor") -> int:
     """How often the tensor's memory was written to, as torch counts it; 0 where it does not (in inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def has_hooks(parameter: "torch.Tensor") -> bool:
+    """Whether something is to happen to its gradient in backward."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def has_values(tensor: "torch.Tensor") -> bool:

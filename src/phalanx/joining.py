@@ -79,7 +79,8 @@ def join(
 
     The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
     on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
-    process then exits with 75. An error that the user can mend is told in a line, and exits with its code.
+    process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a
+    notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
     """
     from phalanx.train.place import leave
     from phalanx.train.stop import StopRequest
@@ -121,9 +122,19 @@ def join(
             code = ExitCode.UNFINISHED if status == "stopped" else ExitCode.DONE
             report.say("leaving", gang.rank, code=int(code))
     except PhalanxError as error:
+        if interactive():
+            raise
         raise SystemExit(int(error.code)) from None
     if code is not ExitCode.DONE:
-        raise SystemExit(int(code))
+        if not interactive():
+            raise SystemExit(int(code))
+        if stop.asked:
+            raise KeyboardInterrupt
+
+
+def interactive() -> bool:
+    """Whether this process is a notebook or a prompt, which must not end because a run does."""
+    return hasattr(sys, "ps1")
 
 
 def _join(

@@ -5,7 +5,7 @@ A trial may fill the machine's memory and die of it: that is an answer like any 
 the next best choice is tried.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ FILLING = (PROFILE, RACE)
 """Trials that may run out of memory."""
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what such a trial returns then."""
+CHANGED = "changed_by_forward"
+"""Key of the parameters that a forward changed in a trial."""
 Call = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
 
@@ -202,16 +204,28 @@ def measured_needs(
 
     if divides_state(given):
         profile = call(IMAGINED, asked)
+        check_forward(given, profile)
         if profile and not fits_whole(given, needs_of(profile), alone):
             return profile, needs_of(profile)
     for ways in (["none", "selective", "full"], ["selective", "full"], ["full"]):
         profile = call(PROFILE, {**asked, "ways": ways})
         if OUT_OF_MEMORY not in profile:
+            check_forward(given, profile)
             return profile, needs_of(profile)
     raise RecipeError(
         "model: forward and backward of two samples run out of memory, however much is recomputed; "
         "use a smaller model or sequence"
     )
+
+
+def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
+    """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them."""
+    layout, changed = given.layout, profile.get(CHANGED)
+    if changed and isinstance(layout, Layout) and layout.shard * layout.context > 1:
+        raise RecipeError(
+            f"layout.shard: forwards of the model change parameter {changed[0]!r}, and of a sharded one the change is "
+            "lost; keep it in a buffer, or use layout.replicate"
+        )
 
 
 def tried_memory(

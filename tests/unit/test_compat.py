@@ -1,5 +1,9 @@
 """Names that torch does not promise to keep."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,3 +35,21 @@ def test_an_operation_without_a_deterministic_kernel_is_known_by_torchs_words() 
     words = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic"
     assert compat.nondeterministic(RuntimeError(words)) == "cumsum_cuda_kernel"
     assert compat.nondeterministic(RuntimeError("out of memory")) is None
+
+
+LATE = """
+import os, sys, time
+from phalanx.compat import die_with_parent
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+die_with_parent(parent)
+open(sys.argv[1], "w")
+"""
+
+
+def test_a_child_whose_parent_died_before_it_asked_to_die_with_it_dies_at_once(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LATE, str(tmp_path / "lived")], capture_output=True, check=True, timeout=30)
+    assert list(tmp_path.iterdir()) == []

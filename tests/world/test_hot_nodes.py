@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from phalanx.run.hot import PREFIX, open_folder, read_history
 from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
 from phalanx.train.hot import HOT_FLAGS, HotCopies
 from phalanx.train.interval import Times
+from phalanx.train.nodes import exchanged, said_by_leader
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, build_mesh
@@ -134,6 +136,59 @@ def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world:
         found = world.run(4, kept_and_lost, folder=str(folder), layout=LAYOUTS[layout])
         assert [each["kept"] for each in found] == [{1: [0, 1], 2: [0, 1]}] * 2 + [{1: [2, 3], 2: [2, 3]}] * 2
         assert found[2]["fetched"] > 0
+
+
+def said_of_all(rank: int, world: int, *, folder: str) -> dict[str, Any]:
+    """Elements received where one worker says much, by all and by the leading one; of each layout how many names are
+    said when a copy begins, how many tensors it counts, and how many there are."""
+    received: list[int] = []
+    spoken: list[Any] = []
+
+    def gather(outputs: list[Tensor], value: Tensor, gather: Any = dist.all_gather) -> None:
+        received.append(sum(each.numel() for each in outputs))
+        gather(outputs, value)
+
+    def broadcast(value: Tensor, broadcast: Any = dist.broadcast, **more: Any) -> None:
+        received.append(value.numel())
+        broadcast(value, **more)
+
+    def speak(place: Place, value: Any) -> list[Any]:
+        spoken.append(value)
+        return exchanged(place, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", gather)
+        patch.setattr(dist, "broadcast", broadcast)
+        place, long = Place(rank, world), ["x" * 1_000_000]
+        said = exchanged(place, long if rank == 2 else rank)
+        by_all = sum(received)
+        led = said_by_leader(place, long if rank == 0 else None)
+        by_leader = sum(received) - by_all
+    copies = {}
+    for name, layout in LAYOUTS.items():
+        worker = Worker(rank, world, f"{folder}/{name}", layout)
+        spoken.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("phalanx.train.hot.exchanged", speak)
+            worker.learn(1)
+            worker.copy(1)
+        names = [value for value in spoken if isinstance(value, list)]
+        copies[name] = (len(names[0]), worker.hot._tensors, len(worker.state()))
+        worker.hot.abandon()
+    whole = said == [0, 1, long, 3] and led == long
+    return {"whole": whole, "by all": by_all, "by leader": by_leader, "copies": copies}
+
+
+def test_what_one_worker_says_at_length_costs_the_others_its_length_once(world: World, tmp_path: Path) -> None:
+    found = world.run(4, said_of_all, folder=str(tmp_path))
+    for each in found:
+        assert each["whole"]
+        assert each["by all"] < 1_100_000
+        assert each["by leader"] < 1_100_000
+    for layout in LAYOUTS:
+        names, counted, there = zip(*(each["copies"][layout] for each in found), strict=True)
+        assert set(counted) == set(there)
+        assert sum(names) == there[0]  # each name is said by one worker
 
 
 FAILURES = ("missing", "damaged", "no room", "no folder")

@@ -518,6 +518,47 @@ def test_a_loop_alone_that_leaves_with_0_in_the_middle_does_not_end_with_0(
     assert "Traceback" not in done.stderr
 
 
+NOTEBOOK = """
+import os, signal, sys
+sys.ps1 = "In : "  # as IPython and Python's prompt have it
+import own_loop, phalanx
+from phalanx.errors import RecipeError
+try:
+    own_loop.main("right", ["optim.lr=1"], "refused")
+except RecipeError as error:
+    print("refused:", error)
+own_loop.main("break", [], "cell")
+print("behind the block")
+step = own_loop.loss_sum
+def interrupted(model, batch):
+    os.kill(os.getpid(), signal.SIGINT)
+    return step(model, batch)
+own_loop.loss_sum = interrupted
+try:
+    own_loop.main("right", [], "interrupted")
+except KeyboardInterrupt:
+    print("interrupted")
+own_loop.loss_sum = step
+own_loop.main("right", [], "interrupted")
+print("done")
+"""
+
+
+def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: Lab, scripts: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK],
+        cwd=tmp_path,
+        env={**os.environ, **lab.variables(), "PYTHONPATH": str(lab.folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].startswith("refused: ")
+    assert said[1:] == ["behind the block", "interrupted", "done"]
+
+
 def test_a_script_may_leave_as_it_likes_after_its_run(lab: Lab, scripts: Path) -> None:
     assert ours(lab, ["exits-after"]).code == ExitCode.DONE
 

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Layout
 from phalanx.train.gradients import DividedGradients
 from phalanx.train.parallel.mesh import build_mesh
@@ -93,3 +95,65 @@ def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool) -> No
         assert found["differ"] == []
         assert found["sums"] == [found["groups"]] * 2
         assert found["groups"] == 4
+
+
+class Writing(Model):
+    """A model whose forward bounds a weight before it is used."""
+
+    def forward(self, leaf: int) -> Tensor:
+        self.first.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(leaf)
+
+
+def written(rank: int, world: int) -> list[str]:
+    """What is said of models whose forwards write to a parameter of the root, in evaluation and in training, and of one
+    that does not, with state in a buffer."""
+    said = []
+    for build in (Writing, Model):
+        mesh = build_mesh(Layout(shard=2), Place(rank, world, rank))
+        model = build(False)
+        divide(model, model, mesh, Choices())
+        for training in (False, True, True):
+            model.train(training)
+            try:
+                model(1).backward()
+            except RecipeError as error:
+                said.append(f"{training}: {error}")
+                break
+    return said
+
+
+def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: World) -> None:
+    for said in world.run(2, written):
+        (one,) = said
+        assert one.startswith("True: layout.shard: the forward of the model changes parameter 'first.weight'")
+
+
+def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int]]) -> list[int]:
+    """Connections that this worker opens for the groups of each layout."""
+    found = []
+    for layout in layouts:
+        before = connections()
+        mesh = build_mesh(Layout(**layout), Place(rank, world, rank))
+        dist.barrier()
+        found.append(len(connections() - before))
+        assert mesh.fsdp is not None
+        for each in (mesh.fsdp, mesh.expert_fsdp):
+            if each is not None:
+                own = each.get_coordinate()
+                assert own is not None
+                assert int(each.mesh[tuple(own)]) == rank
+    return found
+
+
+def connections() -> set[int]:
+    """Those of this process, by descriptor."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
+
+
+def test_sharding_takes_the_groups_that_there_are_instead_of_connecting_again(world: World) -> None:
+    layouts = [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "context": 2, "expert": 2}]
+    shard, replicate, context, owners, expert, same = 3, 1, 1, 3, 1, 1
+    expected = [shard, replicate + replicate, context + context + owners + expert + same]
+    assert world.run(4, connections_of_layouts, layouts=layouts) == [expected] * 4

@@ -18,9 +18,18 @@ from typing import Any, Self
 from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
-from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
+from phalanx.jobs.attempt import (
+    IN_ORDER,
+    Attempt,
+    fault,
+    first_to_fall,
+    how_ended,
+    last_words,
+    verdict,
+    worker_log,
+)
 from phalanx.jobs.energy import EnergyLog, Meter
-from phalanx.jobs.hang import Hang, quiet, size_of
+from phalanx.jobs.hang import Hang, ended, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
@@ -40,7 +49,8 @@ COMING = 600.0
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
-
+ORPHANED = "the process that forks workers died, and they with it"
+HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
@@ -120,7 +130,7 @@ class Agent:
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
-                code, message = ExitCode.UNFINISHED, "the process that forks workers died, and they with it"
+                code, message = ExitCode.UNFINISHED, attempt.orphaned
                 self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
@@ -212,8 +222,8 @@ class Agent:
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
-        except (ConnectionError, NurseryLost):
-            attempt.orphaned = True
+        except NurseryLost as error:
+            attempt.orphaned = str(error)
         finally:
             self.energy.end()
         for message in drain(self.nursery.events):
@@ -223,7 +233,7 @@ class Agent:
         return attempt
 
     def follow(self, attempt: Attempt) -> None:
-        """Take what workers and nurseries say until the last worker is gone. ConnectionError when our nursery is."""
+        """Take what workers and nurseries say until the last worker is gone. NurseryLost when our nursery is."""
         with selectors.DefaultSelector() as selector:
             for node in attempt.places:
                 for sock in node.sockets():
@@ -267,18 +277,37 @@ class Agent:
                 if self.clock() - looked < LOOK:
                     continue
                 looked = self.clock()
+                if self.nursery.gone():
+                    raise NurseryLost(ORPHANED)
                 self.look(attempt)
                 self.compare(attempt)
+                for late in self.overdue(attempt):
+                    if late is self.crew.here:
+                        raise NurseryLost(HELD)
+                    lose(late, "it does not report the end of its workers")
                 self.energy.look()
                 for silent in self.crew.silent(looked):
                     if silent in attempt.places:
                         lose(silent, f"it has given no sign for {NODE_SILENCE:.0f} s")
 
+    def overdue(self, attempt: Attempt) -> list[Node]:
+        """Nodes that do not report the end of their workers, after these were killed: those of this node that have all
+        ended are, first."""
+        here = attempt.places.get(self.crew.here, range(0))
+        own = attempt.remaining & set(here)
+        gone = bool(own) and own <= ended(self.crew.here.beats(here))
+        if not attempt.overdue(self.clock(), self.hurried or gone):
+            return []
+        if not attempt.killed:
+            self.kill(attempt)
+            return []
+        return [node for node, ranks in attempt.places.items() if attempt.remaining & set(ranks)]
+
     def lose(self, node: Node, attempt: Attempt, how: str = "its agent is gone") -> None:
-        """Go on without a node: its workers count as ended, and the others cannot go on without them. ConnectionError
+        """Go on without a node: its workers count as ended, and the others cannot go on without them. NurseryLost
         when it is this one."""
         if not isinstance(node, There):
-            raise ConnectionError("the nursery is gone")
+            raise NurseryLost(ORPHANED)
         self.crew.lose(node)
         ranks = set(attempt.places[node])
         if self.replicas is not None:
@@ -295,7 +324,7 @@ class Agent:
         for rank in ranks & attempt.members:
             attempt.codes.setdefault(rank, LOST_PEER)
         if not attempt.over:
-            self.signal(signal.SIGKILL)
+            self.kill(attempt)
 
     def take_back(self, node: There, attempt: Attempt) -> bool:
         """Have a node that came back work again in the place where it was, if the others go on; whether it does."""
@@ -365,6 +394,11 @@ class Agent:
     def end(self, attempt: Attempt, why: str) -> None:
         """Kill the workers, to start again."""
         attempt.ending = why
+        self.kill(attempt)
+
+    def kill(self, attempt: Attempt) -> None:
+        """Kill all workers."""
+        attempt.killed, attempt.due = True, None
         self.signal(signal.SIGKILL)
 
     def obey_signals(self) -> None:
@@ -448,20 +482,21 @@ class Agent:
             self.replicas.ends()
         if not attempt.over and (bad or attempt.codes.keys() >= attempt.members):
             # the others wait in a collective that can never end; or to take part in what has ended
-            self.signal(signal.SIGKILL)
+            self.kill(attempt)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event and show it."""
         self.show(self.log.write(kind, **fields))
 
     def signal(self, number: int) -> None:
-        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read."""
+        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.
+        NurseryLost when it is this one."""
         for node in self.crew.nodes:
             try:
                 node.send({"kind": "signal", "number": int(number)})
             except ConnectionError:
                 if node is self.crew.here:
-                    raise
+                    raise NurseryLost(ORPHANED) from None
 
 
 def _named(missing: list[int]) -> str:

@@ -20,6 +20,10 @@ IN_ORDER = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
 NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
 
 
+OVERDUE = 120.0
+"""Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
+
+
 @dataclass
 class Attempt:
     """What one attempt has shown so far."""
@@ -45,7 +49,9 @@ class Attempt:
     begun: int | None = None  # the step from which it went on first, once it is known
     saved: int = 0  # highest step of a checkpoint in it
     steps: int = 0  # steps done in it
-    orphaned: bool = False  # the nursery died
+    orphaned: str = ""  # what happened to the nursery that forked its workers, if it is gone
+    killed: bool = False  # all of its workers
+    due: float | None = None  # when the end of its workers must have been reported
     lost: dict[Node, str] = field(default_factory=dict)  # nodes that went away, and how
     step_seconds: float | None = None  # of the last step
     hung: Hang | None = None
@@ -63,6 +69,19 @@ class Attempt:
     def members(self) -> set[int]:
         """Ranks that train together."""
         return set(range(self.world)) - self.away.keys()
+
+    @property
+    def remaining(self) -> set[int]:
+        """Workers whose end was not reported."""
+        return self.members - self.codes.keys()
+
+    def overdue(self, now: float, ending: bool) -> bool:
+        """Whether the end of workers that were killed, or are `ending`, should have been reported by `now`."""
+        if not (self.killed or ending):
+            self.due = None
+        elif self.due is None:
+            self.due = now + OVERDUE
+        return self.due is not None and now >= self.due
 
     @property
     def early(self) -> set[int]:

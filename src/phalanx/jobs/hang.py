@@ -45,6 +45,18 @@ def quiet(beats: Iterable[Beat | None], now: float) -> float:
     return min((now - beat.t for beat in beats if beat is not None), default=0.0)
 
 
+def ended(beats: Mapping[int, Beat | None]) -> set[int]:
+    """Ranks of workers of this machine whose process has ended, whether its end was noticed or not."""
+    found = set()
+    for rank, beat in beats.items():
+        try:
+            if beat is not None and psutil.Process(beat.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.add(rank)
+        except psutil.NoSuchProcess:
+            found.add(rank)
+    return found
+
+
 def held_still(beats: Mapping[int, Beat | None]) -> set[int]:
     """Ranks of workers that somebody has stopped."""
     found = set()

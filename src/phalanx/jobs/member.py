@@ -4,7 +4,6 @@ It decides nothing about the run. When the leader is gone it ends its workers an
 leader that comes back finds it ready for the next attempt.
 """
 
-import contextlib
 import os
 import selectors
 import signal
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.attempt import OVERDUE
+from phalanx.jobs.hang import ended
 from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
@@ -53,6 +54,7 @@ class Member:
         self.signals = Signals()
         self._ranks: list[int] = []  # of this attempt's workers, by local rank
         self._alive: set[int] = set()
+        self._due = 0.0  # when ends that are not reported must have been
         self._run: Run | None = None
 
     def __enter__(self) -> Self:
@@ -77,7 +79,7 @@ class Member:
                     if wire is None:
                         return ExitCode.UNFINISHED
                     try:
-                        code = self._serve(wire, here)
+                        code = self._serve(wire, here, nursery.gone)
                     except _Gone:  # make another
                         until = self.clock() + RETURNING
                         break
@@ -87,7 +89,8 @@ class Member:
                         return code
                     print("lost the leading node; looking for it", file=self.out, flush=True)
                     until = self.clock() + RETURNING
-                    self._end_workers(here)
+                    if not self._end_workers(here):
+                        break
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
@@ -108,7 +111,7 @@ class Member:
         print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
         return None
 
-    def _serve(self, wire: Wire, here: Here) -> ExitCode | None:
+    def _serve(self, wire: Wire, here: Here, gone: Callable[[], bool]) -> ExitCode | None:
         """Do what the leader says until it says how the run ended, or is gone (None). `_Gone` when the nursery is."""
         heard = told = self.clock()
         local = network_of(wire.sock.getsockname()[0], self.environment)
@@ -124,6 +127,9 @@ class Member:
                     if now - told >= PING:
                         wire.send(signs(here, self._ranks, now))
                         told = now
+                        if gone():
+                            raise _Gone
+                        self._check_ends(here, now)
                     for each in ready:
                         if each is self.signals.wake:
                             self.signals.wake.recv(4096)
@@ -177,6 +183,13 @@ class Member:
         if messages:
             wire.send(*messages)
 
+    def _check_ends(self, here: Here, now: float) -> None:
+        """`_Gone` where the nursery does not report the end of workers that have all ended."""
+        if not self._alive or not self._alive <= ended(here.beats(self._ranks)):
+            self._due = now + OVERDUE
+        elif now >= self._due:
+            raise _Gone
+
     def _pass_signals(self, wire: Wire) -> None:
         """Whoever asks this node to stop asks the run to."""
         if self.signals.received:
@@ -189,18 +202,26 @@ class Member:
         self._end_workers(here)
         return ExitCode(message["code"])
 
-    def _end_workers(self, here: Here) -> None:
-        """Kill what is left of an attempt, and take note of its end."""
-        with contextlib.suppress(ConnectionError):
-            send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+    def _end_workers(self, here: Here) -> bool:
+        """Kill what is left of an attempt, and take note of its end; whether the nursery reported it in time."""
+        until = self.clock() + OVERDUE
+        with selectors.DefaultSelector() as selector:
+            selector.register(here.control, selectors.EVENT_READ)
+            try:
+                send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+            except ConnectionError:
+                return False
             while self._alive:
+                if not selector.select(max(0.0, until - self.clock())):
+                    return False
                 messages = receive(here.control)
                 if messages is None:
-                    break
+                    return False
                 self._alive -= {message["rank"] for message in messages if message["kind"] == "exited"}
         for _ in drain(here.events):
             pass
         self._ranks, self._alive = [], set()
+        return True
 
 
 class _Gone(Exception):

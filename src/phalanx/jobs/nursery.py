@@ -233,9 +233,10 @@ class Nursery:
             if log is not None:
                 send(self.events, {"kind": "crash", "rank": rank, "text": told(error, code)})
 
+        parent = os.getpid()
         pid = os.fork()
         if not pid:
-            _become(body, environment, log, report)
+            _become(parent, body, environment, log, report)
         self.children[pid] = rank
         return pid
 
@@ -321,16 +322,17 @@ def _code_of(arguments: Any) -> Path | None:
 
 
 def _become(
-    body: Callable[[], None], environment: dict[str, str], log: Path | None, report: Callable[[BaseException], None]
+    parent: int,
+    body: Callable[[], None],
+    environment: dict[str, str],
+    log: Path | None,
+    report: Callable[[BaseException], None],
 ) -> NoReturn:
     """In a fresh child: clean signal state, own log, run, leave without the parent's exit handlers."""
     code = 1
     sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) for stream in (sys.stdout, sys.stderr))
     try:
-        parent = os.getppid()
-        die_with_parent()
-        if os.getppid() != parent:  # it died between fork and prctl
-            os._exit(1)
+        die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ.update(environment)
@@ -373,9 +375,7 @@ def _lost_peer(error: BaseException) -> bool:
 def main() -> None:
     """Entry of the nursery process: `python -m phalanx.jobs.nursery AGENT_FD EVENTS_FD PULSE_FD PARENT_PID`."""
     agent_fd, events_fd, pulse_fd, parent = (int(argument) for argument in sys.argv[1:5])
-    die_with_parent()
-    if os.getppid() != parent:
-        return
+    die_with_parent(parent)
     adopt_orphans()
     # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
     # comes before a worker has its handler waits for it instead of being lost.

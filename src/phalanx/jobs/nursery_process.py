@@ -81,6 +81,10 @@ class NurseryProcess:
         self.events.close()
         self.pulses.close()
 
+    def gone(self) -> bool:
+        """Whether it has ended. Its sockets need not show that: what a worker forked may hold their other ends."""
+        return self.process.poll() is not None
+
     def wait_ready(self) -> None:
         """Block until torch is imported there."""
         if not self._ready:

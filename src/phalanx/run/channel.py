@@ -32,9 +32,16 @@ def send(sock: socket.socket, *messages: Message) -> None:
         raise ValueError(f"a message of {len(packet)} bytes does not fit a packet of {PACKET}")
 
 
+def _packet(sock: socket.socket, flags: int = 0) -> bytes:
+    try:
+        return sock.recv(PACKET + 1, flags)
+    except ConnectionResetError:  # a writer ended with something unread; said once, before what it had written
+        return sock.recv(PACKET + 1, flags)
+
+
 def receive(sock: socket.socket) -> list[Message] | None:
     """The messages of the next packet; None when every writer is gone."""
-    packet = sock.recv(PACKET + 1)
+    packet = _packet(sock)
     if not packet:
         return None
     messages: list[Message] = json.loads(packet)
@@ -45,7 +52,7 @@ def drain(sock: socket.socket) -> Iterator[Message]:
     """Messages that lie in a socket right now, without waiting for more."""
     while True:
         try:
-            packet = sock.recv(PACKET + 1, socket.MSG_DONTWAIT)
+            packet = _packet(sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         if not packet:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.compat import version_of
 from phalanx.errors import RecipeError
@@ -30,6 +31,9 @@ Seen = tuple[Tensor, int]
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
+
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether a forward moves running statistics of this layer."""
@@ -40,6 +44,21 @@ def changes(before: dict[str, Seen], now: dict[str, Tensor]) -> list[str]:
     """Names of the buffers that were written to, or replaced, since."""
     known = {name: version for name, (buffer, version) in before.items() if now.get(name) is buffer}
     return [name for name, buffer in now.items() if known.get(name) != version_of(buffer)]
+
+
+def weights_now(model: nn.Module, values: bool = True) -> dict[str, tuple[int, int]]:
+    """What shows whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
+    what is written to `weight.data` is not counted. Those that are sharded are left out."""
+    return {
+        name: (version_of(parameter), _bits(parameter) if values else 0)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor)
+    }
+
+
+def _bits(tensor: Tensor) -> int:
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return int(real.view(INTEGERS[real.element_size()]).sum(dtype=torch.int64))
 
 
 class ForwardState:

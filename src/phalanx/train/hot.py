@@ -24,7 +24,7 @@ from phalanx.run.hot import begin_line, cut, forget, note_saved, open_folder, re
 from phalanx.train.checkpoint import Phase, Piece, share_out
 from phalanx.train.checkpoint.parts import TENSORS, PartSaver, copy_name, list_copies
 from phalanx.train.interval import Tell, Times, largest
-from phalanx.train.nodes import Nodes, exchanged, nodes_of
+from phalanx.train.nodes import Nodes, exchanged, nodes_of, said_by_leader
 from phalanx.train.parallel.divided import Held
 from phalanx.train.parallel.mesh import Mesh, coordinates
 from phalanx.train.peers import Keeper, Sender, local_address
@@ -286,7 +286,9 @@ class HotCopies:
         return True
 
     def _count(self, state: Mapping[str, Held]) -> None:
-        self._tensors = len(set().union(*exchanged(self._place, sorted(state))))
+        at = self._mesh.at
+        own = [name for name, held in state.items() if held.begins and not any(at[axis] for axis in held.copies)]
+        self._tensors = len(set().union(*exchanged(self._place, sorted(own))))
 
     def _new_line(self) -> bool:
         """A token that stands in the run's history before any copy bears it; whether there is room to say so."""
@@ -297,7 +299,7 @@ class HotCopies:
                 begin_line(self._run, told[0])
             except OSError as error:
                 told[1] = str(error)
-        self._token, wrong = exchanged(self._place, told)[0]
+        self._token, wrong = said_by_leader(self._place, told)
         if wrong:
             self._turn_off(wrong)
         return not wrong

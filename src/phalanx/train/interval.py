@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx.cluster.failures import USUAL_RATE, daly_interval, seen_between_failures
 from phalanx.run import Run, read_events
-from phalanx.train.nodes import exchanged
+from phalanx.train.nodes import said_by_leader
 from phalanx.train.place import Place
 
 UNUSUAL = 2
@@ -136,7 +136,7 @@ class DurableInterval:
         self._begun = clock()
         self._usual_failures, self._failures, self._seconds = math.inf, 0, 0.0
         if self._auto:
-            told = exchanged(place, history(run, place.world) if place.leads else None)[0]
+            told = said_by_leader(place, history(run, place.world) if place.leads else None)
             self._usual_failures, self._failures, self._seconds, before = told
             self.every = before or FIRST
 

@@ -21,6 +21,8 @@ from phalanx.train.place import Place
 CPU = torch.device("cpu")
 LARGEST = 256 << 20
 """Bytes of what one worker says; records of a large state's pieces are some megabytes."""
+SHORT = 4096
+"""Bytes up to which the words of all workers travel together."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,36 @@ def nodes_of(place: Place, environment: Mapping[str, str] = os.environ) -> Nodes
 
 
 def exchanged(place: Place, value: Any) -> list[Any]:
-    """What each worker says, anything that JSON can hold, by rank; every worker calls it."""
+    """What each worker says, anything that JSON can hold, by rank; every worker calls it. Memory is that of what is
+    said, all workers together, and SHORT for each: no message is padded to the longest of them."""
     content = _written(value)
     if place.world == 1:
         return [_read(content)]
     size = torch.tensor([content.numel()])
     sizes = [torch.empty_like(size) for _ in range(place.world)]
     dist.all_gather(sizes, size)
-    longest = _bounded(int(max(sizes)))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: content.numel()] = content
+    lengths = [_bounded(int(each)) for each in sizes]
+    room = max((length for length in lengths if length <= SHORT), default=0)
+    padded = torch.zeros(room, dtype=torch.uint8)
+    if content.numel() <= room:
+        padded[: content.numel()] = content
     contents = [torch.empty_like(padded) for _ in range(place.world)]
-    dist.all_gather(contents, padded)
-    return [_read(each[: int(length)]) for each, length in zip(contents, sizes, strict=True)]
+    if room:
+        dist.all_gather(contents, padded)
+    said = []
+    for rank, length in enumerate(lengths):
+        found = contents[rank][:length]
+        if length > room:
+            found = content if rank == place.rank else torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(found, src=rank)
+        said.append(_read(found))
+    return said
+
+
+def said_by_leader(place: Place, value: Any) -> Any:
+    """What the leading worker says to all, as JSON gives it back; the others' `value` is not looked at. Every worker
+    calls it."""
+    return _read(_written(value)) if place.world == 1 else said_by(0, value)
 
 
 def said_by(source: int, value: Any, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:

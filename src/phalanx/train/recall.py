@@ -32,7 +32,7 @@ from phalanx.train.checkpoint.parts import (
 )
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.hot import clear_copies
-from phalanx.train.nodes import Nodes, exchanged, nodes_of
+from phalanx.train.nodes import Nodes, exchanged, nodes_of, said_by_leader
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
@@ -74,7 +74,7 @@ def find_copies(
         newest = max((step_of(path) for path in list_checkpoints(run.checkpoints)), default=0)
         lines, saved = read_history(run)
         said = {"lines": lines if saved <= newest else [], "newest": newest}
-    said = exchanged(place, said)[0]
+    said = said_by_leader(place, said)
     if not said["lines"]:
         return None
     nodes, folder = nodes_of(place, environment), hot_folder(run, environment)

@@ -31,6 +31,7 @@ from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.causality import check_causal, check_documents
+from phalanx.train.forward_state import weights_now
 from phalanx.train.memory import is_out_of_memory
 from phalanx.train.model import build_model
 from phalanx.train.objective import Objective, Scoring
@@ -56,6 +57,8 @@ FLOPS_RULE = (
 )
 REPEATS = 5
 UPDATE = "update"
+CHANGED = "changed_by_forward"
+"""Key of the parameters that a forward changes."""
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
 WAYS: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -95,13 +98,14 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     counting = payload.get("precision", "fp32") if device.type == "cuda" else "fp32"
     if values and isinstance(task, LanguageModeling):
         check_documents(model, task, to_device(data.train(0, 1), device))
-    flops = []
+    flops, before = [], weights_now(model, values)
     for samples in (1, 2):
         counter = FlopCounterMode(display=False)
         batch = to_device(data.train(0, samples), device)
         with counter, torch.no_grad():
             _loss(Scoring(task, counting, device), model, batch)
         flops.append(counter.get_total_flops())
+    now = weights_now(model, values)
     if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
         with computing(counting, device):
             check_causal(model, task, to_device(data.train(0, 1), device))
@@ -116,6 +120,7 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
         "blocks": len(find_blocks(model)),
+        CHANGED: [name for name, weight in before.items() if now.get(name) != weight],
         "peaks": {loss: _peaks(payload, model, scoring, data, device) for loss, scoring in scorings.items()},
     }
 

@@ -91,6 +91,11 @@ class Refusal(Exception):
         self.body = {"kind": "Status", "status": "Failure", "code": status, "message": message, "details": details}
 
 
+def has(labels: Mapping[str, str], key: str, sign: str, value: str) -> bool:
+    """Whether labels meet one part of a selector: key=value, or key alone."""
+    return labels.get(key) == value if sign else key in labels
+
+
 class Double:
     """The server. `objects` maps (plural, namespace, name) to what is kept; `refuse` maps (method, plural) to a status
     and a message with which such requests are answered."""
@@ -105,6 +110,7 @@ class Double:
         self.kinds = {"jobsets", "trainjobs", "secrets", "pods", "jobs"}
         self.commands: list[tuple[str, list[str]]] = []
         self.kill_fails = False
+        self.lists, self.page = 0, 500
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -217,14 +223,18 @@ class Double:
         if method == "POST":
             return self.create(namespace, plural, query, body)
         if name is None:
-            wanted = [part.split("=") for part in query.get("labelSelector", "").split(",") if part]
+            wanted = [part.partition("=") for part in query.get("labelSelector", "").split(",") if part]
+            self.lists += 1
             items = [
                 thing
                 for (kind, place_, _), thing in self.objects.items()
                 if (kind, place_) == (plural, namespace)
-                and all(thing["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+                and all(has(thing["metadata"].get("labels", {}), *one) for one in wanted)
             ]
-            return {"kind": "List", "items": items}
+            first = int(query.get("continue", "0"))
+            last = first + min(self.page, int(query.get("limit", self.page)))
+            more = {"continue": str(last)} if last < len(items) else {}
+            return {"kind": "List", "metadata": more, "items": items[first:last]}
         if log:
             return self.logs[name]
         if (plural, namespace, name) not in self.objects:

@@ -1,6 +1,9 @@
 """The agent's decisions: what an attempt's end means, when to start again, what signals do. No process is started."""
 
+import io
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,16 @@ import pytest
 from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
-from phalanx.jobs.attempt import NEVER_CAME, Attempt, fault, first_to_fall, last_words, verdict
+from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
+from phalanx.jobs.hang import ended
+from phalanx.jobs.member import Member
+from phalanx.jobs.nodes import Here
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run, read_events
-from phalanx.run.channel import drain, pair, send
-from phalanx.run.pulse import Pulse, Pulses
+from phalanx.run.channel import drain, pair, receive, send
+from phalanx.run.membership import Membership
+from phalanx.run.pulse import Beat, Pulse, Pulses
 
 
 def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attempt:
@@ -127,6 +134,10 @@ class Stage(NurseryProcess):
         self.pulses = Pulses()
         self.control, self.says = pair()
         self.events, self.workers = pair()
+        self.ended = False
+
+    def gone(self) -> bool:
+        return self.ended
 
     def wait_ready(self) -> None:
         """It is."""
@@ -285,6 +296,107 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
     assert outcome.message == "the process that forks workers died, and they with it"
     assert kinds(shown) == ["step", "fault"]
     assert (shown[1]["rank"], shown[1]["what"]) == (0, "lost nursery")
+
+
+def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_worker_forked(
+    agent: Agent, stage: Stage
+) -> None:
+    stage.ended = True
+    outcome = agent.supervise(1, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
+
+
+def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: Agent, stage: Stage) -> None:
+    def broken(event: Any) -> None:
+        raise ConnectionResetError("of a callback's own connection")
+
+    agent.show = broken
+    send(stage.workers, {"kind": "step", "step": 1})
+    with pytest.raises(ConnectionResetError, match="own connection"):
+        agent.supervise(1, {}, {}, 0)
+
+
+def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
+    agent: Agent, stage: Stage
+) -> None:
+    stage.says.close()
+    agent.signals.received.append(signal.SIGTERM)
+    outcome = agent.supervise(1, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
+
+
+def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> None:
+    ours, theirs = pair()
+    send(theirs, {"kind": "step"})
+    send(ours, {"kind": "signal"})
+    theirs.close()
+    assert [message["kind"] for message in drain(ours)] == ["step"]
+    assert receive(ours) is None
+    ours.close()
+
+
+class Leaps:
+    """A clock that is further each time that it is read."""
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.now, self._seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self._seconds
+        return self.now
+
+
+@pytest.fixture
+def ended_process() -> Iterator[int]:
+    """The number of a process that has ended, and that its parent has not waited for."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        yield process.pid
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["they ended", "they were killed"])
+def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], ended_process: int, killed: bool
+) -> None:
+    run, clock = Run(tmp_path), Leaps()
+    run.create()
+    with Agent(run, stage, shown.append, attempts=3, clock=clock) as agent:
+        node = agent.crew.here
+        node.clear = lambda: None  # type: ignore[method-assign]
+        if killed:
+            agent.signals.received += [signal.SIGTERM, signal.SIGINT]
+        pids = {rank: Beat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
+        node.beats = lambda ranks: pids  # type: ignore[method-assign]
+        outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    assert outcome.message is not None
+    assert outcome.message.startswith("the process that forks workers does not report their end")
+    asked = [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
+    assert asked[-1] == signal.SIGKILL
+    assert 200 < clock.now < 2000
+
+
+def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:
+    attempt = Attempt(1, left={0: 0})
+    alive, over = Beat(os.getpid(), 1, 9, "step", 0.0, 0.0), Beat(ended_process, 1, 9, "step", 0.0, 0.0)
+    assert ended({0: alive, 1: over, 2: None}) == {1}
+    assert [attempt.overdue(now, ending=False) for now in (0.0, 9 * OVERDUE)] == [False, False]
+    assert [attempt.overdue(now, ending=True) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
+
+
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(stage: Stage) -> None:
+    here = Here(stage.control, stage.events, stage.pulses)
+    with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
+        member._alive = {3}
+        assert not member._end_workers(here)
+        send(stage.says, exited(3, -9))
+        assert member._end_workers(here)
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,24 @@ def test_our_jobs_are_listed_and_nobody_elses(engine: Kubernetes, server: Double
     assert {status.id for status in engine.jobs()} == {"team-a/jobset/one", "team-a/trainjob/two"}
 
 
+def test_a_list_of_many_jobs_takes_as_many_questions_as_one_of_few_and_goes_by_pages(
+    engine: Kubernetes, server: Double
+) -> None:
+    asked = []
+    for count in (1, 7):
+        for number in range(len(engine.jobs()), count):
+            submitted(engine, name=f"gpt-{number}" if number else "gpt")
+        add_pod(server, 0)
+        server.lists = 0
+        found = {status.id: status.state for status in engine.jobs()}
+        assert found.pop("team-a/jobset/gpt") == State.RUNNING
+        assert list(found.values()) == [State.QUEUED] * (count - 1)
+        asked.append(server.lists)
+    assert asked == [4, 4]
+    server.page = 3
+    assert len(engine.jobs()) == 7
+
+
 def test_one_of_the_two_kinds_is_enough(engine: Kubernetes, server: Double) -> None:
     submitted(engine)
     server.kinds.remove("trainjobs")

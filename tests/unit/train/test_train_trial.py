@@ -9,6 +9,7 @@ from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Data, Source
+from phalanx.resolving import check_forward
 from phalanx.train.trial import imagined, importable, profile, race
 
 SEQUENCE, WIDTH = 16, 24
@@ -56,6 +57,46 @@ def test_a_profile_tells_what_a_sample_takes_at_the_peak_without_the_weights(fol
     hidden, logits = 4 * WIDTH, 4 * 256
     least = SEQUENCE * (2 * hidden + 2 * logits)  # scores and their gradient, say
     assert least <= profile(payload(folder))["peaks"]["whole"]["none"] <= 2 * least
+
+
+CHANGING = """
+import torch
+from torch import nn
+
+class Bounded(nn.Module):
+    def __init__(self, vocab, how):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 8)
+        self.how = how
+
+    def forward(self, tokens):
+        if self.how == "data":
+            self.embedding.weight.data.clamp_(-0.5, 0.5)
+        if self.how == "counted":
+            with torch.no_grad():
+                self.embedding.weight.copy_(self.embedding.weight.roll(1, 0))
+        return self.embedding(tokens) @ self.embedding.weight.T
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("data", ["embedding.weight"]), ("counted", ["embedding.weight"]), ("", [])]
+)
+def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_sharded(
+    folder: Path, how: str, expected: list[str]
+) -> None:
+    (folder / "own_changing_model.py").write_text(CHANGING)
+    asked = payload(folder)
+    asked["recipe"]["model"] = {"build": "own_changing_model:Bounded", "args": {"how": how}}
+    found = profile(asked)
+    assert found["changed_by_forward"] == expected
+    for layout in ({"replicate": 2}, {"replicate": 2, "shard": 2}, {"context": 2}):
+        given = Recipe.model_validate({"layout": layout})
+        if not expected or layout == {"replicate": 2}:
+            check_forward(given, found)
+        else:
+            with pytest.raises(RecipeError, match=r"layout.shard: forwards of the model change parameter 'embedding"):
+                check_forward(given, found)
 
 
 def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:

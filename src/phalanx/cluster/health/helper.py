@@ -124,9 +124,7 @@ def _how(code: int | None) -> str:
 
 def serve(parent: int) -> None:
     """The process: answer requests from standard input until it closes."""
-    die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel knew
-        return
+    die_with_parent(parent)
     # libraries print, too: what they print must not be taken for an answer
     with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
         os.dup2(2, 1)

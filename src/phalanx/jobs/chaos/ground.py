@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -136,7 +137,7 @@ class Commands:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the one who watches
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         no_core(process.pid)
         return process

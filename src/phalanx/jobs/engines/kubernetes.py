@@ -11,9 +11,10 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ GROUPS = {
     "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
     "trainjob": {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"},
 }
+PAGE = 500
+"""Objects that one answer of a list may have, as kubectl asks for."""
 BELONGS = "jobset.sigs.k8s.io/jobset-name"
 """The label of the Jobs and pods of a JobSet; a TrainJob's JobSet has its name."""
 MANAGED = ",".join(f"{key}={value}" for key, value in manifest.MANAGED_BY.items())
@@ -116,15 +119,16 @@ class Kubernetes:
         return found
 
     def jobs(self) -> list[Status]:
-        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it."""
+        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it. What belongs to
+        them is asked for once, however many they are."""
         client, namespace = self._connect()
-        found: list[Status] = []
+        workloads: list[tuple[str, Mapping[str, Any]]] = []
         missing = 0
         for kind, group in GROUPS.items():
             try:
                 with explained(f"listing the {kind}s of namespace {namespace}"):
-                    listed = client.custom.list_namespaced_custom_object(
-                        **group, namespace=namespace, label_selector=MANAGED, _request_timeout=PATIENCE
+                    listed = _pages(
+                        partial(client.custom.list_namespaced_custom_object, **group, namespace=namespace), MANAGED
                     )
             except NotThere as error:  # one of the two kinds is enough
                 missing += 1
@@ -133,10 +137,16 @@ class Kubernetes:
                         f"neither JobSet nor Kubeflow Trainer is installed on this cluster: {error}"
                     ) from error
                 continue
-            for workload in listed["items"]:
-                name = workload["metadata"]["name"]
-                jobs, pods = self._jobs(namespace, name), self._pods(namespace, name)
-                found.append(status_of(f"{namespace}/{kind}/{name}", workload, jobs, pods))
+            workloads += [(kind, workload) for workload in listed]
+        if not workloads:
+            return []
+        jobs = _by_job(_listed(client.batch.list_namespaced_job, namespace))
+        pods = _by_job(_listed(client.core.list_namespaced_pod, namespace))
+        found = []
+        for kind, workload in workloads:
+            name = workload["metadata"]["name"]
+            its = jobs.get(name, []), latest(pods.get(name, []))
+            found.append(status_of(f"{namespace}/{kind}/{name}", workload, *its))
         return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
 
     def signal(self, job: str, number: int) -> None:
@@ -253,12 +263,31 @@ class Kubernetes:
         return self._connected
 
 
-def _listed(call: Callable[..., Any], namespace: str, name: str) -> list[Mapping[str, Any]]:
-    """The objects that belong to a job, as they are on the wire."""
-    with explained(f"asking for what belongs to {namespace}/{name}"):
-        answer = call(namespace, label_selector=f"{BELONGS}={name}", _preload_content=False, _request_timeout=PATIENCE)
-        items: list[Mapping[str, Any]] = json.loads(answer.data)["items"]
-    return items
+def _listed(call: Callable[..., Any], namespace: str, name: str | None = None) -> list[Mapping[str, Any]]:
+    """The objects that belong to a job, or to any, as they are on the wire."""
+    with explained(f"asking for what belongs to {namespace}/{name or 'its jobs'}"):
+        return _pages(partial(call, namespace), BELONGS if name is None else f"{BELONGS}={name}")
+
+
+def _pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:
+    """All that a list call gives, in pages, so that no answer is too long."""
+    found: list[Mapping[str, Any]] = []
+    more: dict[str, Any] = {}
+    while True:
+        answer = call(label_selector=selector, limit=PAGE, _preload_content=False, _request_timeout=PATIENCE, **more)
+        page = json.loads(answer.data)
+        found += page["items"]
+        if not (onwards := page.get("metadata", {}).get("continue")):
+            return found
+        more = {"_continue": onwards}
+
+
+def _by_job(things: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Objects by the name of the job that they belong to."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for thing in things:
+        found.setdefault(thing["metadata"]["labels"][BELONGS], []).append(thing)
+    return found
 
 
 def _parts(job: str) -> tuple[str, str, str]:

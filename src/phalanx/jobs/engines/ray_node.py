@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.compat import die_with_parent
 from phalanx.errors import ExitCode
 from phalanx.jobs.code import unpack
-from phalanx.jobs.engines.ray_task import CODE_FILE, LOST
+from phalanx.jobs.engines.ray_task import CODE_FILE
 from phalanx.recipe.travelled import CODE
 
 BATCH = 1000
@@ -106,9 +106,7 @@ class Node:
 def become(parent: int, command: list[str]) -> None:
     """Become the command, which the kernel kills when the actor dies. A process of its own does this: between fork and
     exec of the actor, its other threads may hold any lock."""
-    die_with_parent()
-    if os.getppid() != parent:  # it died before that was arranged
-        sys.exit(LOST)
+    die_with_parent(parent)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def main() -> None:
             env={**orders["environment"], **secrets_in(home)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
         print(f"error: {error.filename or orders['command'][0]}: {error.strerror}", flush=True)

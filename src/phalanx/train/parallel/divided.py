@@ -35,6 +35,11 @@ class Held:
     holding: Holding
     copies: tuple[str, ...]
 
+    @property
+    def begins(self) -> bool:
+        """Whether its first element is here, or the beginning of a tensor without any."""
+        return any(not any(block.offset) for block in self.holding.blocks)
+
 
 @dataclass
 class Divided:

@@ -7,6 +7,7 @@ pipeline stages outermost, since they talk least:
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.data.feed import share
 from phalanx.recipe.exchanges import sums_shards
@@ -25,6 +26,8 @@ from phalanx.train.place import Place
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """Of the world, outermost first."""
+_NUMBERS = itertools.count(1)
+"""DTensor remembers what it made on a mesh, and would take one of an earlier world for a new one if they were equal."""
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
@@ -145,18 +148,17 @@ def build_mesh(
             groups[name] = _own_group(ranks.movedim(i, -1), place.rank)
     fsdp = expert_fsdp = expert = None
     rounds = sharded > 1 and sums_shards(exchange or Exchange(), layout, place.device.type)
-    if rounds:  # which go with no other dimension than these two
-        assert groups["shard"] is not None
-        # DTensor remembers what it made on a mesh, and would take one of an earlier world for this if they were equal.
-        names = (f"shard of attempt {place.attempt}",)
-        fsdp = DeviceMesh.from_group(groups["shard"], place.device.type, mesh_dim_names=names)
-    elif sharded > 1:
-        # [pipeline, replicate, shard x context, tensor]
-        fsdp = _fsdp_mesh(place, layout, sharded, replicates=layout.replicate > 1)
+    if sharded > 1:
+        owners = groups["shard"]
+        if layout.context > 1:
+            owners = _own_group(ranks.flatten(2, 3).movedim(2, -1), place.rank)
+        # rounds go with no other dimension than these two
+        fsdp = _mesh_of(place, owners, None if rounds else groups["replicate"])
         if layout.expert > 1:
-            owners = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
-            expert = _own_group(owners.movedim(3, -1), place.rank)
-            expert_fsdp = _expert_mesh(place, layout, sharded)
+            by_expert = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
+            expert = _own_group(by_expert.movedim(3, -1), place.rank)
+            same = _own_group(by_expert.movedim(2, -1), place.rank, single=True)
+            expert_fsdp = _mesh_of(place, same, groups["replicate"])
     return Mesh(
         layout,
         at,
@@ -179,10 +181,10 @@ def group_of_stages(mesh: Mesh, place: Place, members: Sequence[int]) -> Group:
     return _own_group(chosen, place.rank, required=mesh.at["pipeline"] in members)
 
 
-def _own_group(ranks: torch.Tensor, rank: int, required: bool = True) -> Group:
+def _own_group(ranks: torch.Tensor, rank: int, required: bool = True, single: bool = False) -> Group:
     """Of the groups that are the rows of `ranks` [..., size], the one that holds `rank`. All ranks make all groups, in
-    the same order."""
-    if ranks.shape[-1] == 1:
+    the same order. None instead of a group of one, unless `single`."""
+    if ranks.shape[-1] == 1 and not single:
         return None
     own: Group = None
     for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
@@ -193,20 +195,15 @@ def _own_group(ranks: torch.Tensor, rank: int, required: bool = True) -> Group:
     return own
 
 
-def _fsdp_mesh(place: Place, layout: Layout, sharded: int, replicates: bool) -> DeviceMesh:
-    mesh = init_device_mesh(
-        place.device.type,
-        (layout.pipeline, layout.replicate, sharded, layout.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
-    return mesh["replicate", "shard"] if replicates else mesh["shard"]
-
-
-def _expert_mesh(place: Place, layout: Layout, sharded: int) -> DeviceMesh:
-    """Over the ranks that hold the same experts."""
-    mesh = init_device_mesh(
-        place.device.type,
-        (layout.pipeline, layout.replicate, sharded // layout.expert, layout.expert, layout.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "expert", "tensor"),
-    )
-    return mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"]
+def _mesh_of(place: Place, owners: Group, replicas: Group) -> DeviceMesh:
+    """What FSDP shards over `owners`, and replicates over `replicas` where there are any: of the groups that there are,
+    since a second communicator for the same ranks costs connections, and memory of a GPU."""
+    assert owners is not None
+    name = f"shard of mesh {next(_NUMBERS)}"
+    if replicas is None:
+        return DeviceMesh.from_group(owners, place.device.type, mesh_dim_names=(name,))
+    across = dist.get_process_group_ranks(replicas)
+    along = dist.get_process_group_ranks(owners)
+    # Ranks of a dimension are as far from one another whatever the others are.
+    mesh = [[first + other - place.rank for other in along] for first in across]
+    return DeviceMesh.from_group([replicas, owners], place.device.type, mesh, mesh_dim_names=("replicate", name))

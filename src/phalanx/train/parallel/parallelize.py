@@ -26,7 +26,7 @@ from phalanx.train.parallel.families import divisible, family_of
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.overlap import CHUNKS
 from phalanx.train.parallel.recompute import Recompute, apply_recompute
-from phalanx.train.parallel.shard import check_groups, check_ties, shard_model
+from phalanx.train.parallel.shard import check_groups, check_hooks, check_ties, shard_model
 from phalanx.train.parallel.standins import StandIn
 from phalanx.train.parallel.tensor import check_rules, cut_model
 
@@ -74,6 +74,8 @@ def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
         if choices.sequence is None:
             raise RecipeError("layout.context: is for models of sequences, and these data have none")
         check_model(model, choices.sequence)
+    if layout.shard * layout.context * layout.pipeline * layout.expert > 1:
+        check_hooks(model)
     if layout.shard * layout.context > 1:
         modules = [model.get_submodule(name) for name in blocks]
         check_ties(model, modules)

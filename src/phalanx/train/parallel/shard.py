@@ -6,13 +6,16 @@ places separately passes silently).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.compat import has_hooks, is_compiled
 from phalanx.errors import RecipeError
+from phalanx.train.forward_state import weights_now
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -47,6 +50,38 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    refuse_changes(root)
+
+
+def refuse_changes(root: nn.Module) -> None:
+    """Have the first forward in training raise RecipeError where it writes to parameters that FSDP has gathered for it,
+    since what it writes is lost. Modules that are compiled are not looked at."""
+    for name, module in root.named_modules():
+        if not is_compiled(module) and isinstance(module, FSDPModule):
+            _look_once(root.get_submodule(name), f"{name}." if name else "")
+
+
+def _look_once(module: nn.Module, prefix: str) -> None:
+    before: dict[str, tuple[int, int]] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module.training:
+            before.update(weights_now(module))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if not module.training:
+            return
+        for handle in handles:
+            handle.remove()
+        after = weights_now(module)
+        if changed := [name for name, weight in before.items() if name in after and after[name] != weight]:
+            raise RecipeError(
+                f"layout.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a sharded "
+                "one the change is lost; keep it in a buffer, or use layout.replicate"
+            )
+
+    # FSDP's own hooks gather before the one and let go after the other
+    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)]
 
 
 def deferring(root: nn.Module) -> list[FSDPModule]:
@@ -104,6 +139,17 @@ def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise RecipeError(
                 "layout.shard: a parameter is shared (tied) between a block and the rest of the model; "
                 "use layout.replicate"
+            )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """RecipeError for parameters with hooks: others take their place when a model is sharded or cut, without them."""
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            raise RecipeError(
+                f"layout: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
+                "cut into stages or experts; put it into a forward (torch.autograd.Function), or use layout.replicate "
+                "alone"
             )
 
 
