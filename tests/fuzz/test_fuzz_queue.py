@@ -1,12 +1,12 @@
 """The queue's file with bits flipped: every row is what was submitted, or refused in a sentence."""
 
 import os
-import random
 import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
+from mutations import hand
 
 from phalanx.errors import UsageError
 from phalanx.jobs.queue.schedule import Size
@@ -42,7 +42,7 @@ def test_a_flipped_bit_runs_no_other_command(queue: Path, tmp_path: Path) -> Non
     right = {row.id: submitted(row) for row in store.rows()}
     store.close()
     content = (queue / "queue.db").read_bytes()
-    rng, refused = random.Random(1), 0
+    rng, refused = hand("queue"), 0
     for _ in range(FLIPS):
         bad = bytearray(content)
         # half of them where the rows' texts lie, at the ends of pages

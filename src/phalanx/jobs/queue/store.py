@@ -101,6 +101,8 @@ class _Damaged(UsageError):
 def _told() -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError:  # SQLite names what is damaged, and the name is no text
+        raise _Damaged("queue.db is damaged; move its folder away to begin anew") from None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
         damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
