@@ -5,6 +5,7 @@ that was finished before an interruption is a shard that need not be written aga
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -221,7 +222,7 @@ class PieceWriter:
             records = read_idx(piece[0], piece[1], shape)
         else:
             records = ((read_image(part, shape), part.weight) for part in piece)
-        with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + int(np.prod(shape))) as writer:
+        with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + math.prod(shape)) as writer:
             for record, consumed in records:
                 writer.append(record)
                 report(consumed, len(record))
