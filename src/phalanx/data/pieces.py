@@ -17,10 +17,10 @@ from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.finding import File, as_list, find_files
 from phalanx.data.images import find_folder, find_idx, read_idx, read_image
-from phalanx.data.manifest import FORMAT, LABEL_BYTES, ShardEntry, token_dtype
+from phalanx.data.manifest import FORMAT, LABEL_BYTES, TOKENIZER, ShardEntry, token_dtype
 from phalanx.data.shard import ShardWriter
 from phalanx.data.sources import CHUNK, Part, documents, split_file, split_parquet
-from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from phalanx.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Bpe, Data, Source
 from phalanx.run.directory import write_json
