@@ -75,3 +75,21 @@ def test_a_row_of_other_bytes_is_refused_with_its_number(queue: Path, tmp_path: 
     with pytest.raises(UsageError, match="job 3 is not as Phalanx wrote it"):
         store.rows()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("ALTER TABLE jobs RENAME COLUMN began TO begun", "this is no queue of Phalanx .its table has no began"),
+        ("UPDATE jobs SET attempts = 'many' WHERE id = 2", "job 2 is not as Phalanx wrote it .attempts is 'many'"),
+        ("UPDATE jobs SET started = x'00ff' WHERE id = 2", "job 2 is not as Phalanx wrote it .started is "),
+    ],
+)
+def test_a_queue_of_other_columns_or_kinds_is_refused(queue: Path, tmp_path: Path, change: str, said: str) -> None:
+    shutil.copytree(queue, tmp_path / "queue")
+    os.chmod(tmp_path / "queue", 0o700)
+    with sqlite3.connect(tmp_path / "queue" / "queue.db") as db:
+        db.execute(change)
+    db.close()
+    with pytest.raises(UsageError, match=said):
+        Store(tmp_path / "queue").rows()
