@@ -15,7 +15,10 @@ import torch
 from mutations import attempt, flipped, hand, mutated, put, spliced, strange
 from safetensors.torch import save_file
 
+from phalanx import cli
 from phalanx.errors import DataError
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Adapter
 from phalanx.train.checkpoint import Piece, Saver, digest_checkpoint, load_tensors, newest_good, read_manifest, verify
 from phalanx.train.checkpoint.format import _sidecar
 from phalanx.train.exchange.choice import Choice, Seen
@@ -114,7 +117,7 @@ def test_a_number_of_samples_that_cannot_be_is_no_digest(checkpoint: Path, tmp_p
         content = json.dumps(put(manifest, ("meta", "samples"), samples)).encode()
         (copy / "MANIFEST.json").write_bytes(content)
         (copy / "MANIFEST.xxh3").write_bytes(_sidecar(content))
-        with pytest.raises(DataError, match=r"does not say how many samples were consumed"):
+        with pytest.raises(DataError, match=r"malformed manifest: meta.samples|not say how many samples were consumed"):
             digest_checkpoint(copy)
 
 
@@ -172,3 +175,26 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(weights: Path, tmp_pat
     index.write_text(json.dumps(put(json.loads(index.read_text()), ("weight_map", "weight"), name)))
     with pytest.raises(DataError, match=r"index\.json: expected a file of this folder for weight, found"):
         weight_source(tmp_path / "weights")
+
+
+def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither its numbers, nor what model and recipe it says that it is of."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    recipe = Recipe(adapter=Adapter()).model_dump(mode="json", by_alias=True)
+    origin = {"directory": "/nowhere", "config": {"model_type": "x"}, "tied": {}, "names": {}, "converted": []}
+    model = {"build": "phalanx.models:transformer", "args": {"layers": 1}, "huggingface": origin}
+    meta = {"step": 2, "samples": 2, "model": model, "recipe": recipe}
+    rng = hand("words")
+    for copy in copies(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name):
+        content = json.dumps({**manifest, "meta": strange(meta, rng)}).encode()
+        (copy / "MANIFEST.json").write_bytes(content)
+        (copy / "MANIFEST.xxh3").write_bytes(_sidecar(content))
+        out = tmp_path / "out"
+        for words in (["ls", str(copy)], ["export", str(copy), str(out)]):
+            code = cli.main(["checkpoint", *words])
+            said = capsys.readouterr()
+            assert code in (0, 65, 78), said.err
+            assert code == 0 or said.err.startswith("error: ") or "error: " in said.err
+        shutil.rmtree(out, ignore_errors=True)

@@ -34,8 +34,9 @@ from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
 
 REFUSED = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE)
-PATIENCE = 600.0
-"""Seconds after which a run is taken for stuck, though it may say something still; silence is noticed before."""
+PATIENCE, TIMES = 600.0, 10.0
+"""Seconds, or times what the undisturbed run took, after which a run is taken for stuck, though it may say something
+still; silence is noticed before."""
 MOST_FAULTS, MOST_CUTS = 4, 2
 LATEST_CUT = 8.0
 """Seconds after a start of the command until which a signal cuts it: data, trials, and the first steps."""
@@ -149,10 +150,11 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
         environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)
+            until = time.monotonic() + max(PATIENCE, TIMES * (time.monotonic() - begun))
             if calm is not None:
-                _disturbed(what, recipe, where, environment, mark, scratch, calm, rng, found)
+                _disturbed(what, recipe, where, environment, mark, scratch, calm, rng, found, Deadline(until))
         except TooLongError:
-            found.reasons.append(f"it goes on for more than {PATIENCE:.0f} s")
+            found.reasons.append(f"it goes on for {time.monotonic() - begun:.0f} s")
         finally:
             ground.end_all(mark)
     found.seconds = round(time.monotonic() - begun, 1)
@@ -196,6 +198,7 @@ def _disturbed(
     calm: Run,
     rng: random.Random,
     found: Round,
+    deadline: Deadline,
 ) -> None:
     """The run under faults; `found` says what struck, and what is wrong with it."""
     run, log = Run(where / "disturbed"), where / "disturbed.log"
@@ -229,7 +232,7 @@ def _disturbed(
             lambda event: None,
             lambda starts: None,
             over=over,
-            sleep=Deadline(time.monotonic() + PATIENCE).sleep,
+            sleep=deadline.sleep,
         )
     finally:
         found.faults = [one.fault.kind for one in struck]
