@@ -100,9 +100,14 @@ def drawn(rng: random.Random) -> Drawn:
         if build == "phalanx.models:transformer" and rng.random() < 0.15:
             recipe["adapter"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
     if rng.random() < 0.2:
-        recipe["memory"]["offload"] = "optimizer"
+        if recipe["optim"]["name"] in ("adamw", "sgd") or rng.random() < 0.1:  # others are refused
+            recipe["memory"]["offload"] = "optimizer"
+    if build == "lab_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
+        recipe["data"]["documents"] = "join"
     if world > 1 and rng.random() < 0.6:
         recipe["layout"] = _layout(rng, build, world)
+        if exact == "replicas" and recipe["layout"].keys() - {"replicate", "shard"} and rng.random() < 0.9:
+            recipe["layout"] = {"replicate": world}
         if "replicate" not in recipe["layout"] and rng.random() < 0.9:  # only replicas have other strategies
             recipe["exchange"].pop("strategy", None)
     elif exact == "replicas":
