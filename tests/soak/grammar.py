@@ -99,9 +99,9 @@ def drawn(rng: random.Random) -> Drawn:
         recipe["memory"]["loss"] = weighted(rng, {"auto": 2, "whole": 1, "chunked": 1})
         if build == "phalanx.models:transformer" and rng.random() < 0.15:
             recipe["adapter"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
-    if rng.random() < 0.2:
-        if recipe["optim"]["name"] in ("adamw", "sgd") or rng.random() < 0.1:  # others are refused
-            recipe["memory"]["offload"] = "optimizer"
+    offloaded = rng.random() < 0.2
+    if offloaded and (recipe["optim"]["name"] in ("adamw", "sgd") or rng.random() < 0.1):  # others are refused
+        recipe["memory"]["offload"] = "optimizer"
     if build == "lab_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
         recipe["data"]["documents"] = "join"
     if world > 1 and rng.random() < 0.6:
