@@ -75,7 +75,7 @@ def test_a_cluster_file_is_a_cluster_or_refused_with_its_name(tmp_path: Path) ->
         described = cluster.model_dump(exclude={"notes"})
         assert all(map(math.isfinite, floats(described))), content
         save_cluster(cluster, tmp_path / "saved.yaml")
-        assert load_cluster("saved.yaml", tmp_path) == cluster, content
+        assert repr(load_cluster("saved.yaml", tmp_path)) == repr(cluster), content  # a note may be no number
     assert read > 0 or SEED
 
 
