@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos lint format docs bench gpu-session-kit clean
+.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs \
+	bench gpu-session-kit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,10 +49,10 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser tests/fuzz
+	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser tests/fuzz tests/soak
 
 test-all: venv ## Run all tests, also those that take minutes each.
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak
 
 test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
 	$(BIN)/python -m pytest tests/cluster
@@ -72,6 +73,16 @@ chaos: venv ## Kill a run a hundred times, others in every way that there is, an
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc 2 --run build/chaos/all
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,node,split --nodes 2 --run build/chaos/nodes
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,runner,supervisor --nproc 2 --queue --run build/chaos/queue
+
+soak: venv ## Train random recipes under random faults for HOURS (2), and compare their digests; SEED is of the first.
+	PYTHONPATH=tests $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))
+
+fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), until one fails.
+	@seed=$(or $(SEED),1); end=$$(( $$(date +%s) + $$(awk 'BEGIN { print int(3600 * $(or $(HOURS),2)) }') )); \
+	while [ $$(date +%s) -lt $$end ]; do \
+		FUZZ_SEED=$$seed $(BIN)/python -m pytest -q -x tests/fuzz || { echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz"; exit 1; }; \
+		seed=$$(( seed + 1 )); \
+	done; echo "no failure in the seeds below $$seed"
 
 lint: venv ## Check format, lint, types and layers.
 	$(BIN)/ruff format --check

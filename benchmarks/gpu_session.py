@@ -70,7 +70,8 @@ class Session:
     def save(self) -> None:
         """Write what is known so far; whole at every moment."""
         temporary = self.out / "session.json.new"
-        temporary.write_text(json.dumps(self.results, indent=1, default=str))
+        text = json.dumps(self.results, indent=1, default=str).replace(str(HERE.parent), "REPOSITORY")
+        temporary.write_text(text.replace(str(self.folder), "SESSION"))
         temporary.replace(self.out / "session.json")
         (self.out / "gpu.md").write_text("\n".join(page(self.results)) + "\n")
 

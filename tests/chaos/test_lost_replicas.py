@@ -67,6 +67,15 @@ def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed:
     assert alive(ended) == []
 
 
+def test_a_router_counts_no_token_of_a_step_that_was_given_up(lab: Lab) -> None:
+    """Its counts are in no checkpoint, and decide the next step's gradients."""
+    changes = {**REPLICAS, "model": {"build": "phalanx.models:moe", "args": {"experts": 4}}}
+    second = fault(8, ranks=[0], when="within", delay=0.02)
+    ended = lab.train(changes, 2, faults=[fault(4, ranks=[1], when="within", delay=0.02), second])
+    assert ended.digest == lab.reference(changes, 1).digest
+    assert alive(ended) == []
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
 def test_killed_at_the_end_of_the_run(lab: Lab, seed: int) -> None:
     """After the last step, while all evaluate, save or leave."""

@@ -1,12 +1,12 @@
 """The queue's file with bits flipped: every row is what was submitted, or refused in a sentence."""
 
 import os
-import random
 import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
+from mutations import hand
 
 from phalanx.errors import UsageError
 from phalanx.jobs.queue.schedule import Size
@@ -42,7 +42,7 @@ def test_a_flipped_bit_runs_no_other_command(queue: Path, tmp_path: Path) -> Non
     right = {row.id: submitted(row) for row in store.rows()}
     store.close()
     content = (queue / "queue.db").read_bytes()
-    rng, refused = random.Random(1), 0
+    rng, refused = hand("queue"), 0
     for _ in range(FLIPS):
         bad = bytearray(content)
         # half of them where the rows' texts lie, at the ends of pages
@@ -75,3 +75,21 @@ def test_a_row_of_other_bytes_is_refused_with_its_number(queue: Path, tmp_path: 
     with pytest.raises(UsageError, match="job 3 is not as Phalanx wrote it"):
         store.rows()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("ALTER TABLE jobs RENAME COLUMN began TO begun", "this is no queue of Phalanx .its table has no began"),
+        ("UPDATE jobs SET attempts = 'many' WHERE id = 2", "job 2 is not as Phalanx wrote it .attempts is 'many'"),
+        ("UPDATE jobs SET started = x'00ff' WHERE id = 2", "job 2 is not as Phalanx wrote it .started is "),
+    ],
+)
+def test_a_queue_of_other_columns_or_kinds_is_refused(queue: Path, tmp_path: Path, change: str, said: str) -> None:
+    shutil.copytree(queue, tmp_path / "queue")
+    os.chmod(tmp_path / "queue", 0o700)
+    with sqlite3.connect(tmp_path / "queue" / "queue.db") as db:
+        db.execute(change)
+    db.close()
+    with pytest.raises(UsageError, match=said):
+        Store(tmp_path / "queue").rows()

@@ -63,8 +63,8 @@ def chaos(
     equal and no process, shared memory, temporary file or entry of a queue is left; 1 if not. Ctrl-C ends it and
     leaves nothing.
 
-    Kinds: kill, crash, abort, nursery, agent, preempt, limit, damage, full, storage, pause, stall; with --nodes also
-    node and split; with --queue also runner and supervisor.
+    Kinds: kill, crash, abort, nursery, agent, preempt, interrupt, limit, damage, full, storage, pause, stall; with
+    --nodes also node and split; with --queue also runner and supervisor.
     """
     from phalanx.cli import chaos_page as page
     from phalanx.jobs.chaos.plan import draw, kinds_of

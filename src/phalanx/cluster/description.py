@@ -16,7 +16,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class Part(BaseModel):
     """Base of every part: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class MatmulCurve(Part):
@@ -29,7 +31,7 @@ class MatmulCurve(Part):
     """b: share of the memory bandwidth that thin products reach."""
     overhead_us: Annotated[float, Field(ge=0)]
     """t0: what a product costs however small it is."""
-    sharpness: PositiveFloat = 1.4
+    sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.4
     """q: 1 adds both times, infinity takes the larger."""
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.data.manifest import is_dataset
+from phalanx.data.manifest import TOKENIZER, is_dataset
 from phalanx.data.pieces import make_plan
 from phalanx.data.prepare import Progress, prepare_source, silent
-from phalanx.data.tokenizers import TOKENIZER
 from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
 from phalanx.run.cache import cache_root
 

@@ -3,6 +3,7 @@
 A record is the label (uint32, little-endian) followed by the pixels (uint8, height x width x channels).
 """
 
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from phalanx.errors import DataError, RecipeError, UsageError
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
+LARGEST = 1 << 28
+"""Values of an image in an IDX file."""
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
@@ -47,13 +50,15 @@ def find_idx(images: str, labels: str, folder: Path) -> Images:
     if label_count != count:
         raise DataError(f"{files[1].path}: {label_count} labels for the {count} images of {files[0].path}")
     height, width, channels = (*shape, 1)[:3]
+    if not 0 < height * width * channels <= LARGEST:
+        raise DataError(f"{files[0].path}: its header says that an image is {height} x {width} x {channels}")
     parts = [Part(file.path, 0, count, file.size) for file in files]
     return Images(files, parts, (height, width, channels), int(numbers.max(initial=0)) + 1, None)
 
 
 def read_idx(images: Part, labels: Part, shape: tuple[int, int, int]) -> Iterator[tuple[Values, int]]:
     """Records (uint8 [n, record]) of an IDX pair, and the bytes on disk read for them."""
-    pixels = int(np.prod(shape))
+    pixels = math.prod(shape)
     with _open(images.path) as image_stream, _open(labels.path) as label_stream:
         _dimensions(image_stream, images.path, (3, 4))
         _dimensions(label_stream, labels.path, (1,))
@@ -77,11 +82,16 @@ def _open(path: str) -> Iterator[BinaryIO]:
 
 
 def _exactly(stream: BinaryIO, size: int, path: str) -> bytes:
-    with reading(path):
-        data = stream.read(size)
-    if len(data) < size:
-        raise DataError(f"{path}: ends too early; its header promises more")
-    return data
+    """So many bytes; no more memory than the file has, whatever its header promises."""
+    parts, left = [], size
+    while left:
+        with reading(path):
+            part = stream.read(min(left, CHUNK))
+        if not part:
+            raise DataError(f"{path}: ends too early; its header promises more")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def _dimensions(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ same fingerprint, and an edited manifest is found out because its fingerprint no
 """
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ FORMAT = 1
 LARGEST = 1 << 28
 """Bytes of a manifest."""
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+"""The tokenizer of a dataset that has one of its own."""
 _FILE = r"shard-\d{5,}\.(bin|idx)"
 _LARGEST = 1 << 32
 """More than any vocabulary, number of classes, or side of an image."""
@@ -72,7 +75,7 @@ class Manifest:
     @property
     def record(self) -> int:
         """How many values make one token (1) or one image with its label."""
-        return 1 if self.shape is None else LABEL_BYTES + int(np.prod(self.shape))
+        return 1 if self.shape is None else LABEL_BYTES + math.prod(self.shape)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,6 +154,10 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(f"values of {manifest.dtype!r}, expected {dtype.str!r}")
     if manifest.labels is not None and len(manifest.labels) != manifest.classes:
         raise ValueError(f"{len(manifest.labels)} labels for {manifest.classes} classes")
+    if not (_is_tokenizer(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None):
+        raise ValueError(f"tokenizer {manifest.tokenizer}")
+    if not manifest.shards:
+        raise ValueError("no shards")
     for shard in manifest.shards:
         if not all(re.fullmatch(_FILE, str(name)) for name in (shard.file, shard.sidecar)):
             raise ValueError(f"files {shard.file!r}, {shard.sidecar!r}")
@@ -159,3 +166,13 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{shard.file} has {counts} bytes, {'tokens' if tokens else 'images'} and documents")
         if shard.bytes != shard.count * manifest.record * dtype.itemsize:
             raise ValueError(f"{shard.file} cannot have {shard.count} {manifest.kind} in {shard.bytes} bytes")
+
+
+def _is_tokenizer(value: object, vocab: int) -> bool:
+    """Whether a dataset can have such a tokenizer: `bytes`, or one that lies in its folder."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    separator = value.get("separator")
+    if separator is not None and not (type(separator) is int and 0 <= separator < vocab):
+        return False
+    return "file" not in value or (value["file"] == TOKENIZER and isinstance(value.get("xxh3"), str))

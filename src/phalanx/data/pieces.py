@@ -5,6 +5,7 @@ that was finished before an interruption is a shard that need not be written aga
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +17,10 @@ from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.finding import File, as_list, find_files
 from phalanx.data.images import find_folder, find_idx, read_idx, read_image
-from phalanx.data.manifest import FORMAT, LABEL_BYTES, ShardEntry, token_dtype
+from phalanx.data.manifest import FORMAT, LABEL_BYTES, TOKENIZER, ShardEntry, token_dtype
 from phalanx.data.shard import ShardWriter
 from phalanx.data.sources import CHUNK, Part, documents, split_file, split_parquet
-from phalanx.data.tokenizers import TOKENIZER, FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from phalanx.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Bpe, Data, Source
 from phalanx.run.directory import write_json
@@ -221,7 +222,7 @@ class PieceWriter:
             records = read_idx(piece[0], piece[1], shape)
         else:
             records = ((read_image(part, shape), part.weight) for part in piece)
-        with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + int(np.prod(shape))) as writer:
+        with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + math.prod(shape)) as writer:
             for record, consumed in records:
                 writer.append(record)
                 report(consumed, len(record))

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import phalanx
 import phalanx.errors
-from phalanx.data.manifest import Manifest, ShardEntry, is_dataset, token_dtype
+from phalanx.data.manifest import TOKENIZER, Manifest, ShardEntry, is_dataset, token_dtype
 from phalanx.data.packing import check_kind
 from phalanx.data.pieces import (
     Job,
@@ -37,7 +37,7 @@ from phalanx.data.pieces import (
     stored_tokenizer,
     weigh,
 )
-from phalanx.data.tokenizers import TOKENIZER, describe, load_tokenizer, train_bpe
+from phalanx.data.tokenizers import describe, load_tokenizer, train_bpe
 from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
 from phalanx.run.directory import sync, write_whole

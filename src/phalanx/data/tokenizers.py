@@ -4,7 +4,6 @@ The last two need the `tokenizers` extra, which is imported only when such a tok
 keeps its tokenizer.json, so that a run's data can be decoded wherever it is moved.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,14 +13,15 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.bounded import read_text
-from phalanx.data.manifest import is_dataset, read_manifest, token_dtype
+from phalanx.bounded import read_json, read_text
+from phalanx.data.manifest import TOKENIZER, is_dataset, read_manifest, token_dtype
 from phalanx.data.shard import Values
 from phalanx.errors import DataError, RecipeError, UsageError
 
-TOKENIZER = "tokenizer.json"
 LARGEST = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
+MOST_TOKENS = 1 << 32
+"""Of a vocabulary: the library has no larger numbers."""
 PANIC = "PanicException"
 """What Rust raises in Python where it gives up."""
 END_OF_TEXT = "<|endoftext|>"
@@ -164,14 +164,14 @@ def _configured(folder: Path) -> Iterator[str | int]:
     """Ends of text by a folder's Hugging Face files, by name or number."""
     for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
         try:
-            values = json.loads((folder / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            values = read_json(folder / file, LARGEST)
+        except (OSError, DataError):
             continue
         for key in ("eos_token", "eos_token_id"):
-            value = values.get(key) if isinstance(values, dict) else None
+            value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
             value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            if isinstance(value, str) or (type(value) is int and 0 <= value < MOST_TOKENS):
                 yield value
 
 

@@ -95,9 +95,12 @@ class Wire:
                 return None
             self._taken += 1
             try:
-                messages += json.loads(payload)
-            except (ValueError, RecursionError, TypeError):
+                said = json.loads(payload)
+            except (ValueError, RecursionError):
                 return None
+            if not isinstance(said, list) or not all(_is_message(each) for each in said):
+                return None
+            messages += said
         return None if self._too_large() else messages
 
     def close(self) -> None:
@@ -121,6 +124,10 @@ class Wire:
 
     def _sign(self, who: bytes, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, who + _NUMBER.pack(number) + payload, "sha256")
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("kind"), str)
 
 
 def introduce(sock: socket.socket, token: bytes, purpose: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes]:

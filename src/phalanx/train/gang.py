@@ -13,13 +13,13 @@ step is `step.py`; the trainer (`loop.py`) and loops of the user's own (`joined.
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data.feed import Feed
 from phalanx.errors import GaveUpError, UsageError
@@ -39,6 +39,21 @@ from phalanx.train.timing import Beating, stopwatch
 CURE = "lower optim.lr, lengthen optim.schedule.warmup, or look at the data of these steps"
 BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
 STEP_ONCE = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
+
+
+Buffer = tuple[nn.Module, str, Tensor, Tensor]
+"""A module's buffer, its name there, and its value at some time."""
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
+    """All buffers of modules as they are now, also those that are in no checkpoint: they may count within a step."""
+    found = [
+        (part, name, each)
+        for top in modules
+        for part in top.modules()
+        for name, each in part.named_buffers(recurse=False)
+    ]
+    return [(part, name, buffer, buffer.clone()) for part, name, buffer in found]
 
 
 class Summoned(Exception):
@@ -68,8 +83,7 @@ class Gang:
         self._begun = progress.samples  # when the current step began
         self._settled, self._scored = standing.settled, standing.scored
         self._back_for = standing.back_for
-        self._changed = [] if parts.summoned is never else list(parts.divided.buffers().values())
-        self._before: list[Tensor] = []  # those buffers, when the step began
+        self._before: list[Buffer] = []  # when the step began, where workers may be torn out of one
         self._last: Last | None = None  # a step was done
         self._changing = False  # state and progress do not belong together
         self._handed_out = 0  # micro-batches of it that the loop has got
@@ -118,7 +132,7 @@ class Gang:
                 micro_batches = next(feed)
                 self.watch.lap("data")
                 self._begun = progress.samples
-                self._before = [buffer.clone() for buffer in self._changed]
+                self._before = [] if parts.summoned is never else buffers_of(parts.divided.modules)
                 self._handed_out = len(micro_batches)
                 parts.pulse.step = progress.step + 1
                 parts.stepper.begin(progress.step + 1)
@@ -191,10 +205,10 @@ class Gang:
         unfinished = self.saving.leave()  # before anything changes that it may be copying
         self.parts.stepper.summed.close()
         within = self.progress.samples == self._begun
-        if within and self._before:
+        if within:
             with torch.no_grad():
-                for buffer, value in zip(self._changed, self._before, strict=True):
-                    buffer.copy_(value)
+                for module, name, buffer, value in self._before:
+                    setattr(module, name, buffer.copy_(value))
         summed = within and self.parts.stepper.has_sums
         due = (self._scored, self._improved, self._back_for)
         return Standing(self.progress, self._settled, self._last, summed, *due, unfinished)

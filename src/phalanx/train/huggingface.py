@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from phalanx.bounded import read_text
 from phalanx.data import Facts
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.explain import nearest
@@ -233,8 +234,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """config.json as it stands there."""
     where = directory / CONFIG
     try:
-        value = json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_text(where))
+    except (OSError, ValueError, RecursionError, DataError) as error:
         raise RecipeError(f"model.build: {where}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise RecipeError(f"model.build: {where}: expected a JSON object, found {type(value).__name__}")

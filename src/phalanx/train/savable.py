@@ -173,5 +173,5 @@ def unpacked(content: Tensor, where: str) -> Any:
             return held
 
         return value(json.loads(head["__metadata__"]["value"]))
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: extra state that is not what was saved: {error}") from None

@@ -7,12 +7,14 @@ that train apart (`apart.py`).
 Numbers: the step, and the samples consumed, from which the order of data follows.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
@@ -49,10 +51,17 @@ class Progress:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "Progress":
-        """As a checkpoint's meta has it (`asdict`)."""
+        """As a checkpoint's meta has it (`asdict`). DataError where that is not what a run can be at."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
-        parts = {"noise": NoiseScale(**meta.get("noise", {})), "exchange": Choice.from_meta(meta.get("exchange", {}))}
-        return cls(**{**values, **parts})
+        try:
+            found = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise DataError(f"a checkpoint's meta.{key}: {first['msg']}, found {first['input']!r}") from None
+        if min(found.step, found.samples, found.units) < 0:
+            raise DataError(f"a checkpoint of step {found.step} after {found.samples} samples and {found.units} units")
+        return found
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ It knows files and tensors by the names that they have there; what they mean to 
 Checkpoints of our own are read by `checkpoint/load.py`, which verifies them.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from phalanx.bounded import read_json
 from phalanx.data.packing import check_kind
 from phalanx.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 1 << 28
+"""Bytes of an index; those of the largest models have some ten million."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of names that torch's wrappers put there: of a compiled, a recomputed and a sharded module."""
 
@@ -90,11 +92,13 @@ def weight_source(path: Path) -> WeightSource:
 
 def _indexed(path: Path) -> dict[str, Path]:
     """Tensor -> file, as the index says, and found to be so."""
-    try:
-        listed: Any = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): path / str(file) for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(f"{path / INDEX}: expected JSON with a mapping `weight_map` of tensors to files") from None
+    listed = read_json(path / INDEX, LARGEST_INDEX).get("weight_map")
+    if not isinstance(listed, dict):
+        raise DataError(f"{path / INDEX}: expected JSON with a mapping `weight_map` of tensors to files")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise DataError(f"{path / INDEX}: expected a file of this folder for {name}, found {file!r}")
+    files = {name: path / file for name, file in listed.items()}
     for file in sorted(set(files.values())):
         held = _names(file)
         for name in sorted(name for name, there in files.items() if there == file):

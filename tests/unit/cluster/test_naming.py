@@ -284,7 +284,7 @@ def test_a_mistake_is_told_with_line_key_and_what_was_expected(tmp_path: Path, t
             "accelerator: {curves: {bf16: {efficiency: 74}}}",
             "node.accelerator.curves.bf16.efficiency: found 74, expected a share of the peak, 1 at most",
         ),
-        ("accelerator: {power_w: .inf}", "node.accelerator.power_w: found inf, which no hardware has"),
+        ("accelerator: {power_w: .inf}", "node.accelerator.power_w: found Infinity, expected a number above 0"),
     ],
 )
 def test_impossible_figures_are_refused(tmp_path: Path, change: str, told: str) -> None:

@@ -115,7 +115,7 @@ def test_a_kind_that_does_not_exist_or_cannot_strike_is_told(text: str, course: 
 
 
 def test_without_a_word_only_what_can_strike_and_takes_seconds_comes() -> None:
-    assert set(KINDS) - set(kinds_of(None, COURSE)) == {"node", "split", "runner", "supervisor"}
+    assert set(KINDS) - set(kinds_of(None, COURSE)) == {"interrupt", "node", "split", "runner", "supervisor"}
     assert kinds_of(" kill, agent,kill", COURSE) == ("kill", "agent")
 
 

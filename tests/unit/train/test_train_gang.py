@@ -1,6 +1,7 @@
 """A gang driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,31 @@ def test_who_leaves_a_step_says_whether_its_gradients_are_summed(tmp_path: Path)
     assert not gang.abandon().summed
     parts.stepper.finish(gang.watch)
     assert gang.abandon().summed
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_who_leaves_a_step_leaves_every_buffer_as_it_was_before_it(tmp_path: Path, replaced: bool) -> None:
+    """Also one that is in no checkpoint: a router counts in it, within a step."""
+    parts = replace(make_parts(tmp_path, steps=2), summoned=lambda: False)
+    model = parts.divided.modules[0]
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def count(module: Any, arguments: Any) -> None:
+        if replaced:
+            module.count = module.count + 1
+        else:
+            module.count.add_(1)
+
+    model.register_forward_pre_hook(count)
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
+    next(steps)
+    assert model.count == GLOBAL // MICRO
+    batches = gang.batches()
+    learn(gang, parts, next(batches))
+    assert model.count > GLOBAL // MICRO
+    gang.abandon()
+    assert model.count == GLOBAL // MICRO
 
 
 def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) -> None:

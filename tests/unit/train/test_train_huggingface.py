@@ -195,8 +195,9 @@ def test_an_unknown_architecture_is_an_error_of_the_recipe(
         loaded(tmp_path)
 
 
-def test_a_config_that_is_not_json_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[" * 5000, "\udcff"])
+def test_a_config_that_is_not_json_is_an_error_of_the_recipe(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(RecipeError, match=r"model.build: .*config.json: cannot be read as JSON"):
         loaded(tmp_path)
 

@@ -88,9 +88,17 @@ def test_a_tensor_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
         weight_source(tmp_path)
 
 
-def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(DataError, match="expected JSON with a mapping `weight_map`"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "expected a JSON object, found list"),
+        ("{}", "expected JSON with a mapping `weight_map`"),
+        ("[" * 5000, "not valid JSON"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(DataError, match=said):
         weight_source(tmp_path)
 
 

@@ -159,6 +159,9 @@ def strike(fault: Fault, scene: Scene) -> Waiting:
     elif kind == "preempt":
         scene.agent(0).terminate()
         tell(fault, scene, "SIGTERM to the leading agent")
+    elif kind == "interrupt":
+        scene.agent(0).send_signal(signal.SIGINT)
+        tell(fault, scene, "SIGINT to the leading agent")
     else:
         yield from LONGER[kind](fault, scene)
 

@@ -27,7 +27,7 @@ class Kind:
     weight: int = 1
     """How often it comes, beside the others."""
     asked: bool = False
-    """Whether it comes only where it is asked for, because it takes long."""
+    """Whether it comes only where it is asked for: it takes long, or another one is much like it."""
 
 
 KINDS = {
@@ -37,6 +37,7 @@ KINDS = {
     "nursery": Kind("the process that forks the workers of a node is killed"),
     "agent": Kind("the leading agent is killed, and everything with it"),
     "preempt": Kind("the run is asked to stop (SIGTERM), and started again"),
+    "interrupt": Kind("Ctrl-C in the run (SIGINT), and it is started again", asked=True),
     "limit": Kind("a time limit: SIGTERM, and SIGKILL up to a second later"),
     "damage": Kind("a bit of the newest checkpoint flips, and a worker is killed"),
     "full": Kind("a worker can write no file until a save has failed of it", ends=False),
@@ -116,7 +117,7 @@ class Course:
 
 
 def possible(course: Course) -> tuple[str, ...]:
-    """The kinds that can strike such a run and take a few seconds at most."""
+    """The kinds that can strike such a run, but for those that must be asked for."""
     return tuple(name for name, kind in KINDS.items() if not kind.asked and _obstacle(name, course) is None)
 
 

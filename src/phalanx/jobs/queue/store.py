@@ -11,8 +11,9 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -93,6 +94,17 @@ class Row:
         return Status(str(self.id), self.name, *told, self.submitted, self.started, self.ended, run)
 
 
+_COLUMNS = {each.name for each in fields(Row)} - {"job", "size"} | {"spec", "devices", "cores"}
+_KINDS: dict[tuple[type, ...], tuple[str, ...]] = {
+    (int,): ("attempts", "deaths", "early", "cancelled"),
+    (int, float): ("submitted",),
+    (int, float, NoneType): ("started", "ended"),
+    (int, NoneType): ("runner", "code"),
+    (str, NoneType): ("came", "due", "began", "over", "runner_born", "reason"),
+}
+"""What stands in the columns that the seal does not cover: SQLite takes anything."""
+
+
 class _Damaged(UsageError):
     """A page of the file that SQLite cannot make sense of, met wherever it is read."""
 
@@ -101,6 +113,8 @@ class _Damaged(UsageError):
 def _told() -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError:  # SQLite names what is damaged, and the name is no text
+        raise _Damaged("queue.db is damaged; move its folder away to begin anew") from None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
         damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -154,6 +168,9 @@ class Store:
                     for statement in script.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
+            columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
+            if version <= FORMAT and (missing := _COLUMNS - columns):
+                raise _Damaged(f"its table has no {', '.join(sorted(missing))}")
         except (sqlite3.Error, _Damaged) as error:
             raise UsageError(
                 f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
@@ -260,6 +277,10 @@ class Store:
         try:
             job = _job(_opened(row))
             state, given = State(row["state"]), tuple(json.loads(row["given"]))
+            for kinds, columns in _KINDS.items():
+                for name in columns:
+                    if not isinstance(row[name], kinds):
+                        raise TypeError(f"{name} is {row[name]!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"

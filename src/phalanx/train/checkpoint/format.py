@@ -25,10 +25,11 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from phalanx.bounded import read_bytes
 from phalanx.errors import DataError, storage_failed
+from phalanx.recipe.schema import Adapter
 
 FORMAT = 1
 CHUNK = 1 << 20
@@ -129,12 +130,54 @@ class Share(_Record):
     tensors: dict[str, TensorRecord]
 
 
+class _Meta(BaseModel):
+    """A part of what goes along with a checkpoint that is read for more than its own sake; other keys are anything."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Converted(_Meta):
+    tensors: list[str]
+
+
+class _Origin(_Meta):
+    """Where the model's architecture came from (`huggingface.describe`)."""
+
+    directory: str
+    config: dict[str, Any]
+    converted: list[_Converted] = []
+    tied: dict[str, str] | None = None
+    names: dict[str, str] = {}
+
+
+class _Model(_Meta):
+    build: str = ""
+    huggingface: _Origin | None = None
+
+
+class _Recipe(_Meta):
+    model: _Model = _Model()
+    adapter: Adapter | None = None
+
+
+class _Known(_Meta):
+    samples: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    model: _Model = _Model()
+    recipe: _Recipe = _Recipe()
+
+
 class Manifest(Share):
     """What a checkpoint holds. Making one checks that every tensor is held whole, each element once."""
 
     format: Literal[1] = 1
     chunk_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = CHUNK
     meta: dict[str, Any]
+
+    @field_validator("meta")
+    @classmethod
+    def _known(cls, meta: dict[str, Any]) -> dict[str, Any]:
+        _Known.model_validate(meta)
+        return meta
 
     @property
     def nbytes(self) -> int:
