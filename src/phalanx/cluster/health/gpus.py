@@ -194,7 +194,7 @@ def check(site: Site, expected: int | None, why: str, nvml: Any) -> list[Finding
     if not any((site.root / name).exists() for name in NVIDIA):
         return _unasked(site, expected, why, "read of NVIDIA's GPUs only")
     if nvml is None:
-        cure = "read by the package nvidia-ml-py, which is missing (pip install 'phalanx[nvidia]')"
+        cure = "read by the package nvidia-ml-py, which is missing (pip install 'phalanx[gpu]')"
         return _unasked(site, expected, why, cure)
     try:
         nvml.nvmlInit()
