@@ -43,7 +43,7 @@ from phalanx.recipe import (
 from phalanx.recipe.checks import FP8
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import LOCAL, Layout
-from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
+from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
 from phalanx.run.lock import locked
@@ -213,7 +213,7 @@ def make_ready(
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
-    notes += growth_told(given, recipe, peak(recipe))
+    notes += [*growth_told(given, recipe, peak(recipe)), *lost_state(plan)]
     check(recipe, folder, world, loaded.at)
     if given.layout == "auto":
         check_layout(recipe, folder, call)

@@ -9,12 +9,13 @@ import xxhash
 from torch import nn
 
 from phalanx.data import Facts
-from phalanx.errors import RecipeError
-from phalanx.recipe import huggingface_directory, import_object
+from phalanx.errors import PhalanxError, RecipeError
+from phalanx.recipe import huggingface_directory, import_object, told
 from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
+from phalanx.train.memory import is_out_of_memory
 from phalanx.train.savable import check_model, own_memory
 from phalanx.train.undrawn import NeededError, Undrawn
 
@@ -111,6 +112,10 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
         return _built(spec, facts, folder, seed, draw=True)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+    except Exception as error:
+        if isinstance(error, PhalanxError) or is_out_of_memory(error):
+            raise
+        raise RecipeError(f"model.build: {spec.build} failed: {told(error, folder)}") from error
     if undrawn is not None and not undrawn.alike:
         return _built(spec, facts, folder, seed, draw=True)
     if not isinstance(model, nn.Module):
