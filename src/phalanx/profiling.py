@@ -85,7 +85,10 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
         # The trainer's way would import the trainer, which takes half a second.
         builder = import_object(recipe.model.build, folder, key="model.build")
         known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
-        model = builder(**arguments(builder, recipe.model.args, known))
+        try:
+            model = builder(**arguments(builder, recipe.model.args, known))
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"model.args: {recipe.model.build} refuses them: {error}") from error
         if not isinstance(model, nn.Module):
             raise RecipeError(f"model.build: {recipe.model.build} returned {type(model).__name__}, not an nn.Module")
         return model

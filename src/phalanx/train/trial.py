@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.cluster import measure_matmul
+from phalanx.cluster import measure_matmul, this_machine
 from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_place, set_determinism
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
@@ -40,7 +40,7 @@ from phalanx.train.callbacks import load_callbacks
 from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.forward_state import listed, what_changes
 from phalanx.train.memory import is_out_of_memory
-from phalanx.train.model import build_model, seed_everything
+from phalanx.train.model import build_model, check_room, seed_everything
 from phalanx.train.objective import Objective, Scoring
 from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.parallel.blocks import find_blocks
@@ -276,6 +276,8 @@ def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, 
     folder = Path(payload["folder"])
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     device = from_environment({}).device if load else torch.device("cpu")
+    if load:
+        check_room(recipe.model, data.facts, folder, this_machine().memory_bytes)
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
     return model.train(), load_task(recipe.task, folder), data
 
