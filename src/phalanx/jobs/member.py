@@ -30,6 +30,8 @@ RETURNING = 120.0
 """Seconds for which a leader that was lost may come back."""
 LEADER_SILENCE = 15.0
 """Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
+ENDING = 30.0
+"""Seconds in which workers that were killed must be gone, and the nursery have said so."""
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
 
@@ -87,7 +89,8 @@ class Member:
                         return code
                     print("lost the leading node; looking for it", file=self.out, flush=True)
                     until = self.clock() + RETURNING
-                    self._end_workers(here)
+                    if not self._end_workers(here):
+                        break
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
@@ -189,11 +192,19 @@ class Member:
         self._end_workers(here)
         return ExitCode(message["code"])
 
-    def _end_workers(self, here: Here) -> None:
-        """Kill what is left of an attempt, and take note of its end."""
-        with contextlib.suppress(ConnectionError):
+    def _end_workers(self, here: Here) -> bool:
+        """Kill what is left of an attempt, and take note of its end. False when the nursery does not say in time that
+        it has ended: it is held still, and takes its workers with it when it is ended itself."""
+        until, told = self.clock() + ENDING, True
+        with contextlib.suppress(ConnectionError), selectors.DefaultSelector() as selector:
+            selector.register(here.control, selectors.EVENT_READ)
             send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
             while self._alive:
+                if not selector.select(max(0.0, until - self.clock())):
+                    text = f"the process that starts workers did not end them within {ENDING:g} s; it is ended itself"
+                    print(f"error: {text}", file=self.out, flush=True)
+                    told = False
+                    break
                 messages = receive(here.control)
                 if messages is None:
                     break
@@ -201,6 +212,7 @@ class Member:
         for _ in drain(here.events):
             pass
         self._ranks, self._alive = [], set()
+        return told
 
 
 class _Gone(Exception):
