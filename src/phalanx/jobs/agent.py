@@ -18,7 +18,7 @@ from typing import Any, Self
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
 from phalanx.jobs.attempt import IN_ORDER, Attempt, fault, first_to_fall, how_ended, last_words, verdict, worker_log
-from phalanx.jobs.hang import Hang, quiet, size_of
+from phalanx.jobs.hang import Hang, alive, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
@@ -32,6 +32,8 @@ from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
 
 LOOK = 1.0
+STILL = 30.0
+"""Seconds for which the process that forks workers may be held still when none of them is left to wait for."""
 """Seconds between two looks at signs of life, however much there is to hear meanwhile."""
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
@@ -87,6 +89,7 @@ class Agent:
         self.signals = Signals()
         self._terminated: float | None = None
         self._meetings = itertools.count(1)
+        self._alive = 0.0  # when a worker was there, or the nursery worked
         self._urged = 0  # signals to this process that mean: end
 
     def __enter__(self) -> Self:
@@ -116,7 +119,9 @@ class Agent:
             attempt = self.attempt(number, world, command, environment)
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
-                code, message = ExitCode.UNFINISHED, "the process that forks workers died, and they with it"
+                held = "is held still (SIGSTOP, a debugger), and its workers are gone"
+                how = held if self.nursery.held() else "died, and they with it"
+                code, message = ExitCode.UNFINISHED, f"the process that forks workers {how}"
                 self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
@@ -233,7 +238,7 @@ class Agent:
                         selector.unregister(sock)
                     self.lose(node, attempt, how)
 
-            looked = self.clock()
+            looked = self._alive = self.clock()
             while not attempt.over:
                 self.obey_signals()
                 for key, _ in selector.select(max(0.0, looked + LOOK - self.clock())):
@@ -260,6 +265,7 @@ class Agent:
                 if self.clock() - looked < LOOK:
                     continue
                 looked = self.clock()
+                self.look_at_nursery(attempt)
                 self.look(attempt)
                 self.compare(attempt)
                 for silent in self.crew.silent(looked):
@@ -324,6 +330,15 @@ class Agent:
             attempt.slow.add(found.rank)
             fields = {"rank": found.rank, "node": attempt.node_of(found.rank), "factor": round(found.factor, 3)}
             self.emit("straggler", **fields, lost=round(found.lost, 6), share=round(found.share, 4))
+
+    def look_at_nursery(self, attempt: Attempt) -> None:
+        """ConnectionError when the process that forks workers has been held still for long, so that nobody will ever
+        tell how the workers ended that are gone."""
+        now = self.clock()
+        if not self.nursery.held() or alive(self.crew.here.beats(attempt.places.get(self.crew.here, range(0)))):
+            self._alive = now
+        elif now - self._alive > STILL:
+            raise ConnectionError("the nursery is held still")
 
     def look(self, attempt: Attempt) -> None:
         """Whether the workers live. A hang is told with the stacks that they print when they are asked, and ended when

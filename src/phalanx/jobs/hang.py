@@ -45,6 +45,15 @@ def quiet(beats: Iterable[Beat | None], now: float) -> float:
     return min((now - beat.t for beat in beats if beat is not None), default=0.0)
 
 
+def alive(beats: Mapping[int, Beat | None]) -> bool:
+    """Whether any of these workers is still there, and not only its exit status."""
+    for beat in beats.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if beat is not None and psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
 def held_still(beats: Mapping[int, Beat | None]) -> set[int]:
     """Ranks of workers that somebody has stopped."""
     found = set()

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from typing import Any, Self
 
+import psutil
+
 from phalanx.errors import ExitCode, PhalanxError, TrialError
+from phalanx.jobs.hang import HELD
 from phalanx.jobs.nursery import signal_name
 from phalanx.run.channel import Message, pair, receive, send
 from phalanx.run.pulse import Pulses
@@ -80,6 +83,12 @@ class NurseryProcess:
                 self.process.wait(LEAVING)
         self.events.close()
         self.pulses.close()
+
+    def held(self) -> bool:
+        """Whether somebody holds it still, as SIGSTOP and debuggers do."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).status() in HELD
+        return False
 
     def wait_ready(self) -> None:
         """Block until torch is imported there."""

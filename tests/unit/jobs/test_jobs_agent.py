@@ -128,8 +128,13 @@ class Stage(NurseryProcess):
         self.control, self.says = pair()
         self.events, self.workers = pair()
 
+    still = False
+
     def wait_ready(self) -> None:
         """It is."""
+
+    def held(self) -> bool:
+        return self.still
 
 
 @pytest.fixture
@@ -484,6 +489,20 @@ def looking(agent: Agent, now: float, silence: float = 600.0) -> Attempt:
         for sign in signs:
             pulse.beat(sign)
     return Attempt(2, {agent.crew.here: range(2)}, logs={0: 0, 1: 0}, step_seconds=0.5)
+
+
+def test_a_nursery_that_is_held_still_is_waited_for_while_workers_are_there_and_not_for_ever(
+    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.still, there, now = True, [True], [100.0]
+    monkeypatch.setattr("phalanx.jobs.agent.alive", lambda beats: there[0])
+    attempt = looking(agent, now=0.0)
+    agent.clock = lambda: now[0]
+    for now[0], there[0] in ((100.0, True), (200.0, True), (229.0, False)):
+        agent.look_at_nursery(attempt)
+    now[0] = 231.0
+    with pytest.raises(ConnectionError, match="held still"):
+        agent.look_at_nursery(attempt)
 
 
 def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: Agent, stage: Stage, shown: list[Any]) -> None:
