@@ -108,6 +108,9 @@ class Stage:
         self.control, self.says = pair()
         self.events, self.workers = pair()
 
+    def held(self) -> bool:
+        return False
+
 
 def selector_of(clock: Clock) -> type:
     class FakeSelector:
