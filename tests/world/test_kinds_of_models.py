@@ -251,7 +251,7 @@ def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refuse
     assert said.startswith(f"forwards of the model change {changed}, which is in no checkpoint")
 
 
-def test_a_builder_that_fails_is_told_with_its_own_line(kinds: Lab) -> None:
+def test_a_builder_that_fails_is_named_with_its_own_line(kinds: Lab) -> None:
     with pytest.raises(
         RecipeError, match=r"model.build: lab_kinds:broken failed: KeyError: 'depth' \(.*lab_kinds.py:\d+"
     ):

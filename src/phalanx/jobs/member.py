@@ -195,7 +195,7 @@ class Member:
     def _end_workers(self, here: Here) -> bool:
         """Kill what is left of an attempt, and take note of its end. False when the nursery does not say in time that
         it has ended: it is held still, and takes its workers with it when it is ended itself."""
-        until, told = self.clock() + ENDING, True
+        until, ended = self.clock() + ENDING, True
         with contextlib.suppress(ConnectionError), selectors.DefaultSelector() as selector:
             selector.register(here.control, selectors.EVENT_READ)
             send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
@@ -203,7 +203,7 @@ class Member:
                 if not selector.select(max(0.0, until - self.clock())):
                     text = f"the process that starts workers did not end them within {ENDING:g} s; it is ended itself"
                     print(f"error: {text}", file=self.out, flush=True)
-                    told = False
+                    ended = False
                     break
                 messages = receive(here.control)
                 if messages is None:
@@ -212,7 +212,7 @@ class Member:
         for _ in drain(here.events):
             pass
         self._ranks, self._alive = [], set()
-        return told
+        return ended
 
 
 class _Gone(Exception):
