@@ -17,7 +17,7 @@ from phalanx.cluster import Machine, environment, this_machine
 from phalanx.cluster.discover import too_few_gpus
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
+from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
 from phalanx.jobs.nursery_process import NurseryProcess
@@ -43,7 +43,7 @@ from phalanx.recipe import (
 from phalanx.recipe.checks import FP8
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import LOCAL, Layout
-from phalanx.resolving import Call, first_resolution, remembering, trial_recipe
+from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
 from phalanx.run.lock import locked
@@ -188,7 +188,7 @@ def make_ready(
 ) -> Ready:
     """Prepare data and resolve the recipe; writes nothing but the data cache."""
     given, folder = loaded.recipe, loaded.folder
-    old = previous(run)
+    old = previous(run, given)
     notes: list[str] = []
     if old is not None:
         differing = refused(*old, given)
@@ -205,15 +205,14 @@ def make_ready(
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
         check_layout(recipe, folder, call)
-        notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world)]
-        notes += run.damaged()
+        notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world), *lost(run), *run.damaged()]
         plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
         plan = plan if isinstance(plan.get("facts"), dict) else {**plan, "facts": asdict(opened.facts)}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
-    notes += growth_told(given, recipe, peak(recipe))
+    notes += [*growth_told(given, recipe, peak(recipe)), *lost_state(plan)]
     check(recipe, folder, world, loaded.at)
     if given.layout == "auto":
         check_layout(recipe, folder, call)
@@ -228,11 +227,43 @@ def check_layout(recipe: Recipe, folder: Path, call: Call) -> None:
         call("phalanx.train.trial:fits", {"recipe": spec, "folder": str(folder)})
 
 
-def previous(run: Run) -> tuple[Recipe, Recipe] | None:
-    """The recipes of a run that exists, as given and as resolved."""
-    if not run.resolved.is_file():
+def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
+    """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
+    checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `now`, which are compared
+    by what is in them when the run goes on."""
+    resolved = load_recipe(run.resolved).recipe if run.resolved.is_file() else recipe_of_checkpoint(run)
+    if resolved is None:
         return None
-    return load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    if run.recipe.is_file():
+        return load_recipe(run.recipe).recipe, resolved
+    evaluate = resolved.evaluate.model_copy(update={"source": now.evaluate.source})
+    data = resolved.data.model_copy(update={"source": now.data.source, "tokenizer": now.data.tokenizer})
+    return resolved.model_copy(update={"data": data, "evaluate": evaluate}), resolved
+
+
+def recipe_of_checkpoint(run: Run) -> Recipe | None:
+    """The resolved recipe in the newest checkpoint that says one; None where a run has no checkpoint. DataError where
+    none of those that it has is readable."""
+    if not run.checkpoints.is_dir():
+        return None
+    from phalanx.train.checkpoint import list_checkpoints, read_manifest
+
+    wrong: list[str] = []
+    for path in list_checkpoints(run.checkpoints):
+        try:
+            return Recipe.model_validate(read_manifest(path).meta["recipe"])
+        except (DataError, KeyError, ValueError) as error:
+            wrong.append(str(error) if isinstance(error, DataError) else f"{path}: holds no recipe of this Phalanx")
+    if wrong:
+        raise DataError(f"{run.resolved}: is missing, and no checkpoint tells what it said: {wrong[0]}")
+    return None
+
+
+def lost(run: Run) -> list[str]:
+    """What to say about recipes that a run with checkpoints has lost."""
+    if not run.resolved.is_file():
+        return [f"{run.resolved} is missing; the run goes on with what its newest checkpoint says"]
+    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run goes on with {run.resolved.name}"]
 
 
 def check_whole(run: Run, resolved: Recipe) -> None:
@@ -288,7 +319,7 @@ def _replica(recipe: Recipe) -> Layout | None:
 
 def finished(run: Run, recipe: Recipe) -> str | None:
     """A sentence when this recipe has nothing left to do in this run."""
-    old, result = previous(run), run.read_lossy(run.result)
+    old, result = previous(run, recipe), run.read_lossy(run.result)
     steps = result.get("steps")
     if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
         return None
@@ -392,8 +423,10 @@ def to_the_end(
 def shrink_micro(run: Run) -> str | None:
     """Have a run that ran out of memory go on with the next smaller micro-batch, and say so; None where the recipe
     gives it, or where there is none smaller."""
-    old = previous(run)
-    if old is None or old[0].batch.micro != "auto" or (micro := smaller_micro(old[1])) is None:
+    if not run.resolved.is_file():
+        return None
+    old = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    if old[0].batch.micro != "auto" or (micro := smaller_micro(old[1])) is None:
         return None
     was, values = old[1].batch.micro, old[1].model_dump(by_alias=True)
     values["batch"]["micro"] = micro

@@ -29,6 +29,7 @@ from phalanx.api import (
     create,
     finished,
     last_attempt,
+    lost,
     previous,
     to_the_end,
     write_run,
@@ -305,7 +306,7 @@ def _ready(
             f"{where.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
             "its own: run=..."
         )
-    old, notes = previous(where), []
+    old, notes = previous(where, given), []
     if old is not None and (differing := refused(*old, given)):
         if not force:
             raise RecipeError(changed(where, differing))
@@ -314,7 +315,7 @@ def _ready(
     if old is not None:
         check_whole(where, old[1])
         resolved = go_on(old[1], given, world)
-        notes += [*where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
+        notes += [*lost(where), *where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
         plan: dict[str, Any] = where.read_lossy(where.plan)
     else:
         whole = grown(given, world)

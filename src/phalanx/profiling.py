@@ -11,12 +11,14 @@ import phalanx
 from phalanx.beside import Call
 from phalanx.errors import RecipeError
 from phalanx.plan.profile import Profile, from_plain, to_plain
-from phalanx.recipe import Recipe, import_object
+from phalanx.recipe import Recipe, huggingface_directory, import_object
 from phalanx.recipe.arguments import arguments
 from phalanx.recipe.load import Loaded
 from phalanx.run.cache import remembered
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from phalanx.data import Facts
 
 Numbers = Literal["half", "single", "mixed"]
@@ -60,21 +62,34 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
     import torch
     from torch import nn
 
-    from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_mixed
+    from phalanx.plan.tracing import build, image_loss, language_loss, profile, profile_fake, profile_mixed
     from phalanx.recipe import told
 
     recipe, folder = loaded.recipe, loaded.folder
 
+    if (directory := huggingface_directory(recipe.model.build, folder)) is not None:
+        from phalanx.train.huggingface import preload
+
+        preload(str(directory))  # its modules cannot be imported while the compiler is put aside
+
     def make() -> nn.Module:
         if recipe.model.build.startswith("hf:") or recipe.adapter is not None:
+            from phalanx.train.huggingface import materialise
             from phalanx.train.model import build_model
 
             cpu = torch.device("cpu")
-            return build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
+            model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
+            if directory is not None:
+                _check_dense(model, recipe.model.build)
+                materialise(model, cpu)  # its parameters are where its buffers are
+            return model
         # The trainer's way would import the trainer, which takes half a second.
         builder = import_object(recipe.model.build, folder, key="model.build")
         known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
-        model = builder(**arguments(builder, recipe.model.args, known))
+        try:
+            model = builder(**arguments(builder, recipe.model.args, known))
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"model.args: {recipe.model.build} refuses them: {error}") from error
         if not isinstance(model, nn.Module):
             raise RecipeError(f"model.build: {recipe.model.build} returned {type(model).__name__}, not an nn.Module")
         return model
@@ -91,6 +106,8 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
         if numbers == "mixed":
             return to_plain(profile_mixed(make, forward, tokens))
         dtype = torch.bfloat16 if numbers == "half" else torch.float32
+        if directory is not None:
+            return to_plain(profile_fake(make, forward, tokens, dtype))
         return to_plain(profile(build(make, dtype), forward, tokens))
     except RecipeError:
         raise
@@ -98,6 +115,18 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
         raise RecipeError(
             f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}"
         ) from error
+
+
+def _check_dense(model: "nn.Module", build: str) -> None:
+    """RecipeError for a mixture of experts of transformers', in whose code each expert's products depend on values."""
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if "experts" in name.split(".") or (parameter.dim() == 3 and "Conv" not in type(owner).__name__):
+            raise RecipeError(
+                f"model: {build} is a mixture of experts ({name}); what transformers computes of one depends on the "
+                "values of tokens, so it cannot be planned; plan phalanx.models:moe of the same sizes, or have "
+                "`phalanx train --dry-run` try this one on the machine itself"
+            )
 
 
 def _follower() -> str:

@@ -37,6 +37,7 @@ from phalanx.plan import (
 )
 from phalanx.plan.memory import Forecast
 from phalanx.recipe import Recipe
+from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, not_kept
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.run.cache import remembered
 
@@ -90,6 +91,7 @@ def first_resolution(
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
     room, alone = Room(machine.device, memory, world), Room(machine.device, machine.device_memory_bytes, 1)
     profile, needs = measured_needs(given, alone, world, payload, call)
+    check_state(given, profile, world, machine.device)
     blocks = profile.get("blocks", 0)
     seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
     if divides_state(given) and not fits_whole(given, needs, alone):
@@ -121,6 +123,29 @@ def first_resolution(
     }
     plan = plan_of(profile, choices, seconds, recipe)
     return recipe, {**plan, **foretold_parts(recipe, folder, here, world)}, cluster
+
+
+def check_state(given: Recipe, profile: Mapping[str, Any], world: int, device: str) -> None:
+    """RecipeError where the promise of the recipe cannot be kept with what forwards of its model change, or where the
+    model has layers that so many workers cannot run on this device."""
+    changed = " and ".join(filter(None, (profile.get(CHANGES), profile.get(LOSES))))
+    if given.exchange.exact == "replicas" and changed:
+        raise RecipeError(not_kept(changed))
+    if (layers := profile.get(ONLY_GPU)) and world > 1 and device == "cpu":
+        raise RecipeError(
+            f"model.build: SyncBatchNorm ({layers}) computes over several workers on GPUs only; use one worker, "
+            "BatchNorm, or GroupNorm, which needs no statistics of others"
+        )
+
+
+def lost_state(plan: Mapping[str, Any]) -> list[str]:
+    """What to say about a model whose forwards change what no checkpoint holds."""
+    if not (state := plan.get(LOSES)):
+        return []
+    return [
+        f"forwards of the model change {state}, which is in no checkpoint and which workers do not share: a run that "
+        "goes on may end in other bits; keep it in a persistent buffer, or give it in get_extra_state"
+    ]
 
 
 def failures_of(cluster: Cluster) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab import Ended, Lab, Values, fault
-from phalanx.errors import ExitCode, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.run import Run
 from phalanx.run.directory import RESULT_FORMAT
 
@@ -223,6 +223,32 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
     told = [event["text"] for event in ended.kind("warning")]
     assert any("plan.json: not valid JSON" in text for text in told) is (damage == "torn")
     assert run.read_json(run.plan)["facts"]["kind"] == "tokens"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "names", [("resolved",), ("recipe",), ("resolved", "recipe")], ids=["resolved", "recipe", "both"]
+)
+def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(lab: Lab, names: tuple[str, ...]) -> None:
+    changes: Values = {"threads": "auto", "batch": {"micro": "auto"}}
+    run = lab.train(changes, 1, faults=[fault(6, "term")]).run
+    resolved = run.resolved.read_text()
+    for name in names:
+        (run.path / f"{name}.yaml").unlink()
+    ended = lab.train(changes, 1, run)
+    assert ended.digest == lab.reference(changes, 1).digest
+    assert run.resolved.read_text() == resolved
+    assert any(f"{names[0]}.yaml is missing; the run goes on with" in event["text"] for event in ended.kind("warning"))
+
+
+def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> None:
+    run = lab.train({}, 1, faults=[fault(6, "term")]).run
+    run.resolved.unlink()
+    with pytest.raises(RecipeError, match=r"optim.lr"):
+        lab.train({"optim": {"lr": 0.5}}, 1, run)
+    for path in run.checkpoints.glob("step-*/MANIFEST.json"):
+        path.write_text("{}")
+    with pytest.raises(DataError, match=r"resolved.yaml: is missing, and no checkpoint tells what it said"):
+        lab.train({}, 1, run)
 
 
 @pytest.mark.parametrize(

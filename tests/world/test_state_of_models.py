@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lab import Lab, Values, fault
-from phalanx.errors import ExitCode, RecipeError
+from phalanx.errors import RecipeError
 from phalanx.train import forward_state
 from phalanx.train.forward_state import ForwardState
 from phalanx.train.place import Place
@@ -17,22 +17,15 @@ from worlds import World
 STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro": 2}}
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_model_whose_forwards_change_state_goes_on_in_the_same_bits(lab: Lab, nproc: int) -> None:
-    ended = lab.train(STATEFUL, nproc, faults=[fault(1, "slow", delay=0.05, attempt=None), fault(7, ranks=[nproc - 1])])
-    assert ended.digest == lab.reference(STATEFUL, nproc).digest
+def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share(lab: Lab) -> None:
+    ended = lab.train(STATEFUL, 2, faults=[fault(1, "slow", delay=0.05, attempt=None), fault(7, ranks=[1])])
+    assert ended.digest == lab.reference(STATEFUL, 2).digest
     assert [event["from_step"] > 0 for event in ended.kind("start")] == [False, True]
     said = [event["text"] for event in ended.kind("warning") if "forwards change" in event["text"]]
-    assert bool(said) == (nproc > 1)
+    assert said
     assert all(
         "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said
     )
-
-
-def test_under_exact_replicas_it_is_refused_by_name(lab: Lab) -> None:
-    ended = lab.train(STATEFUL | {"exchange": {"exact": "replicas"}}, 2)
-    assert ended.code == ExitCode.RECIPE
-    assert "exchange.exact: replicas cannot be kept, because forwards of the model change" in str(ended.message)
 
 
 class Moving(nn.Module):
@@ -130,3 +123,22 @@ def test_a_model_without_persistent_buffers_is_not_looked_at() -> None:
     model.register_buffer("cache", torch.zeros(2), persistent=False)
     state = ForwardState([model], Place(0, 2, 0), None, elastic=True)
     assert state._modules == []
+
+
+class Frozen(nn.Module):
+    """Its teacher follows in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+
+
+def follows(rank: int, world: int) -> list[float]:
+    model = Frozen()
+    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=False)
+    assert stepped(state, lambda: model.teacher.bias.fill_(rank + 1.0)) == ["teacher.bias"]
+    return model.teacher.bias.tolist()
+
+
+def test_parameters_that_are_not_trained_and_change_are_shared_like_buffers(world: World) -> None:
+    assert world.run(2, follows) == [[1.0, 1.0]] * 2

@@ -79,6 +79,7 @@ def chaos(
     if queue and nodes > 1:
         raise UsageError("--queue has this machine only; leave out --nodes")
     loaded = load_recipe(recipe, given)
+    loaded.check_named()
     if loaded.recipe.exchange.exact == "auto":  # on a GPU it may promise no bits, and digests are compared here
         given = [*given, "exchange.exact=world"]
         loaded = load_recipe(recipe, given)

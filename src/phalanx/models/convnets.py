@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx.models.bounds import check_bounds
+
 # nn.LocalResponseNorm(5) has the zoo's alpha = 1e-4 (divided by the size, as Caffe does) and beta = 0.75 by default.
 
 
@@ -44,6 +46,7 @@ def nin(classes: int = 1000, channels: int = 3, width: int = 96) -> nn.Sequentia
     """
     if width < 3 or width % 3:
         raise ValueError(f"width={width} must be a multiple of 3: the maps of all layers are in proportion to 96")
+    check_bounds(classes=classes, channels=channels, width=width)
     a, b, c, d = width, width * 8 // 3, width * 4, width * 32 // 3  # 96, 256, 384, 1024
     model = nn.Sequential(
         *(_conv(channels, a, 11, stride=4), _conv(a, a, 1), _conv(a, a, 1), _pool()),  # 54 -> 27
@@ -76,6 +79,7 @@ class Inception(nn.Module):
 def googlenet(classes: int = 1000, channels: int = 3) -> nn.Sequential:
     """GoogLeNet (Szegedy et al. 2015, table 1), images of 224, without auxiliary heads, with local response
     normalisation and no batch normalisation. 6,998,552 parameters with 1000 classes and 3 channels."""
+    check_bounds(classes=classes, channels=channels)
     model = nn.Sequential(
         *(_conv(channels, 64, 7, stride=2, padding=3), _pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
         *(_conv(64, 64, 1), _conv(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _pool()),  # 56 -> 28
@@ -131,6 +135,8 @@ def resnet(classes: int = 10, channels: int = 3, width: int = 32, blocks: Sequen
         raise ValueError(f"width={width} must be a multiple of {groups}, the number of groups of its normalisation")
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks={tuple(blocks)} must give at least one block for each stage")
+    check_bounds(classes=classes, channels=channels, width=width, blocks=sum(blocks))
+    check_bounds(**{"the width of the last stage": width * 2 ** (len(blocks) - 1)})
     stages: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
     inputs = width
     for stage, count in enumerate(blocks):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx.models.bounds import check_bounds
 from phalanx.models.transformer import FeedForward, Transformer, check_sizes, default_ffn
 
 _ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned
@@ -256,6 +257,7 @@ def moe(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "experts": experts}
+    check_bounds(ffn=ffn or 1, shared=shared)
     dim = check_sizes(width, heads, kv_heads, dropout, head_dim, **sizes)
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")

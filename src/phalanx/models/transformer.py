@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.models.attention import Plan, attend, plan
+from phalanx.models.bounds import check_bounds
 
 EPS = 1e-6  # of RMSNorm
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -232,6 +233,7 @@ def check_sizes(width: int, heads: int, kv_heads: int, dropout: float, head_dim:
     for name, value in {**sizes, "width": width, "heads": heads, "kv_heads": kv_heads}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    check_bounds(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim or 1, **sizes)
     if head_dim is None and width % heads:
         raise ValueError(f"width={width} must be a multiple of heads={heads}, or give head_dim")
     dim = width // heads if head_dim is None else head_dim

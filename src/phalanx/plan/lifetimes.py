@@ -20,7 +20,7 @@ class Trail:
     """Bytes, and whether tensor parallelism divides them."""
     made: Mapping[int, int]
     """By which operation."""
-    touched: Mapping[int, Sequence[int]]
+    touched: Mapping[int, Collection[int]]
     """By which operations it is read."""
     turn: int
     end: int
@@ -54,10 +54,10 @@ def fused(trail: Trail, groups: Iterable[Sequence[int]], kept: Collection[int]) 
     for key, readers in trail.touched.items():
         for reader in readers:
             reads.setdefault(reader, []).append(key)
-    touched = {key: list(readers) for key, readers in trail.touched.items()}
+    touched = {key: set(readers) for key, readers in trail.touched.items()}
     sizes = dict(trail.sizes)
     for key in sorted(trail.made, key=lambda key: -trail.made[key]):
-        maker, readers = trail.made[key], touched.get(key, [])
+        maker, readers = trail.made[key], touched.get(key, set())
         if key in kept or maker not in group_of or not readers:
             continue
         # What forward made is made again in backward, unless it is kept: readers there do not keep it alive.
@@ -65,7 +65,7 @@ def fused(trail: Trail, groups: Iterable[Sequence[int]], kept: Collection[int]) 
         if all(group_of.get(reader) == group_of[maker] for reader in same):
             sizes.pop(key, None)
             for source in reads.get(maker, []):
-                touched.setdefault(source, []).extend(reader for reader in readers if reader > maker)
+                touched.setdefault(source, set()).update(reader for reader in readers if reader > maker)
     return Trail(sizes, trail.made, touched, trail.turn, trail.end)
 
 

@@ -18,6 +18,9 @@ DETERMINISM_LIMIT = 0.02
 """`exact: auto` promises bits where deterministic kernels cost less than this part of forward and backward."""
 DETERMINISTIC_COST, NONDETERMINISTIC = "deterministic_cost", "nondeterministic"
 """Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
+CHANGES, LOSES, ONLY_GPU = "changes", "loses", "only_gpu"
+"""Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
+and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""
 MIB = 2**20
 
 BY_ACCURACY = ("allreduce", "bf16", "int8")
@@ -39,6 +42,14 @@ THIRD = 3
 """Of a run's steps workers take such a part together before they train apart: a GPT of 600 steps ends 1.3% above
 synchronous fp32 if they part after 100, 0.3% if after 200 (docs/results/exchange.md). DiLoCo's authors begin with the
 weights of 24,000 steps and go on for 64,000 (Douillard et al. 2023)."""
+
+
+def not_kept(state: str) -> str:
+    """Why results would depend on the number of workers."""
+    return (
+        f"exchange.exact: replicas cannot be kept, because forwards of the model change {state}, and each worker sees "
+        "other samples; use exchange.exact=world, or layers without such state"
+    )
 
 
 def heeds_start(exchange: Exchange) -> bool:

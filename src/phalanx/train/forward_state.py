@@ -3,7 +3,8 @@
 The rule is that of DistributedDataParallel: what the first worker of a stage has counts. At the end of each step in
 which a forward changed a persistent buffer the others take it over, so all hold the same whenever something is saved or
 evaluated, and a run that goes on is the run that was stopped. It is not the same on another number of workers, since
-the first then sees other samples: under `exact: replicas` such a model is refused.
+the first then sees other samples: under `exact: replicas` such a model is refused, by the trial before the run, or in
+the step that shows it. Parameters that are not trained count as buffers do.
 
 Whether anything changes is seen by the versions that torch counts. Running statistics are written without being
 counted, so normalisation layers that keep some count as changed, and in its first step a worker compares values, too.
@@ -12,7 +13,9 @@ Workers need not find the same: each says in the agreement of the step whether i
 and if one did all exchange names.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +24,20 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import version_of
 from phalanx.errors import RecipeError
+from phalanx.recipe.exchanges import not_kept
+from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.nodes import exchanged
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import Place
-from phalanx.train.savable import EXTRA, extra_modules, extra_state, load_extra_state, persistent_buffers
+from phalanx.train.savable import extra_modules, extra_state, load_extra_state, persistent_buffers
 
 Seen = tuple[Tensor, int]
 """A buffer, and its version."""
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NOT_STATE = ("training", *vars(nn.Module()))
+"""Attributes that every module has."""
+MANY = 1000
+"""More values than that in an attribute are not compared."""
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,12 +72,12 @@ def _bits(tensor: Tensor) -> int:
 
 class ForwardState:
     """That of one worker. `group` are those who hold the same modules; `elastic`: results must not depend on how many
-    these are."""
+    these are; `whole`: each holds all of the parameters."""
 
-    def __init__(self, modules: Sequence[nn.Module], place: Place, group: Group, elastic: bool):
-        self._place, self._group, self._elastic = place, group, elastic
+    def __init__(self, modules: Sequence[nn.Module], place: Place, group: Group, elastic: bool, whole: bool = True):
+        self._place, self._group, self._elastic, self._whole = place, group, elastic, whole
         watches = group is not None or elastic
-        self._modules = [m for m in modules if persistent_buffers(m) or extra_modules(m)] if watches else []
+        self._modules = [m for m in modules if self._of(m) or extra_modules(m)] if watches else []
         self._extra = any(extra_modules(module) for module in self._modules)
         self._sent: set[str] = set()
         self._found: set[str] = set()
@@ -87,7 +96,11 @@ class ForwardState:
         """A step begins."""
         self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._buffers().items()}
         if self._values is not None:
-            self._values = {name: buffer.detach().clone() for name, (buffer, _) in self._before.items()}
+            self._values = {  # not of parameters, which may be many
+                name: buffer.detach().clone()
+                for name, (buffer, _) in self._before.items()
+                if not isinstance(buffer, nn.Parameter)
+            }
         if self._extra:
             self._extra_before = self._extra_now()
 
@@ -107,18 +120,20 @@ class ForwardState:
             new = sorted(names - self._sent)
             self._sent |= names
             if self._elastic:
-                raise RecipeError(
-                    f"exchange.exact: replicas cannot be kept, because forwards of the model change {listed(new)}, and "
-                    "each worker sees other samples; use exchange.exact=world, or layers without such state"
-                )
+                raise RecipeError(not_kept(listed(new)))
         if self._sent and self._group is not None:
             self._send()
         return new
 
+    def _of(self, module: nn.Module) -> dict[str, Tensor]:
+        """What forwards may change of a module, and a checkpoint holds as a tensor."""
+        frozen = [(name, each) for name, each in module.named_parameters() if self._whole and not each.requires_grad]
+        return persistent_buffers(module) | dict(frozen)
+
     def _buffers(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for module in self._modules:
-            found |= persistent_buffers(module)
+            found |= self._of(module)
         return found
 
     def _extra_now(self) -> dict[str, Tensor]:
@@ -171,6 +186,64 @@ def _same(value: Tensor, now: Tensor | None) -> bool:
     if now is None or value.shape != now.shape:
         return False
     return torch.equal(value.nan_to_num(), now.nan_to_num()) if value.is_floating_point() else torch.equal(value, now)
+
+
+def what_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Names of what `forward`, called twice, changes: of what a checkpoint holds, and of what none does (buffers that
+    are not persistent, and plain attributes). What the second of two equal forwards leaves as the first did is a cache
+    or a result, not state."""
+    state = ForwardState([model], Place(), None, elastic=True)
+    state.begin()
+    forward()
+    before = _not_saved(model)
+    forward()
+    state.found()
+    now = _not_saved(model)
+    return sorted(state._found), sorted(name for name in now if name in before and not _equal(before[name], now[name]))
+
+
+def _not_saved(model: nn.Module) -> dict[str, Any]:
+    """Copies of what modules hold beside parameters, persistent buffers, what their `get_extra_state` gives, and what
+    is summed over all workers at the end of a step (`after_step`)."""
+    saved, extra = persistent_buffers(model), extra_modules(model)
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if name in extra or hasattr(module, "after_step"):
+            continue
+        own = {key: value for key, value in vars(module).items() if key not in NOT_STATE}
+        own |= dict(module.named_buffers(recurse=False))
+        held = {f"{name}.{key}" if name else key: value for key, value in own.items() if _plain(value)}
+        found |= {key: _copied(value) for key, value in held.items() if key not in saved}
+    return found
+
+
+def _plain(value: object) -> bool:
+    """Whether an attribute is a value that can be compared: a number, a text, a tensor, or a few of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque):
+        return len(value) <= MANY and all(_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list | tuple | deque) else value
+
+
+def _equal(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.dtype == now.dtype and _same(before, now)
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_equal(each, now[key]) for key, each in before.items())
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(_equal, before, now))
+    return bool(before == now or (before != before and now != now))  # NaN counts as itself
 
 
 def listed(names: Sequence[str]) -> str:

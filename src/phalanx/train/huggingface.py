@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from phalanx.bounded import read_text
 from phalanx.data import Facts
 from phalanx.errors import DataError, PhalanxError, RecipeError
+from phalanx.models.bounds import DEEPEST
 from phalanx.recipe.explain import nearest
 from phalanx.recipe.imports import CONFIG, told
 from phalanx.train.adapter import is_adapter
@@ -211,6 +212,10 @@ def _architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Mod
         if key not in known and not hasattr(config, key):
             raise RecipeError(f"model.args.{key}: {where} has no such value{nearest(key, sorted(known))}")
         setattr(config, key, value)
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > DEEPEST:
+        raise RecipeError(f"model.args.num_hidden_layers: {where} has {layers} layers, expected at most {DEEPEST}")
     names = getattr(config, "architectures", None) or []
     if not names:
         raise RecipeError(

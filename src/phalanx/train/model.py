@@ -9,14 +9,19 @@ import xxhash
 from torch import nn
 
 from phalanx.data import Facts
-from phalanx.errors import RecipeError
-from phalanx.recipe import huggingface_directory, import_object
+from phalanx.errors import PhalanxError, RecipeError
+from phalanx.recipe import huggingface_directory, import_object, told
 from phalanx.recipe.arguments import arguments
 from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
+from phalanx.train.memory import is_out_of_memory
 from phalanx.train.savable import check_model, own_memory
 from phalanx.train.undrawn import NeededError, Undrawn
+
+OURS = "phalanx.models:"
+"""Begins what builds the models that ship: they can be built without memory."""
+GIB = 2**30
 
 
 def seed_for(*parts: object) -> int:
@@ -111,11 +116,29 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
         return _built(spec, facts, folder, seed, draw=True)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+    except Exception as error:
+        if isinstance(error, PhalanxError) or is_out_of_memory(error):
+            raise
+        raise RecipeError(f"model.build: {spec.build} failed: {told(error, folder)}") from error
     if undrawn is not None and not undrawn.alike:
         return _built(spec, facts, folder, seed, draw=True)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
     return model
+
+
+def check_room(spec: Model, facts: Facts, folder: Path | None, memory: int) -> None:
+    """RecipeError where the parameters of a model of ours, built without memory, are more than `memory` bytes hold."""
+    if not spec.build.startswith(OURS):
+        return
+    with torch.device("meta"):
+        model = _built(spec, facts, folder, 0, draw=True)
+    if (needed := sum(parameter.nbytes for parameter in model.parameters())) > memory:
+        raise RecipeError(
+            f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
+            f"{needed / GIB:,.0f} GiB, and this machine has {memory / GIB:,.0f} GiB; make it smaller, or plan it for a "
+            "cluster with `phalanx plan`"
+        )
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import DataError, RecipeError
-from phalanx.train.checkpoint.format import DTYPE_NAMES
-
-EXTRA = "extra/"
-"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
+from phalanx.train.checkpoint.format import DTYPE_NAMES, EXTRA
 
 
 def check_model(model: nn.Module) -> None:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.train.checkpoint import Manifest, Saver, load_blocks
+from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.exchange.choice import Choice
 from phalanx.train.noise import NoiseScale
 from phalanx.train.optimizers import PREFIX, SETTINGS, Optimizer, entry_shape
 from phalanx.train.parallel.divided import Divided, Held, local
 from phalanx.train.precision import LossScale
-from phalanx.train.savable import EXTRA, extra_state, load_extra_state, persistent_buffers
+from phalanx.train.savable import extra_state, load_extra_state, persistent_buffers
 
 
 @dataclass

@@ -153,7 +153,7 @@ class Stepper:
         self._starters: list[Callable[[], None]] = [
             part.before_step for part in parts if callable(getattr(part, "before_step", None))
         ]
-        self.forward_state = ForwardState(modules, place, mesh.stage, elastic)
+        self.forward_state = ForwardState(modules, place, mesh.stage, elastic, mesh.only_replicates)
         self._scaled = [part for part in parts if scale.dynamic and hasattr(part, "loss_scale")]
 
     def begin(self, step: int) -> None:

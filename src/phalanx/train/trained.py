@@ -14,8 +14,9 @@ from phalanx.recipe import Recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
 from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_tensors, newest_good
+from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.model import build_model
-from phalanx.train.savable import EXTRA, extra_modules
+from phalanx.train.savable import extra_modules
 from phalanx.train.saving import best_file
 from phalanx.train.state import load_model, model_tensors
 from phalanx.train.weights import allocate

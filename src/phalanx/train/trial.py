@@ -19,21 +19,28 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.cluster import measure_matmul
+from phalanx.cluster import measure_matmul, this_machine
 from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_place, set_determinism
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
-from phalanx.recipe.exchanges import DETERMINISM_LIMIT, DETERMINISTIC_COST, NONDETERMINISTIC
+from phalanx.recipe.exchanges import (
+    CHANGES,
+    DETERMINISM_LIMIT,
+    DETERMINISTIC_COST,
+    LOSES,
+    NONDETERMINISTIC,
+    ONLY_GPU,
+)
 from phalanx.recipe.imports import CONFIG
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.causality import check_causal, check_documents
-from phalanx.train.forward_state import weights_now
+from phalanx.train.forward_state import listed, weights_now, what_changes
 from phalanx.train.memory import is_out_of_memory
-from phalanx.train.model import build_model
+from phalanx.train.model import build_model, check_room, seed_everything
 from phalanx.train.objective import Objective, Scoring
 from phalanx.train.optimizers import Optimizer, trainable
 from phalanx.train.parallel.blocks import find_blocks
@@ -99,12 +106,18 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     if values and isinstance(task, LanguageModeling):
         check_documents(model, task, to_device(data.train(0, 1), device))
     flops, before = [], weights_now(model, values)
-    for samples in (1, 2):
-        counter = FlopCounterMode(display=False)
-        batch = to_device(data.train(0, samples), device)
-        with counter, torch.no_grad():
+
+    def count(samples: int) -> None:
+        counter, batch = FlopCounterMode(display=False), to_device(data.train(0, samples), device)
+        seed_everything(0, device)
+        with _untrained(model), counter, torch.no_grad():
             _loss(Scoring(task, counting, device), model, batch)
         flops.append(counter.get_total_flops())
+
+    changed, lost = what_changes(model, lambda: count(1)) if values else ([], [])
+    if not values:
+        count(1)
+    count(2)
     now = weights_now(model, values)
     if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
         with computing(counting, device):
@@ -114,13 +127,16 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "frozen_parameters": sum(p.numel() for p in model.parameters()) - parameters,
-        "flops_per_sample": 3.0 * (flops[1] - flops[0]),
+        "flops_per_sample": 3.0 * (flops[-1] - flops[0]),
         "flops_rule": FLOPS_RULE,
         "facts": asdict(data.facts),
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
         "blocks": len(find_blocks(model)),
         CHANGED: [name for name, weight in before.items() if now.get(name) != weight],
+        CHANGES: listed(changed),
+        LOSES: listed(lost),
+        ONLY_GPU: listed([name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]),
         "peaks": {loss: _peaks(payload, model, scoring, data, device) for loss, scoring in scorings.items()},
     }
 
@@ -264,6 +280,8 @@ def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, 
     folder = Path(payload["folder"])
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     device = from_environment({}).device if load else torch.device("cpu")
+    if load:
+        check_room(recipe.model, data.facts, folder, this_machine().memory_bytes)
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
     return model.train(), load_task(recipe.task, folder), data
 
@@ -307,6 +325,19 @@ def _peak(way: Recompute, model: nn.Module, scoring: Scoring, data: Data, device
         if is_out_of_memory(error) or (way != "none" and isinstance(error, RuntimeError)):
             return None
         raise
+
+
+@contextlib.contextmanager
+def _untrained(model: nn.Module) -> Iterator[None]:
+    """The model with parameters that ask for no gradient, which a count of operations cannot follow without one."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in asking:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

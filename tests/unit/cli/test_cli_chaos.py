@@ -13,6 +13,7 @@ from phalanx.jobs.chaos.plan import KINDS, Course, draw
 
 RECIPE = """
 name: small
+model: {}
 data: {source: {text: "text.txt"}}
 steps: 400
 checkpoint: {every: 20}
@@ -71,6 +72,14 @@ def test_what_cannot_be_is_told_before_any_run(
     assert cli.main(["chaos", "r.yaml", *words]) == code
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == ["r.yaml", "text.txt"]
+
+
+def test_a_recipe_that_does_not_name_its_model_is_refused_before_anything(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "r.yaml").write_text(RECIPE.replace("model: {}\n", ""))
+    assert cli.main(["chaos", "r.yaml", "--dry-run"]) == 78
+    assert "r.yaml: names no model" in capsys.readouterr().err
 
 
 def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> None:

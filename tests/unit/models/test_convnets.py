@@ -106,7 +106,15 @@ def test_a_width_that_nin_cannot_have_is_refused(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [({"width": 20}, "multiple of 8"), ({"blocks": (2, 0)}, "at least one")]
+    ("arguments", "text"),
+    [
+        ({"width": 20}, "multiple of 8"),
+        ({"width": 8 * 10**9}, "width=8000000000 must be at most"),
+        ({"blocks": (2, 0)}, "at least one"),
+        ({"blocks": (10**9,)}, "blocks=1000000000 must be at most 4096"),
+        ({"blocks": (1,) * 40}, "the width of the last stage=.* must be at most"),
+        ({"classes": 10**12}, "classes=1000000000000 must be at most"),
+    ],
 )
 def test_a_resnet_that_cannot_be_is_refused(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -395,3 +395,9 @@ def test_it_learns_to_repeat_a_sequence() -> None:
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build(**changes)
+
+
+@pytest.mark.parametrize("name", ["layers", "width", "experts", "ffn", "shared", "vocab"])
+def test_sizes_beyond_any_model_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=1000000000 must be at most"):
+        moe(**{"vocab": 16, "sequence": 8, name: 10**9})

@@ -214,6 +214,11 @@ def test_it_learns_to_repeat_a_sequence() -> None:
         ({"kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
         ({"activation": "gelu"}, "'swiglu' or 'relu2'"),
         ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 10**9}, "layers=1000000000 must be at most 4096"),
+        ({"width": 10**9}, "width=1000000000 must be at most"),
+        ({"heads": 10**9, "head_dim": 2}, "heads=1000000000 must be at most"),
+        ({"head_dim": 10**9}, "head_dim=1000000000 must be at most"),
+        ({"ffn": 10**12}, "ffn=1000000000000 must be at most"),
         ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )

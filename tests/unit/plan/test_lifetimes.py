@@ -42,6 +42,16 @@ def test_what_one_operation_of_a_group_hands_to_the_next_is_never_stored() -> No
     assert max(together.touched[10]) == 4
 
 
+def test_a_long_chain_of_operations_that_read_two_tensors_each_is_followed_at_once() -> None:
+    length = 200
+    made = {key: key for key in range(length)}
+    touched = {key: [key + 1, key + 2] for key in range(length - 2)} | {length - 2: [length - 1]}
+    long = Trail(dict.fromkeys(made, (1.0, False)), made, touched, turn=length, end=length)
+    together = fused(long, groups=[range(length)], kept=[])
+    assert set(together.sizes) == {length - 1}
+    assert sum(map(len, together.touched.values())) <= length * length
+
+
 class Dropping(nn.Module):
     """One convolution and dropout."""
 

@@ -111,6 +111,13 @@ def shipped(folder: Path, **model: Any) -> dict[str, Any]:
     return given
 
 
+def test_a_model_of_more_bytes_than_the_machine_has_is_refused_before_it_is_built(folder: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"model.args: phalanx.models:transformer has .* parameters with them, .* GiB"
+    ):
+        profile(shipped(folder, args={"layers": 2, "width": 1 << 20, "heads": 1 << 13}))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_imagined_is_what_a_profile_finds(folder: Path, precision: str) -> None:
     given = shipped(folder, args={"layers": 2, "width": 64, "heads": 2}) | {"precision": precision}

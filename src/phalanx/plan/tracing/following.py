@@ -60,6 +60,28 @@ def profile_mixed(make: Callable[[], nn.Module], forward: Forward, tokens: int) 
         return profile(build(make, torch.float32, "cpu"), mixed, tokens)
 
 
+def profile_fake(make: Callable[[], nn.Module], forward: Forward, tokens: int, dtype: torch.dtype) -> Profile:
+    """The profile of a model whose code asks tensors for values, as that of transformers does for masks, unless they
+    only pretend to be on a device."""
+    with fake_tensors(symbols=False):
+        return profile(_converted(build(make, torch.float32, "cpu"), dtype), forward, tokens)
+
+
+def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with parameters and buffers of this dtype. `to` exchanges tensors, which those that pretend to be on a
+    device do not allow."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                new = made.get(id(tensor), tensor.detach().to(dtype))
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, tensor.requires_grad) if id(tensor) not in made else new
+                made[id(tensor)] = new
+                setattr(module, name, new)
+    return model
+
+
 def language_loss(vocab: int, sequence: int) -> Forward:
     """Cross-entropy in fp32 of a model from tokens [b, s] to logits [b, s, v]."""
 

@@ -18,12 +18,12 @@ from phalanx.run import Run
 from phalanx.run.directory import sync
 from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
 from phalanx.train.checkpoint.companions import Notes, write_companions
-from phalanx.train.checkpoint.format import Manifest, read_manifest
+from phalanx.train.checkpoint.format import EXTRA, Manifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.publish import sync_directory, temporary_name, write_synced
 from phalanx.train.weight_source import aliases, plain_name
 
-STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", "extra/", "settings/")
+STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", EXTRA, "settings/")
 _FILE_BYTES = 5_000_000_000
 
 
@@ -101,6 +101,10 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, 
         total += sum(tensor.nbytes for tensor in tensors.values())
     if not single:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    if extra := [name.removeprefix(EXTRA) for name in manifest.tensors if name.startswith(EXTRA)]:
+        kind = str(manifest.meta.get("model", {}).get("build", "the model")).rpartition(":")[2]
+        named = ", ".join(name or kind for name in sorted(extra))
+        notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
     if origin:
         write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
 

@@ -35,6 +35,8 @@ FORMAT = 1
 CHUNK = 1 << 20
 MANIFEST = "MANIFEST.json"
 SIDECAR = "MANIFEST.xxh3"
+EXTRA = "extra/"
+"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
 
 # Names of the safetensors format.
 DTYPES = {
