@@ -36,7 +36,7 @@ def log(ended: Ended) -> str:
 
 @pytest.mark.parametrize("ranks", [None, [0], [1]])
 def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: Lab, ranks: list[int] | None) -> None:
-    faults = [SLOW, fault(7, "fail-storage", ranks=ranks), fault(11, "mend-storage", ranks=ranks)]
+    faults = [{**SLOW, "delay": 0.1}, fault(7, "fail-storage", ranks=ranks), fault(11, "mend-storage", ranks=ranks)]
     ended = lab.train(QUIET, 2, faults=faults)
     assert ended.digest == lab.reference(QUIET, 2).digest
     assert [event["step"] for event in ended.kind("checkpoint_failed")] == [8]
