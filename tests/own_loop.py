@@ -7,11 +7,14 @@ python own_loop.py HOW KEY=VALUE ...      HOW says what is wrong with it: `right
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+MODELS = []  # of the runs before, if they are still there
 
 
 class Samples:
@@ -87,6 +90,8 @@ def main(how, overrides, run=None):
     if how == "discord" and os.environ["RANK"] == "1":
         overrides = [*overrides, "exchange.strategy=ring"]
     with phalanx.join(recipe, overrides, run=run) as gang:
+        if MODELS:
+            print(f"{sum(model() is not None for model in MODELS)} models of runs before are there", file=sys.stderr)
         if how == "no-prepare":
             next(gang.batches(Samples()))
         if how == "no-batches":
@@ -96,6 +101,7 @@ def main(how, overrides, run=None):
         if how == "no-module":
             build = dict
         model, optimizer = gang.prepare(build, make.get(how, adamw), rules=RULES)
+        MODELS.append(weakref.ref(model))
         if how == "scheduler":
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
         samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}

@@ -12,6 +12,7 @@ follows a rule (`plan.choices_untried`).
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -166,6 +167,7 @@ def _join(
                 "phalanx.join(..., run=...) for each"
             )
         if _finished:  # what is in the launcher's store belongs to the runs before
+            gc.collect()  # their models: a GPU may have room for one
             os.environ[MEETING] = f"{len(_finished)} runs later"
         if place.leads:
             try:

@@ -372,6 +372,7 @@ def test_two_runs_of_one_script_are_two_runs(lab: Lab, scripts: Path, tmp_path: 
     first, second = (lab.ended(Run(tmp_path / name), 0).digest for name in ("runs/own", "fold-1"))
     assert first == undisturbed(lab, "right", nproc=nproc).digest
     assert second == undisturbed(lab, "right", "seed=1", nproc=nproc).digest
+    assert done.stderr.count("0 models of runs before are there") == nproc  # a GPU has no room for both
 
 
 def test_a_run_that_the_script_has_finished_is_not_given_to_it_again(lab: Lab, scripts: Path, tmp_path: Path) -> None:
