@@ -37,7 +37,7 @@ from phalanx.plan import (
 )
 from phalanx.plan.memory import Forecast
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, not_kept
+from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, WRITES, not_kept
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.run.cache import remembered
 
@@ -47,8 +47,6 @@ FILLING = (PROFILE, RACE)
 """Trials that may run out of memory."""
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what such a trial returns then."""
-CHANGED = "changed_by_forward"
-"""Key of the parameters that a forward changed in a trial."""
 Call = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
 
@@ -245,7 +243,7 @@ def measured_needs(
 
 def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them."""
-    layout, changed = given.layout, profile.get(CHANGED)
+    layout, changed = given.layout, profile.get(WRITES)
     if changed and isinstance(layout, Layout) and layout.shard * layout.context > 1:
         raise RecipeError(
             f"layout.shard: forwards of the model change parameter {changed[0]!r}, and of a sharded one the change is "

@@ -22,7 +22,7 @@ def joules(uuids: Sequence[str], nvml: Any) -> float | None:
 
 
 def joules_here(count: int) -> float | None:
-    """The same of the first so many GPUs that workers of this machine take; None where nobody can tell."""
+    """The same of the first so many GPUs that workers of this machine take; None where that is not known."""
     if (nvml := find_nvml()) is None:
         return None
     try:

@@ -18,6 +18,8 @@ DETERMINISM_LIMIT = 0.02
 """`exact: auto` promises bits where deterministic kernels cost less than this part of forward and backward."""
 DETERMINISTIC_COST, NONDETERMINISTIC = "deterministic_cost", "nondeterministic"
 """Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
+WRITES = "changed_by_forward"
+"""Key of the names of parameters to which its forwards write."""
 CHANGES, LOSES, ONLY_GPU = "changes", "loses", "only_gpu"
 """Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
 and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""

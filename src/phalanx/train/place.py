@@ -280,9 +280,10 @@ def leave() -> None:
     What is left of it is collected: threads of a group that lives until the interpreter ends may still be letting go of
     a tensor then, which ends the process by SIGABRT ("terminate called without an active exception").
     """
-    gc.unfreeze()  # or the model of this run would be there for as long as the process
-    if dist.is_initialized():
+    joined = dist.is_initialized()
+    if joined:
         dist.destroy_process_group()
-        _collected()
-        gc.unfreeze()
+    _collected()
+    gc.unfreeze()  # or the model of this run would stay for as long as the process
+    if joined:
         gc.collect()

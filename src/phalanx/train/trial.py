@@ -31,6 +31,7 @@ from phalanx.recipe.exchanges import (
     LOSES,
     NONDETERMINISTIC,
     ONLY_GPU,
+    WRITES,
 )
 from phalanx.recipe.imports import CONFIG
 from phalanx.recipe.schema import Layout
@@ -64,8 +65,6 @@ FLOPS_RULE = (
 )
 REPEATS = 5
 UPDATE = "update"
-CHANGED = "changed_by_forward"
-"""Key of the parameters that a forward changes."""
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
 WAYS: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -133,7 +132,7 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
         "blocks": len(find_blocks(model)),
-        CHANGED: [name for name, weight in before.items() if now.get(name) != weight],
+        WRITES: [name for name, weight in before.items() if now.get(name) != weight],
         CHANGES: listed(changed),
         LOSES: listed(lost),
         ONLY_GPU: listed([name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]),
