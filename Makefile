@@ -78,10 +78,12 @@ soak: venv ## Train random recipes under random faults for HOURS (2), and compar
 	PYTHONPATH=tests $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))
 
 fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), until one fails.
+	@echo "$(or $(HOURS),2) $(or $(SEED),1)" | grep -Eqx '[0-9]+(\.[0-9]+)? [0-9]+' || \
+		{ echo "error: HOURS=$(HOURS) SEED=$(SEED): expected numbers, such as HOURS=0.5 SEED=7" >&2; exit 64; }
 	@seed=$(or $(SEED),1); end=$$(( $$(date +%s) + $$(awk 'BEGIN { print int(3600 * $(or $(HOURS),2)) }') )); \
-	while [ $$(date +%s) -lt $$end ]; do \
-		FUZZ_SEED=$$seed $(BIN)/python -m pytest -q -x tests/fuzz || { echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz"; exit 1; }; \
-		seed=$$(( seed + 1 )); \
+	while FUZZ_SEED=$$seed $(BIN)/python -m pytest -q -x tests/fuzz || \
+			{ echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz"; exit 1; }; do \
+		seed=$$(( seed + 1 )); [ $$(date +%s) -lt $$end ] || break; \
 	done; echo "no failure in the seeds below $$seed"
 
 lint: venv ## Check format, lint, types and layers.

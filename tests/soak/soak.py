@@ -333,6 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="for counts, and the rounds that failed")
     given = parser.parse_args(argv)
+    if not given.hours > 0 or (given.rounds is not None and given.rounds < 1):
+        parser.error(f"--hours {given.hours:g} --rounds {given.rounds}: expected more than 0; nothing would be tried")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's `&` leaves it, and commands inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
