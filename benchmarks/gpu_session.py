@@ -11,6 +11,7 @@ the plain loop with blocks and loss compiled. FLOPs and MFU: benchmarks/gpu.py.
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -46,6 +47,8 @@ FP32_STEPS = 20
 DEFAULT_STEPS = 130
 BITS_PATIENCE = 170.0
 """Seconds that a run which is not timed may take."""
+LIBRARIES = ("nvidia-ml-py", "triton", "flash-attn", "flash-attn-3", "liger-kernel", "quack-kernels", "torchao")
+"""What could make a step faster where it is installed."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
@@ -128,7 +131,15 @@ def facts(session: Session) -> dict[str, Any]:
     found = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-500:]}
     hidden = not Path("/proc/driver/nvidia/gpus").is_dir()
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "driver_folder_hidden": hidden}
+    machine["libraries"] = {name: version for name in LIBRARIES if (version := version_of(name))}
     return {"card": card.strip(), **found, **machine}
+
+
+def version_of(package: str) -> str | None:
+    """What is installed of it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def ceilings(session: Session) -> dict[str, Any]:
@@ -335,7 +346,7 @@ def peers(session: Session) -> dict[str, Any]:
 
 def default(session: Session) -> dict[str, Any]:
     """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
-    case = session.cases()["gpt2"]
+    case = (gpu.TOYS if session.emulated else gpu.CASES)["gpt2"]
     args = {name: getattr(case, name) for name in ("layers", "width", "heads", "activation", "vocab", "tie")}
     recipe = session.folder / "default.yaml"
     samples = case.samples * case.micro_batches
@@ -358,6 +369,10 @@ def default(session: Session) -> dict[str, Any]:
         plan = json.loads((where / "plan.json").read_text())
         found["predicted_step_s"] = plan.get("predicted_step_seconds")
         found["chosen"] = {each["key"]: [each["value"], each["why"]] for each in plan.get("chosen", [])}
+    with contextlib.suppress(OSError, ValueError):
+        found["joules"] = json.loads((where / "result.json").read_text()).get("joules")
+    status, out, errors = session.call([sys.executable, "-m", "phalanx", "report", str(where)], session.left())
+    found["report"] = {"exit": status, "output": (out + errors)[-4000:]}
     return found
 
 
