@@ -66,6 +66,9 @@ STATE_BYTES = 16
 LEFT = 1 << 30
 """Bytes of GPU memory that a contender may leave behind in its process."""
 WARM_UP = 3
+TRACED = 2
+IDLE_US = 5.0
+"""Between two kernels, for the GPU to count as idle: launches that were queued follow sooner."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,12 @@ def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool, determi
 
 
 class Meter:
-    """Times steps and counts joules, after a warm-up, until `seconds` have gone by."""
+    """Times steps and counts joules, after a warm-up, until `seconds` have gone by. `waits`: the loop does not read its
+    loss in each step, so that the host runs ahead of the GPU."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, waits: bool = False):
         self.seconds = seconds
+        self.waits = waits and torch.cuda.is_available()
         self.counter = EnergyCounter()
         self.times: list[float] = []
         self.joules: float | None = None
@@ -168,8 +173,9 @@ class Meter:
         self._last = 0.0
 
     def stepped(self) -> bool:
-        """A step has ended; False when that was the last."""
-        if torch.cuda.is_available():
+        """A step has ended, so far as the host knows: the GPU may still be at its update. False when that was the
+        last."""
+        if self.waits:
             torch.cuda.synchronize()
         now = time.perf_counter()
         self._steps += 1
@@ -180,6 +186,8 @@ class Meter:
         self._last = time.perf_counter()
         if len(self.times) < 3 or sum(self.times) < self.seconds:
             return True
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         after = self.counter.joules()
         if after is not None and self._energy is not None:
             self.joules = after - self._energy
@@ -220,7 +228,7 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
     recipe = recipe_of(case, precision, dataset, task["compile"], deterministic=name == DETERMINISTIC)
     place = from_environment({})
     job = Job(recipe, 1, 0, place.device)
-    meter = Meter(task["seconds"])
+    meter = Meter(task["seconds"], waits=name == TRAINER)
     if name in (PHALANX, FP8, DETERMINISTIC):
         check_device(recipe, place.device.type, *(card() if place.device.type == "cuda" else ("a CPU", None)))
         prepare_torch(recipe, place)
@@ -267,23 +275,34 @@ def compiled(model: WithLoss, whole: bool) -> nn.Module:
 
 
 def kernels_of(steps: Iterator[object], most: int = 25) -> dict[str, Any]:
-    """Milliseconds of the longest kernels of one more step, with how often they ran, and of all of them."""
+    """Milliseconds of the longest kernels of a step, with how often they ran, and of all of them; how long the GPU was
+    idle, and between which kernels. Of several more steps, since the GPU may begin one while the host waits."""
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         begun = time.perf_counter()
-        next(iter(steps))
+        for _ in range(TRACED):
+            next(iter(steps))
         torch.cuda.synchronize()
         took = time.perf_counter() - begun
     totals: dict[str, list[float]] = {}
-    for event in traced.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = totals.setdefault(event.name[:100], [0.0, 0])
-            entry[0] += event.device_time_total / 1e3
-            entry[1] += 1
+    on_gpu = [event for event in traced.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for event in on_gpu:
+        entry = totals.setdefault(event.name[:100], [0.0, 0])
+        entry[0] += event.device_time_total / 1e3 / TRACED
+        entry[1] += 1 / TRACED
     longest = sorted(totals.items(), key=lambda item: -item[1][0])
-    table = [[name, round(ms, 3), int(count)] for name, (ms, count) in longest[:most]]
-    return {"kernels": table, "kernels_ms": sum(ms for ms, _ in totals.values()), "traced_step_ms": took * 1e3}
+    spans = sorted((event.time_range.start, event.time_range.end, event.name[:60]) for event in on_gpu)
+    gaps, end = [], spans[0][1] if spans else 0.0
+    for (_, _, before), (start, finish, name) in itertools.pairwise(spans):
+        if start - end > IDLE_US:
+            gaps.append([round((start - end) / 1e3, 3), before, name])
+        end = max(end, finish)
+    table = [[name, round(ms, 3), round(count)] for name, (ms, count) in longest[:most]]
+    idle = {"idle_ms": sum(gap for gap, _, _ in gaps) / TRACED, "gaps": sorted(gaps, reverse=True)[:most]}
+    all_ms = sum(ms for ms, _ in totals.values())
+    return {"kernels": table, "kernels_ms": all_ms, "traced_step_ms": took * 1e3 / TRACED, **idle}
 
 
 def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:

@@ -18,6 +18,7 @@ from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
+from phalanx.train.cast_once import CastLinear
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.ways import WAYS
@@ -59,7 +60,8 @@ def make_stepper(
     parameters = list(divided.trainable().values())
     if mesh.rounds:
         parameters = as_reduced(divided.modules, parameters)
-    gradients: Gradients = LocalGradients(parameters)
+    layers = [part for module in divided.modules for part in module.modules() if isinstance(part, CastLinear)]
+    gradients: Gradients = LocalGradients(parameters, layers)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
     several = mesh.replicate is not None or (replicas and micro_batches > 1) or holds_back
     if mesh.pipeline is None and (mesh.rounds or (mesh.fsdp is None and several)):
@@ -87,6 +89,10 @@ def make_stepper(
     elif not mesh.only_replicates:
         own, inner = mesh.own(micro_batches), gradients if isinstance(gradients, GradientExchange) else None
         gradients = DividedGradients(divided, inner, last=own[-1] if mesh.pipeline is None and len(own) > 1 else None)
+    # One micro-batch adds up nothing, and where the number of workers must not matter all sum alike.
+    adds = isinstance(gradients, LocalGradients) and micro_batches > 1 and not replicas
+    for layer in layers:
+        layer.add_up(adds)
     return Stepper(
         optimizer,
         scale,

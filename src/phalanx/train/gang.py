@@ -227,13 +227,18 @@ class Gang:
         """Agree, judge, update, count, report."""
         parts, recipe, progress, watch = self.parts, self.parts.recipe, self.progress, self.watch
         step = progress.step + 1
-        outcome, scale = parts.stepper.settle(parts.stepper.finish(watch))
-        lr = learning_rate(recipe, step)
+        agreement, lr, early = parts.stepper.finish(watch), learning_rate(recipe, step), parts.stepper.early
+        if early:
+            self.saving.wait_copied()
+            watch.lap("checkpoint")
+            parts.stepper.update_early(agreement, lr)
+        outcome, scale = parts.stepper.settle(agreement)
         watch.lap("optimizer")
-        self.saving.wait_copied()
-        watch.lap("checkpoint")
+        if not early:
+            self.saving.wait_copied()
+            watch.lap("checkpoint")
         self._changing = True
-        if outcome.skipped is None:
+        if outcome.skipped is None and not early:
             parts.stepper.update(scale, lr)
         new = parts.stepper.follow(outcome.flags)
         watch.lap("optimizer")

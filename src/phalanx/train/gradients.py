@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.train.cast_once import CastLinear
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group, summed
@@ -63,15 +64,18 @@ class LocalGradients:
 
     slots = None
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CastLinear] = ()):
+        """`layers` add up their weights' gradients themselves, where they have a total."""
         self._parameters = parameters
+        self._layers = layers
         self._owed: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, leaf: int) -> None:
         pass
 
     def end(self) -> None:
-        pass
+        for layer in self._layers:
+            layer.collect()
 
     def finish(self) -> None:
         for parameter in self._parameters:

@@ -98,6 +98,38 @@ def told(values: Sequence[float], micro_batches: int, world: int) -> tuple[float
     return loss_sum / max(terms, 1.0), terms, raised
 
 
+class EarlyCopy:
+    """Host memory for a few numbers of a GPU, fp64 [n], which can be read while the GPU is at what came after them."""
+
+    def __init__(self, count: int):
+        self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def take(self, numbers: Tensor) -> None:
+        """Copy them once the GPU has them."""
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._copied.record()
+
+    def read(self) -> list[float]:
+        """Wait until they are there."""
+        self._copied.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+def judged(numbers: Tensor, micro_batches: int, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
+    """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
+    `Stepper.settle` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    losses, terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
+    count = terms.sum().clamp(min=1.0)
+    divisor = count * scale
+    grad_norm = numbers[-1] / divisor
+    skip = ~(losses.sum() / count).isfinite() | ~grad_norm.isfinite()
+    if clip is not None:
+        divisor = divisor * (grad_norm / clip).clamp(min=1.0)
+    return divisor.float(), skip.float()
+
+
 def doubtful(loss: float, grad_norm: float) -> str | None:
     """Why a step must not change the weights."""
     if not math.isfinite(loss):
@@ -107,8 +139,9 @@ def doubtful(loss: float, grad_norm: float) -> str | None:
 
 class Stepper:
     """Performs steps: `begin`; for each of this worker's micro-batches `seed`, a forward, `backward`; then `finish`,
-    `settle`, `update`, `follow`. `micro_batches` is their number in a global batch, over all workers. `own_gradients`:
-    gradients are added up in memory of their own from the beginning. `elastic`: the number of replicas must not matter.
+    `settle`, `update`, `follow`; where it is `early`, `finish`, `update_early`, `settle`, `follow`. `micro_batches` is
+    their number in a global batch, over all workers. `own_gradients`: gradients are added up in memory of their own
+    from the beginning. `elastic`: the number of replicas must not matter.
     """
 
     def __init__(
@@ -155,6 +188,10 @@ class Stepper:
         ]
         self.forward_state = ForwardState(modules, place, mesh.stage, elastic, mesh.only_replicates)
         self._scaled = [part for part in parts if scale.dynamic and hasattr(part, "loss_scale")]
+        # Several workers must agree before any of them changes its state (regroup.py).
+        self.early = place.world == 1 and place.device.type == "cuda" and optimizer.scales and not elastic
+        """Whether the device judges a step, so that it computes on while the host waits for the outcome."""
+        self._early_copy = EarlyCopy(2 * micro_batches + len(FLAGS) + 2) if self.early else None
 
     def begin(self, step: int) -> None:
         """A step with this number begins."""
@@ -249,10 +286,20 @@ class Stepper:
         watch.lap("exchange")
         return self._agreement
 
+    def update_early(self, agreement: Tensor, lr: float) -> None:
+        """Judge the step on the device and change the parameters, or not; `settle` comes to the same."""
+        assert self._early_copy is not None
+        numbers = torch.cat([agreement, self.summed.norm().view(1)])
+        self._early_copy.take(numbers)
+        self.optimizer.step_scaled(lr, *judged(numbers, self.micro_batches, self.scale.scale, self.clip))
+
     def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
-        *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
+        if self._early_copy is not None:
+            *values, square, raw_norm = self._early_copy.read()
+        else:
+            *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
         loss, terms, flags = told(values, count, self.place.world)
         factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
         grad_norm = raw_norm * factor

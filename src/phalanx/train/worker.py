@@ -48,7 +48,7 @@ from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
 from phalanx.train.place import Place, agree, from_environment, join, leave, outwait
-from phalanx.train.precision import LossScale, computing, set_products
+from phalanx.train.precision import AUTOCAST, LossScale, computing, set_products
 from phalanx.train.rebuild import Sharded
 from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
 from phalanx.train.reporter import Reporter, reporter
@@ -393,6 +393,8 @@ def divided_model(
 ) -> tuple[Divided, Objective | Staged]:
     """The model as this worker has it, and what runs it."""
     assert recipe.memory.recompute != "auto"
+    casts = casts_once(recipe, place.device)
+    head = head_of(model, scoring.task, data) if casts and scoring.head is None else None
     choices = Choices(
         recipe.precision,
         recompute=recipe.memory.recompute,
@@ -402,6 +404,8 @@ def divided_model(
         # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
         vocabulary=scoring.head is not None and _own_head_loss(scoring.task),
         fp8=fp8,
+        cast_once=casts,
+        output=None if head is None else head.name,
     )
     if mesh.pipeline is None:
         objective = Objective(model, scoring)
@@ -422,6 +426,12 @@ def divided_model(
         seeds.of_stage,
         (lambda: scale.scale) if scale.dynamic else None,
     )
+
+
+def casts_once(recipe: Recipe, device: torch.device) -> bool:
+    """Whether weights are cast once a step (cast_once.py): where compiled blocks run under autocast on a GPU. What a
+    CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
+    return recipe.compile is True and recipe.precision in AUTOCAST and device.type == "cuda"
 
 
 def _own_head_loss(task: Task) -> bool:

@@ -62,6 +62,8 @@ class Adopted(Optimizer):
         self._given = [deepcopy(self._kept(group)) for group in optimizer.param_groups]
         self._left = list(self._initial)  # the rates that the groups had when this was done with them
 
+    scales = False
+
     def step(self, lr: float) -> None:
         """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
         UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""

@@ -63,6 +63,23 @@ class Optimizer:
                 group["lr"] = lr
             part.step()
 
+    @property
+    def scales(self) -> bool:
+        """Whether `step_scaled` works."""
+        kinds = (torch.optim.AdamW, torch.optim.SGD)
+        return all(type(part) in kinds and part.param_groups[0].get("fused") for part in self.parts)
+
+    def step_scaled(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """The same with gradients that are divided by `divisor` first, and nothing where `skip` is 1 (fp32 0-d, on the
+        parameters' device): the host need not know either. By what torch's fused optimizers have for loss scales."""
+        for part in self.parts:
+            part.grad_scale, part.found_inf = divisor, skip  # type: ignore[attr-defined]
+        try:
+            self.step(lr)
+        finally:
+            for part in self.parts:
+                del part.grad_scale, part.found_inf  # type: ignore[attr-defined]
+
     def state(self) -> dict[str, Tensor]:
         """All tensors of the state as `optimizer/<parameter>/<state>`: the live tensors, not copies. Those of a DTensor
         parameter are DTensors like it, or plain tensors of its local part when they are in host memory."""

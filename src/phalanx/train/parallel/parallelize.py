@@ -1,6 +1,6 @@
 """Divide a model over the workers of a layout, in the one order that is right:
 
-    tensor -> expert -> fp8 -> recompute -> compile -> shard, and the optimizer is built last.
+    tensor -> expert -> fp8 -> cast once -> recompute -> compile -> shard, and the optimizer is built last.
 
 Tensor and expert parallel change what parameters are, and with it which products are large enough for fp8;
 recomputation must wrap what they made, or it would not repeat their communication; a compiled block must contain all
@@ -15,6 +15,7 @@ from torch import nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Layout
+from phalanx.train.cast_once import cast_once, linear_in
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.compiled import Compile, compile_blocks
@@ -29,6 +30,7 @@ from phalanx.train.parallel.recompute import Recompute, apply_recompute
 from phalanx.train.parallel.shard import check_groups, check_hooks, check_ties, shard_model
 from phalanx.train.parallel.standins import StandIn
 from phalanx.train.parallel.tensor import check_rules, cut_model
+from phalanx.train.precision import AUTOCAST
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Choices:
     """How the parts of a model are to be computed: what the recipe says besides the layout. `sequence` is the length
     of the sequences, where there are any; `vocabulary` whether the loss can be computed over parts of the vocabulary.
     `fp8`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns which.
+    `cast_once`: linear layers in blocks, and the `output` layer, keep their weights in autocast's dtype for a step.
     """
 
     precision: str = "fp32"
@@ -45,6 +48,8 @@ class Choices:
     sequence: int | None = None
     vocabulary: bool = False
     fp8: Callable[[nn.Module, Iterable[str]], list[str]] | None = None
+    cast_once: bool = False
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ def divide_part(
             cuts[name] = (*cuts.get(name, ()), cut)
     if choices.fp8 is not None:
         choices.fp8(model, blocks)
+    if choices.cast_once and mesh.only_replicates:
+        cast_once(model, [*linear_in(model, blocks), *filter(None, [choices.output])], AUTOCAST[choices.precision])
     apply_recompute(model, blocks, choices.recompute)
     if choices.compile:
         compile_blocks(model, [modules[name] for name in blocks], graphs=choices.compile == "graphs")
