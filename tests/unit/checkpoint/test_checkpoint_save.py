@@ -301,6 +301,22 @@ def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_left_on_storage_that_cannot_be_reached_is_removed_once_it_can(tmp_path: Path, rank: int) -> None:
+    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    saver = Saver(folder, rank, 2)
+    saver.start(1, pieces({"w": torch.ones(3)}), {})
+    assert saver.wait().phase == "written"
+    folder.rename(aside)
+    folder.symlink_to(folder.name)  # what autofs says of a lost mount: ELOOP
+    saver.abandon()
+    saver.sweep()
+    folder.unlink()
+    aside.rename(folder)
+    saver.sweep()
+    assert names_in(folder) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -255,7 +255,7 @@ class Saver:
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
         temporary, final = self._folder(step), self._final(step)
         try:
-            if not temporary.exists() and _bears(final, meta):  # the rank that was lost had come so far
+            if not _stands(temporary) and _bears(final, meta):  # the rank that was lost had come so far
                 nbytes = sum(path.stat().st_size for path in final.iterdir())
                 return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
             nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
@@ -285,11 +285,20 @@ class Saver:
         self._left.discard(step)
         folder = self._folder(step)
         try:
-            while folder.exists():
+            while _stands(folder):
                 with suppress(FileNotFoundError):  # others remove their own meanwhile: there is less each time
                     shutil.rmtree(folder)
         except OSError:
             self._left.add(step)
+
+
+def _stands(path: Path) -> bool:
+    """Whether it is there. OSError where storage fails, of which `Path.exists` says that nothing is there."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def check_space(directory: Path, nbytes: int, copies: int) -> None:
