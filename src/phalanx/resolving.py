@@ -271,6 +271,7 @@ def tried_memory(
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
         trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact}
+        trial["alone"] = room.world == 1
         seconds = call(RACE, {**trial, "offload": given.memory.offload})
         if OUT_OF_MEMORY not in seconds:
             return choices, seconds

@@ -38,6 +38,7 @@ from phalanx.recipe.schema import Layout
 from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
+from phalanx.train.cast_once import CastLinear, cast_once, linear_in
 from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.forward_state import listed, weights_now, what_changes
 from phalanx.train.memory import is_out_of_memory
@@ -51,13 +52,13 @@ from phalanx.train.parallel.recompute import Recompute, apply_recompute
 from phalanx.train.parallel.staging import cut_up
 from phalanx.train.peak import bytes_per_sample
 from phalanx.train.place import from_environment
-from phalanx.train.precision import computing
+from phalanx.train.precision import AUTOCAST, computing
 from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.trace import trace
-from phalanx.train.worker import assemble, head_of, prepare_torch, set_kernels, units_per_sample
+from phalanx.train.worker import assemble, casts_once, head_of, prepare_torch, set_kernels, units_per_sample
 
 FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
@@ -192,6 +193,7 @@ def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
     optim = Recipe.model_validate(payload["recipe"]).optim
     optimizer = Optimizer(model, optim, offload=payload.get("offload") == "optimizer")
     scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
+    layers = _casting(payload, model, task, data, device) if head is None else []
     times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
     with _recomputing(model, payload.get("recompute", "none")), _compiled(model, payload):
         # The update comes first, so that the timed passes have its state beside them, as those of a run do.
@@ -202,6 +204,8 @@ def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
                 begun = time.perf_counter()
                 try:
                     _loss(scoring, model, batch).backward()
+                    for layer in layers:
+                        layer.collect()
                 except Exception as error:
                     if not is_out_of_memory(error) or len(scorings) == 1:
                         raise
@@ -360,6 +364,24 @@ def _compiled(model: nn.Module, payload: dict[str, Any]) -> Iterator[None]:
     if payload.get("compile"):
         compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
     yield
+
+
+def _casting(
+    payload: dict[str, Any], model: nn.Module, task: Task, data: Data, device: torch.device
+) -> list[CastLinear]:
+    """The layers that cast their weights once a step, where the run will have such. They have done so in what is timed:
+    a micro-batch that is not the first of its step, if a worker alone has several."""
+    precision, exact = payload["precisions"][0], payload.get("exact", "no")
+    if not casts_once(payload.get("compile", False), precision, device):
+        return []
+    names = linear_in(model, find_blocks(model))
+    if (head := head_of(model, task, data)) is not None:
+        names.append(head.name)
+    layers = cast_once(model, names, AUTOCAST[precision])
+    for layer in layers:
+        several = payload["recipe"]["batch"]["global"] > payload["micro"]
+        layer.add_up(several and exact != "replicas" and payload["alone"])
+    return layers
 
 
 def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:

@@ -393,7 +393,7 @@ def divided_model(
 ) -> tuple[Divided, Objective | Staged]:
     """The model as this worker has it, and what runs it."""
     assert recipe.memory.recompute != "auto"
-    casts = casts_once(recipe, place.device)
+    casts = casts_once(recipe.compile, recipe.precision, place.device)
     head = head_of(model, scoring.task, data) if casts and scoring.head is None else None
     choices = Choices(
         recipe.precision,
@@ -428,10 +428,10 @@ def divided_model(
     )
 
 
-def casts_once(recipe: Recipe, device: torch.device) -> bool:
+def casts_once(compiled: bool | str, precision: str, device: torch.device) -> bool:
     """Whether weights are cast once a step (cast_once.py): where compiled blocks run under autocast on a GPU. What a
     CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
-    return recipe.compile is True and recipe.precision in AUTOCAST and device.type == "cuda"
+    return compiled is True and precision in AUTOCAST and device.type == "cuda"
 
 
 def _own_head_loss(task: Task) -> bool:

@@ -206,3 +206,26 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_were(where: 
     assert all(torch.equal(value, before[name]) for name, value in optimizer.state().items())
     optimizer.step(0.1)  # what was set for one step is gone
     assert not torch.equal(model.weight, weight)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_products_add_up_in_fp32_too() -> None:
+    model = Two().cuda()
+    layers = adding(model, NAMES)
+    inputs: list[Tensor] = []
+    slopes: list[Tensor] = []
+    model.blocks[1][1].register_forward_hook(
+        lambda _, args, out: (inputs.append(args[0]), out.register_hook(slopes.append))[0]
+    )
+    gradients = LocalGradients(list(model.parameters()), layers)
+    for layer in layers:
+        layer.before_step()
+    for x in batches():
+        with torch.autocast("cuda", dtype=BF16):
+            model(x.cuda()).float().square().sum().backward()
+        gradients.end()
+    pairs = zip(slopes, inputs, strict=True)
+    expected = sum(g.flatten(0, 1).double().t() @ x.flatten(0, 1).to(BF16).double() for g, x in pairs)
+    found = model.blocks[1][1].weight.grad
+    assert found is not None
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
