@@ -175,6 +175,13 @@ def losses_to_try(recipe: Recipe, logits: int, room: Room) -> list[str]:
     )
 
 
+def _ways(recipe: Recipe) -> tuple[str, ...]:
+    """Of recomputing, as little as possible first."""
+    if recipe.memory.recompute != "auto":
+        return (recipe.memory.recompute,)
+    return tuple(way for way in WAYS if way != "selective" or not _layout(recipe).splits_backward)
+
+
 def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]:
     """What is predicted to fit, the best first: as little recomputed as possible, then as many samples at once."""
     given = recipe.batch.micro != "auto"
@@ -182,7 +189,7 @@ def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]
     usable = room.memory * most // least
     state = state_bytes(recipe, needs.trainable, needs.frozen, room.device)
     peaks = needs.peaks.get(loss) or next(iter(needs.peaks.values()))
-    ways = WAYS if recipe.memory.recompute == "auto" else (recipe.memory.recompute,)
+    ways = _ways(recipe)
     found = []
     for way in ways:
         if (peak := peaks.get(way)) is None:
@@ -307,7 +314,7 @@ def _too_large(recipe: Recipe, needs: Needs, room: Room, loss: str, failed: Coll
     micro = recipe.batch.micro
     state = state_bytes(recipe, needs.trainable, needs.frozen, room.device)
     peaks = needs.peaks.get(loss) or next(iter(needs.peaks.values()))
-    ways = WAYS if recipe.memory.recompute == "auto" else (recipe.memory.recompute,)
+    ways = _ways(recipe)
     per_sample = [peak for way in ways if (peak := peaks.get(way)) is not None]
     more = "" if ways[-1] == "full" else ", memory.recompute=full"
     if isinstance(micro, int):

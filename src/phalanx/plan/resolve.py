@@ -82,6 +82,8 @@ def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
         return Choice("compile", False, "the rule on a CPU")
     if not blocks:
         return Choice("compile", False, "the model has no repeated blocks")
+    if isinstance(recipe.layout, Layout) and recipe.layout.splits_backward:
+        return Choice("compile", False, f"blocks of a {recipe.layout.schedule} pipeline cannot be compiled")
     if recipe.steps < COMPILED_STEPS:
         return Choice("compile", False, f"{recipe.steps:,} steps, fewer than {COMPILED_STEPS}, do not earn it back")
     return Choice("compile", True, f"{blocks} repeated blocks on a GPU")

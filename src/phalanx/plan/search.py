@@ -79,6 +79,7 @@ def candidates(profile: Profile, space: Space) -> Columns:
             for schedule, chunks in orders
             if pipeline == 1 or (share // micro >= pipeline and _runs(schedule, chunks, share // micro, pipeline))
             for way in space.ways
+            if not (way == "selective" and pipeline > 1 and SCHEDULES[schedule] == "zero-bubble")
         ]
         if grid:
             rows.append(np.array(grid, dtype=np.int64))

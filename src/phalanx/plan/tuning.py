@@ -174,8 +174,12 @@ def _precisions(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
         yield Candidate({"precision": name}, predicted, f"its matmuls are about {rate / now:.2f} x as fast here")
 
 
+def _splits_backward(recipe: Recipe) -> bool:
+    return isinstance(recipe.layout, Layout) and recipe.layout.splits_backward
+
+
 def _compile(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
-    if not recipe.compile:
+    if not recipe.compile and not _splits_backward(recipe):
         rest = 1 - _matmul_seconds(recipe, facts) / facts.step_seconds
         why = f"{rest:.0%} of a step is not matmul, of which fusing saves about half"
         yield Candidate({"compile": True}, 1 / (1 - rest / 2), why)
@@ -243,6 +247,8 @@ def _micros(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
 def _recomputes(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     gains = {"selective": {"none": 1.05}, "full": {"none": 1.33, "selective": 1.2}}
     for way, predicted in gains.get(recipe.memory.recompute, {}).items():
+        if way == "selective" and _splits_backward(recipe):
+            continue
         if _fits(recipe, _micro(recipe), way, facts):
             yield Candidate({"memory.recompute": way}, predicted, "activations fit into memory")
 

@@ -180,6 +180,14 @@ def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str,
         yield "layout.tensor", "muon works on whole matrices, which tensor ranks do not have; use layout.shard or adamw"
     if recipe.compile == "graphs" and layout.replicate != layout.world:
         yield "compile", "graphs cannot hold the communication of a divided model: give layout.replicate only, or true"
+    if recipe.compile is True and layout.splits_backward:
+        yield (
+            "compile",
+            f"blocks of a {layout.schedule} pipeline cannot be compiled; use false, or layout.schedule=1f1b",
+        )
+    if recipe.memory.recompute == "selective" and layout.splits_backward:
+        why = f"a {layout.schedule} pipeline's backward comes in two parts, of which selective repeats one"
+        yield "memory.recompute", f"{why}; use full or none, or layout.schedule=1f1b"
     if layout.overlap and layout.tensor == 1:
         yield "layout.overlap", "is about what tensor ranks send each other; give layout.tensor, or false"
     for name in ("tensor", "expert"):

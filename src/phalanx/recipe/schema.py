@@ -250,6 +250,12 @@ class Layout(Part):
     schedule wants several."""
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether a block's backward comes in two parts, for its input and later for its weights. Neither compiled
+        blocks nor selective recomputation can do that."""
+        return self.schedule == "zero-bubble" and self.pipeline > 1
+
+    @property
     def world(self) -> int:
         """Number of processes that this layout occupies."""
         return self.replicate * self.shard * self.tensor * self.pipeline * self.context

@@ -89,8 +89,11 @@ def linear_cross_entropy(
     `hidden` and `targets` are alike on all ranks, and so are the loss and the gradient of `hidden`, which is complete:
     it needs no further sum. All ranks must call it alike.
 
+    A backward may come in parts, the gradient of `hidden` first and those of weight and bias later, as zero-bubble
+    pipelines have it.
+
     `chunk` is the number of rows at a time, alike on all ranks, by default what CHUNK_BYTES and ACCELERATOR_ROWS say.
-    Backward works once: without retain_graph, without a second derivative. Raises ValueError where shapes do not fit.
+    There is no second derivative. Raises ValueError where shapes do not fit.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [n, w] and [v, w]")
@@ -147,6 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with _no_autocast(hidden.device):
             loss, gradients = _chunked(hidden, weight, bias, targets, plan, needed)
         ctx.save_for_backward(*gradients)
+        ctx.scaled = None
         ctx.group = plan.group
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return loss
@@ -154,16 +158,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gradients = ctx.saved_tensors
-        if gradients[0] is not None and size_of(ctx.group) > 1:
-            dist.all_reduce(gradients[0], group=ctx.group)
-        # In place: the weight's gradient is as large as the weight. torch refuses a second backward by itself, since
-        # what was saved has changed.
-        scaled = [
-            None if x is None else x.mul_(grad.to(x.dtype)).to(dtype)
-            for x, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None
+        by_hidden, *others = ctx.saved_tensors
+        if by_hidden is not None:
+            by_hidden = by_hidden.clone()  # what was returned may still be on its way to another stage
+            if size_of(ctx.group) > 1:
+                dist.all_reduce(by_hidden, group=ctx.group)
+            by_hidden.mul_(grad.to(by_hidden.dtype))
+        # In place, by another version counter, since the weight's gradient is as large as the weight: by what is not
+        # in it yet, where an earlier part of the backward has scaled it.
+        factor = (
+            grad if ctx.scaled is None else torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
+        )
+        ctx.scaled = grad
+        scaled = [None if x is None else x.data.mul_(factor.to(x.dtype)) for x in others]
+        found = [None if x is None else x.to(dtype) for x, dtype in zip((by_hidden, *scaled), ctx.dtypes, strict=True)]
+        return *found, None, None
 
 
 def _chunked(

@@ -342,3 +342,10 @@ def test_a_run_that_was_short_of_memory_goes_on_with_the_next_smaller(micro: int
 
 def test_under_replicas_the_next_smaller_can_be_shared_as_well() -> None:
     assert smaller_micro(replicas(48).model_copy(update={"batch": recipe(batch={"global": 48, "micro": 2}).batch})) == 1
+
+
+def test_selective_recomputation_is_not_chosen_where_a_backward_comes_in_two_parts() -> None:
+    layout = {"pipeline": 2, "schedule": "zero-bubble"}
+    tight = needs(100 * PLENTY, PLENTY // 100, PLENTY // 200)
+    assert chosen(recipe(layout=layout), tight, world=2)["recompute"] == "full"
+    assert chosen(recipe(layout={"pipeline": 2}), tight, world=2)["recompute"] == "selective"

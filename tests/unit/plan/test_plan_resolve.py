@@ -311,6 +311,7 @@ def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
         ({"steps": 20}, "cuda", 12, False),
         ({}, "cpu", 12, False),
         ({"compile": "graphs"}, "cpu", 0, "graphs"),
+        ({"layout": {"schedule": "zero-bubble"}}, "cuda", 12, True),
     ],
 )
 def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
@@ -319,6 +320,11 @@ def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
     choice = choose_compile(recipe(**values), device, blocks)
     assert choice.value == expected
     assert resolve(recipe(**values), [*CHOSEN, choice], 1).compile == expected
+
+
+def test_blocks_whose_backward_comes_in_two_parts_are_not_compiled() -> None:
+    halves = recipe(layout={"pipeline": 2, "schedule": "zero-bubble"})
+    assert choose_compile(halves, "cuda", 12).value is False
 
 
 @pytest.mark.parametrize(

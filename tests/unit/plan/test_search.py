@@ -271,3 +271,10 @@ def test_a_layout_that_is_given_keeps_its_stages() -> None:
         200 * GIB,
     )
     assert one.options[0].setup.layout.stages == [18, 22]
+
+
+def test_no_zero_bubble_pipeline_recomputes_selectively() -> None:
+    found = candidates(decoder(), Space(64, 256))
+    ways = {WAYS[way] for way, schedule in zip(found["way"], found["schedule"], strict=True) if schedule == 3}
+    assert SCHEDULES[3] == "zero-bubble"
+    assert ways == {"none", "full"}

@@ -93,6 +93,17 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             "compile: graphs cannot hold the communication of a divided model: give layout.replicate only, or true$",
         ),
         (
+            ["layout.pipeline=2", "layout.schedule=zero-bubble", "compile=true"],
+            2,
+            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or layout.schedule=1f1b$",
+        ),
+        (
+            ["layout.pipeline=2", "layout.schedule=zero-bubble", "memory.recompute=selective"],
+            2,
+            "memory.recompute: a zero-bubble pipeline's backward comes in two parts, of which selective repeats one; "
+            "use full or none, or layout.schedule=1f1b$",
+        ),
+        (
             ["exchange.strategy=int8"],
             2,
             "exchange.strategy: int8 rounds what it sends, which exact: world forbids: use",

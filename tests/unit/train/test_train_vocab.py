@@ -177,12 +177,16 @@ def test_without_gradients_only_the_loss_is_computed() -> None:
     assert (products(gradients=False), products(gradients=True)) == (1, 3)
 
 
-def test_a_second_backward_through_the_same_loss_is_refused() -> None:
-    hidden, weight, _, targets = case()
-    loss = linear_cross_entropy(hidden, weight, targets)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_backward_in_parts_scales_each_gradient_once(scale: float) -> None:
+    hidden, weight, bias, targets = case(bias=True)
+    expected = gradients(scale * linear_cross_entropy(hidden, weight, targets, bias=bias), hidden, weight, bias)
+    loss = scale * linear_cross_entropy(hidden, weight, targets, bias=bias)
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    sent = first.clone()
+    found = (first, *torch.autograd.grad(loss, (weight, bias)))
+    assert torch.equal(first, sent)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("target", [V, -1])

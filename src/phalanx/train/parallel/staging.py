@@ -12,7 +12,7 @@ from phalanx.train.parallel.cuts import Cut
 from phalanx.train.parallel.divided import Divided, Tie
 from phalanx.train.parallel.mesh import Mesh, group_of_stages
 from phalanx.train.parallel.parallelize import Choices, Outline, divide_part, outline
-from phalanx.train.parallel.pipeline import SPLIT_BACKWARD, Pipeline, check_micro_batches, owners
+from phalanx.train.parallel.pipeline import Pipeline, check_micro_batches, owners
 from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide
 from phalanx.train.parallel.survey import survey
 from phalanx.train.place import Place
@@ -106,8 +106,6 @@ def divide_stages(
     found = outline(model, layout, choices)
     division = cut_up(model, scoring, batch, layout, found)
     check_micro_batches(layout.schedule, micro_batches, division.stages, layout.pipeline)
-    if choices.compile and layout.schedule in SPLIT_BACKWARD:
-        raise RecipeError(f"compile: blocks of a {layout.schedule} pipeline cannot be compiled; use schedule=1f1b")
     places = owners(layout.schedule, division.stages, layout.pipeline)
     mine = [stage for stage, owner in enumerate(places) if owner == mesh.at["pipeline"]]
     tied = _ties(division, places, mesh, place)
