@@ -44,6 +44,41 @@ def blocks(precision: str) -> dict[str, object]:
     return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
 
 
+def accumulated(casts: str) -> dict[str, object]:
+    """Counts of three micro-batches of two compiled blocks and an untied head, the gradients added up: with weights
+    cast once (`casts` "once") or by autocast. The first step compiles."""
+    from phalanx.models import transformer
+    from phalanx.train.cast_once import cast_once, linear_in
+    from phalanx.train.gradients import LocalGradients
+    from phalanx.train.parallel.blocks import find_blocks
+    from phalanx.train.parallel.compiled import compile_blocks
+
+    model = transformer(vocab=512, sequence=256, layers=2, width=768, heads=12, activation="relu2", tie=False).cuda()
+    names = [*linear_in(model, find_blocks(model)), "head"] if casts == "once" else []
+    layers = cast_once(model, names, torch.bfloat16)
+    for layer in layers:
+        layer.add_up(True)
+    compile_blocks(model, list(model.blocks))
+    tokens = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        gradients = LocalGradients(list(model.parameters()), layers)
+        model.zero_grad()
+        for layer in layers:
+            layer.before_step()
+        for _ in range(3):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(tokens)
+            logits.float().sum().backward()
+            gradients.end()
+
+    run()
+    run()
+    before = Counts.now()
+    run()
+    return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
+
+
 def steps(micro_batches: str) -> dict[str, object]:
     """Counts of a step of the engine with so many micro-batches, eager."""
     import gpu

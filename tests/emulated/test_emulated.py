@@ -42,6 +42,16 @@ def test_blocks_compile_without_a_graph_break_and_as_many_products_as_they_need(
     assert found["triton"] <= (32 if precision == "bf16" else 48) * 2
 
 
+def test_weights_are_cast_once_a_step_and_their_gradients_added_up_by_products(emulated: dict[str, str]) -> None:
+    once, autocast = (counted(emulated, "accumulated", casts) for casts in ("once", "autocast"))
+    assert (once["breaks"], once["waits"], once["copies_from"]) == (0, 0, 0)
+    layers, micro_batches = 2 * 6 + 1, 3
+    assert once["products"] == autocast["products"] == micro_batches * 3 * layers
+    # casts of weights and of their gradients were kernels of Triton, sums launches of their own
+    assert once["triton"] <= autocast["triton"] - micro_batches * 2 * (layers - 1)
+    assert once["launches"] <= autocast["launches"] - (micro_batches - 1) * layers
+
+
 @pytest.mark.parametrize("micro_batches", ["1", "4"])
 def test_the_host_waits_once_a_step_however_many_micro_batches_it_has(
     emulated: dict[str, str], micro_batches: str
