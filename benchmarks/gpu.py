@@ -317,8 +317,10 @@ def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
 def result_of(meter: Meter, case: Case) -> dict[str, Any]:
     tokens = case.tokens
     joules = None if meter.joules is None else meter.joules / (tokens * len(meter.times))
-    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"seconds": meter.times, "joules_per_token": joules, "memory_bytes": memory}
+    found = {"seconds": meter.times, "joules_per_token": joules, "memory_bytes": None}
+    if torch.cuda.is_available():
+        found |= {"memory_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    return found
 
 
 def child(task: dict[str, Any]) -> None:
