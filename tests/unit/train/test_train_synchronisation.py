@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.data import Feed
 from phalanx.recipe.schema import Optim
+from phalanx.train.exchange.int8 import BLOCK, forget
+from phalanx.train.exchange.powersgd import _Thin
 from phalanx.train.gang import Gang
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.state import Progress
@@ -142,3 +144,13 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
                 watch.stop()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def test_exchanges_that_hold_back_what_they_round_look_at_no_number_on_the_host() -> None:
+    waits: list[str] = []
+    matrix, left = torch.randn(6, 4), torch.randn(6, 2)
+    thin = _Thin(0, matrix, torch.randn(4, 2), left, torch.zeros(4, 2))
+    with Inside(waits), Outside(waits):
+        thin.project()
+        forget(torch.randn(1, 2, BLOCK), torch.ones(1, 2, 1))
+    assert waits == []

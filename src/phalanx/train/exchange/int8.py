@@ -136,13 +136,23 @@ class Encoder:
             torch.clamp(scales, min=torch.finfo(torch.float32).tiny, out=inverse).reciprocal_()
             quantised.copy_(torch.mul(some, inverse, out=rounded).round_())
             some.addcmul_(rounded, scales, value=-1)
-        least, largest = torch.stack(torch.aminmax(self._scales)).tolist()
-        if not math.isfinite(largest):  # as it is if any of them is not a number
-            self._numbers.zero_()
-        elif least < FAINT and ((faint := self._scales < FAINT) & (self._scales > 0)).any():
-            self._numbers.masked_fill_(faint, 0.0)
+        if not self._numbers.is_cpu or _suspect(self._scales):  # to look at them, a host would wait for its GPU
+            forget(self._numbers, self._scales)
         if self._padded is not None:
             self._parts.copy_(self._padded[:, :length])
+
+
+def _suspect(scales: Tensor) -> bool:
+    """Whether `forget` may have to do something."""
+    least, largest = torch.stack(torch.aminmax(scales)).tolist()
+    return least < FAINT or not math.isfinite(largest)  # which it is not if any of them is not a number
+
+
+def forget(numbers: Tensor, scales: Tensor) -> None:
+    """Leave nothing of what was lost [n, blocks, BLOCK] where any of its scales [n, blocks, 1] is not finite, nor of
+    blocks whose scale is too small to divide by."""
+    faint = (scales < FAINT) & (scales > 0)
+    numbers.masked_fill_(faint | ~scales.isfinite().all(), 0.0)
 
 
 def pieces(count: int, blocks: int, small: bool) -> list[tuple[slice, slice]]:

@@ -71,8 +71,8 @@ class PowerSGD:
             rows, columns = part.matrix.shape
             into = flat[part.start : part.start + rows * columns].view(rows, columns)
             into.copy_(part.left @ part.right.T)
-            if part.right.isfinite().all() and part.right.any():  # zeros would lead nowhere
-                part.basis.copy_(part.right)
+            good = part.right.isfinite().all() & part.right.any()  # zeros would lead nowhere
+            part.basis.copy_(torch.where(good, part.right, part.basis))
 
 
 def _summed(tensor: Tensor, group: Group) -> Pending | None:
@@ -102,15 +102,14 @@ class _Thin:
     right: Tensor
 
     def project(self) -> None:
-        """From the sum of all P in `left` to this worker's part of Q; the residual keeps what that has not."""
-        if self.left.isfinite().all():
-            self.left.copy_(torch.linalg.qr(self.left).Q)
-            torch.mm(self.matrix.T, self.left, out=self.right)
-            self.matrix.addmm_(self.left, self.right.T, alpha=-1)
-        else:
-            self.right.fill_(torch.nan)
-        if not self.right.isfinite().all():
-            self.matrix.zero_()
+        """From the sum of all P in `left` to this worker's part of Q; the residual keeps what that has not. Where P is
+        not finite, Q is not a number; what is not finite leaves nothing in the residual. No host waits to see it."""
+        fine = self.left.isfinite().all()
+        self.left.copy_(torch.linalg.qr(self.left.masked_fill(~fine, 0.0)).Q)
+        torch.mm(self.matrix.T, self.left, out=self.right)
+        self.matrix.addmm_(self.left, self.right.T, alpha=-1)
+        self.right.masked_fill_(~fine, torch.nan)
+        self.matrix.masked_fill_(~self.right.isfinite().all(), 0.0)
 
 
 class _Wire:
