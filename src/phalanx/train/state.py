@@ -142,7 +142,8 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
                 shape = value.shape
             held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
     for module in divided.modules:
-        held |= {name: divided.whole(value) for name, value in extra_state(module).items()}
+        extra = extra_state(module).items()
+        held |= {name: divided.whole(value) for name, value in extra if name not in divided.foreign}
     held |= {name: divided.whole(value) for name, value in optimizer.settings().items()}
     if divided.residuals is not None:
         held |= divided.residuals.held()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
 from phalanx.train.parallel.pipeline import check_micro_batches, fitting, owners
-from phalanx.train.parallel.stages import Division, Stage, Tie, cut, cut_points, divide
+from phalanx.train.parallel.stages import Division, Stage, Tie, cut, cut_points, divide, keepers
 from phalanx.train.parallel.survey import Objective, survey
 
 WIDTH, VOCAB, LAYERS = 8, 11, 4
@@ -296,6 +296,37 @@ def test_each_parameter_is_where_it_is_needed() -> None:
         *(f"blocks.{index}.linear.{kind}" for index in (2, 3) for kind in ("weight", "bias")),
     }
     assert division.ties == ()
+
+
+class Normed(Model):
+    """With statistics before the blocks, in one of them and behind them, and a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.BatchNorm1d(5) for _ in range(2))
+        self.blocks[2].norm = nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.last(self.body(self.first(self.embedding(tokens)))))
+        self.seen += 1
+        return logits
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_a_forward_changes_is_kept_by_one_stage_which_has_it(stages: int) -> None:
+    model = Normed()
+    division = division_of(model, stages)
+    found = keepers(model, division)
+    assert (found["first"], found["blocks.2.norm"], found["last"], found[""]) == (
+        0,
+        stages // 2,
+        stages - 1,
+        stages - 1,
+    )
+    for name, _ in model.named_buffers():
+        made = cut(model, division, [found[name.rpartition(".")[0]]])
+        assert name in {other for part in made.values() for other, _ in part.model.named_buffers()}
 
 
 def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> None:

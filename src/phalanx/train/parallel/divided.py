@@ -46,7 +46,7 @@ class Divided:
     """The local part of a model. `modules` have the model's own names for what they hold (one module, or one for each
     of this worker's pipeline stages). `cuts` and `partial` are by parameter name, as tensor and expert parallel left
     them; `tied` are parameters that another stage holds, too, over its group, and `owner` whether they count here;
-    `foreign` are buffers that another stage saves."""
+    `foreign` are buffers and extra state that another stage saves."""
 
     mesh: Mesh
     modules: tuple[nn.Module, ...]

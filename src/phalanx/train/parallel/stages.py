@@ -133,6 +133,23 @@ def divide(found: Survey, bounds: Sequence[int]) -> Division:
     return Division(found, tuple(bounds))
 
 
+def keepers(model: nn.Module, division: Division) -> dict[str, int]:
+    """The stage that keeps what a module of the whole model has besides parameters, by the module's name: for modules
+    in a block the block's, for others the last that has them, which alone comes to the end of the forward."""
+    named = dict(model.named_modules())
+    blocks = {id(named[name]) for name in division.survey.blocks}
+    found: dict[str, int] = {}
+    for stage in range(division.stages):
+        kept = division.parameters(stage)
+        needed = {id(parameter) for name, parameter in model.named_parameters() if name in kept}
+        left_out = {id(m) for part in _parts(model, blocks, division.survey.blocks, needed) for m in part.modules()}
+        found |= {name: stage for name, module in named.items() if id(module) not in left_out}
+    for stage in range(division.stages):
+        for block in division.blocks(stage):
+            found |= {name: stage for name in named if name == block or name.startswith(f"{block}.")}
+    return found
+
+
 class StageModel(NamedTuple):
     """One stage's copy of the model. It has only the stage's parameters, under the model's own names."""
 

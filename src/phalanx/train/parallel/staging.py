@@ -1,21 +1,23 @@
 """A model as pipeline stages on the workers of a layout: cut up, each stage divided further, and run by a schedule."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Layout
+from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.objective import Scoring, Sums
 from phalanx.train.parallel.cuts import Cut
 from phalanx.train.parallel.divided import Divided, Tie
 from phalanx.train.parallel.mesh import Mesh, group_of_stages
 from phalanx.train.parallel.parallelize import Choices, Outline, divide_part, outline
 from phalanx.train.parallel.pipeline import Pipeline, check_micro_batches, owners
-from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide
+from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide, keepers
 from phalanx.train.parallel.survey import survey
 from phalanx.train.place import Place
+from phalanx.train.savable import extra_modules
 from phalanx.train.tasks import TensorBatch
 
 
@@ -109,6 +111,7 @@ def divide_stages(
     places = owners(layout.schedule, division.stages, layout.pipeline)
     mine = [stage for stage, owner in enumerate(places) if owner == mesh.at["pipeline"]]
     tied = _ties(division, places, mesh, place)
+    kept_by = keepers(model, division)
     parts = cut(model, division, mine)
     stages: dict[int, Stage] = {}
     cuts: dict[str, tuple[Cut, ...]] = {}
@@ -121,7 +124,7 @@ def divide_stages(
         cuts, partial = cuts | more, partial | some
         if scoring.head is not None and vocabulary is not None:
             scoring.head = scoring.head.over(vocabulary)
-    foreign = _foreign(division, mine, [stage.model for stage in stages.values()])
+    foreign = _foreign(kept_by, mine, [stage.model for stage in stages.values()])
     divided = Divided(mesh, tuple(stage.model for stage in stages.values()), cuts, frozenset(partial), tied, foreign)
     pipeline = Pipeline(
         stages, division.stages, schedule=layout.schedule, group=mesh.pipeline, device=place.device, scale=scale
@@ -168,10 +171,8 @@ def _join_ties(model: nn.Module, others: Sequence[nn.Module]) -> None:
                         setattr(module, attribute, known[name])
 
 
-def _foreign(division: Division, mine: Sequence[int], models: Sequence[nn.Module]) -> frozenset[str]:
-    """Buffers that another stage saves: those of a block are its stage's, all others the last one's."""
-    own = tuple(f"{block}." for stage in mine for block in division.blocks(stage))
-    blocks = tuple(f"{block}." for block in division.survey.blocks)
-    last = division.stages - 1 in mine
-    names = {name for model in models for name, _ in model.named_buffers()}
-    return frozenset(n for n in names if not n.startswith(own) and (n.startswith(blocks) or not last))
+def _foreign(kept_by: Mapping[str, int], mine: Sequence[int], models: Sequence[nn.Module]) -> frozenset[str]:
+    """Buffers and extra state that stages on other ranks save."""
+    names = {name: name.rpartition(".")[0] for model in models for name, _ in model.named_buffers()}
+    names |= {EXTRA + name: name for model in models for name in extra_modules(model)}
+    return frozenset(name for name, module in names.items() if kept_by[module] not in mine)
