@@ -305,9 +305,8 @@ def main() -> None:
         if not mine:
             return
         machine = this_machine()
-        devices = machine.count if machine.device == "cuda" else 0
         store = Store(folder)
-        supervisor = Supervisor(store, Size(devices, machine.cores), spawn)
+        supervisor = Supervisor(store, Size(machine.gpus, machine.cores), spawn)
         busy = time.monotonic()
         while time.monotonic() - busy < IDLE:
             if supervisor.look():
