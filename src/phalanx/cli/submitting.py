@@ -114,9 +114,9 @@ def _job(name: str, words: Sequence[str], **more: object) -> Job:
 def devices_here(engine: str, nproc: int | None) -> int | None:
     """GPUs that a job takes on a node when nobody says: on this machine one for each worker, or all."""
     machine = this_machine()
-    if engine != "local" or machine.device != "cuda":
+    if engine != "local" or not machine.gpus:
         return None
-    return min(nproc or machine.count, machine.count)
+    return min(nproc or machine.gpus, machine.gpus)
 
 
 def pairs(given: Sequence[str], option: str) -> dict[str, str]:
