@@ -185,6 +185,7 @@ def _join(
                 show = stack.enter_context(Shown(ready.run, sys.stderr)).show
         else:
             given = _given(recipe, overrides)
+            device_of(place.local_rank, os.environ, given.recipe.device)  # what is wrong with it is said at once
             where = _run_of(given, run)
             attempt = await_announcement(place, where.path).attempt
     except PhalanxError as error:

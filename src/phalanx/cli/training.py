@@ -193,12 +193,13 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
     run ready, follows it and keeps its events; the others wait for its word."""
     from phalanx.train.meeting import Announced, announce, await_announcement
     from phalanx.train.nodes import nodes_told
-    from phalanx.train.place import from_environment
+    from phalanx.train.place import device_of, from_environment
     from phalanx.train.worker import take_part
 
     place = from_environment(device="cpu")  # until the recipe is read
     if not place.leads:
         loaded = load_recipe(path, overrides)
+        device_of(place.local_rank, os.environ, loaded.recipe.device)  # what is wrong with it is said at once
         run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
         told = await_announcement(place, run.path)
         if told.finished:
