@@ -123,9 +123,9 @@ def starting(
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
     loaded.check_named()
-    machine = this_machine()
-    world = nproc or workers_for(loaded.recipe, machine.count if machine.device == "cuda" else 1)
-    if machine.device == "cuda" and world > machine.count * nodes:
+    machine = machine_of(loaded)
+    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
+    if machine.gpus and world > machine.count * nodes:
         raise UsageError(too_few_gpus(math.ceil(world / nodes), machine.count))
     check(loaded.recipe, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)
@@ -160,10 +160,21 @@ def starting(
         yield ready
 
 
+def machine_of(loaded: Loaded) -> Machine:
+    """This machine with the device that the recipe asks for. RecipeError where it has none."""
+    with loaded.locating():
+        return this_machine(device=loaded.recipe.device)
+
+
 def check_machine(loaded: Loaded, machine: Machine) -> None:
     """RecipeError when the recipe asks for what this machine does not have."""
+    check_on(loaded.recipe, machine, loaded.at)
+
+
+def check_on(recipe: Recipe, machine: Machine, at: Callable[[str], str] = str) -> None:
+    """RecipeError when a recipe asks for what this machine does not have; `at` as for `check`."""
     anywhere = os.environ.get(FP8) == "always"
-    check_device(loaded.recipe, machine.device, machine.name, machine.capability, loaded.at, fp8_anywhere=anywhere)
+    check_device(recipe, machine.device, machine.name, machine.capability, at, anywhere, machine.rocm)
 
 
 def create(run: Run) -> None:
@@ -197,13 +208,14 @@ def make_ready(
         notes += [f"forced: {difference}" for difference in differing]
         old = None if differing else old
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
-    prepared = given.model_copy(update={"data": data, "evaluate": evaluate})
+    prepared = given.model_copy(update={"data": data, "evaluate": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     first_attempt = last_attempt(run) + 1
     if old is not None:
         check_whole(run, old[1])
         recipe = go_on(old[1], prepared, world)
         check(recipe, folder, world, loaded.at)
+        check_on(recipe, machine)
         check_layout(recipe, folder, call)
         notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world), *lost(run), *run.damaged()]
         plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
@@ -296,6 +308,8 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
             f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
             f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
         )
+    if old.device not in (new.device, "auto"):
+        notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
     if old.batch.micro != new.batch.micro:
         notes.append(f"batch.micro {old.batch.micro} -> {new.batch.micro}: so that the workers can share the batch")
     if new.exchange.exact == "replicas":
@@ -360,8 +374,8 @@ def supervise(
         "function": "phalanx.train.worker:work",
         "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
     }
-    machine = this_machine()
-    expected = machine.count if machine.device == "cuda" else None
+    machine = this_machine(device=recipe.device)
+    expected = machine.count if machine.device == "cuda" else None  # counted as NVIDIA's and AMD's drivers list them
     agent = Agent(
         run,
         nursery,

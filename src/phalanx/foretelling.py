@@ -72,7 +72,7 @@ def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int)
             needed = memory_of(recipe, replace(base, recompute="full")).total
             share = device.memory_gib * GIB / world
             return (base.layout, "a replica fits into each worker's memory") if needed <= share else None
-        planned = plan_run(loaded, str(default_cluster_file(this_machine())), world)
+        planned = plan_run(loaded, str(default_cluster_file(this_machine(device=recipe.device))), world)
     except RecipeError:
         return None
     layout, seconds = planned.best.setup.layout, planned.best.seconds

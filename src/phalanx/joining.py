@@ -25,17 +25,18 @@ from phalanx.api import (
     Ready,
     changed,
     check_machine,
+    check_on,
     check_whole,
     continuing,
     create,
     finished,
     last_attempt,
     lost,
+    machine_of,
     previous,
     to_the_end,
     write_run,
 )
-from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.attempt import NEVER_CAME
@@ -151,7 +152,7 @@ def _join(
     PhalanxError is told before it is raised."""
     from phalanx.train.joined import Joined
     from phalanx.train.meeting import Announced, announce, await_announcement
-    from phalanx.train.place import agree, from_environment
+    from phalanx.train.place import agree, device_of, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
     from phalanx.train.worker import prepare_torch
@@ -159,7 +160,7 @@ def _join(
     events = os.environ.get("PHALANX_EVENTS")
     notes, show = list[str](), None
     try:
-        place = from_environment()
+        place = from_environment(device="cpu")  # until the recipe is known
         if events is not None and _finished:
             raise UsageError(
                 "phalanx.join: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
@@ -184,6 +185,7 @@ def _join(
                 show = stack.enter_context(Shown(ready.run, sys.stderr)).show
         else:
             given = _given(recipe, overrides)
+            device_of(place.local_rank, os.environ, given.recipe.device)  # what is wrong with it is said at once
             where = _run_of(given, run)
             attempt = await_announcement(place, where.path).attempt
     except PhalanxError as error:
@@ -198,6 +200,7 @@ def _join(
         for note in notes:
             report.event("warning", text=note)
         resolved = load_recipe(where.resolved).recipe
+        place = replace(place, device=device_of(place.local_rank, os.environ, resolved.device))
         pulse = _pulse(place.local_rank)
         prepare_torch(resolved, place)
         meet(place)
@@ -302,7 +305,8 @@ def _ready(
     where = _run_of(loaded, run)
     if not supervised:
         check_place(where.path)
-    given, machine = loaded.recipe, this_machine()
+    machine = machine_of(loaded)
+    given = loaded.recipe.model_copy(update={"device": machine.device})
     if where.path.resolve() in _finished and finished(where, given):
         raise UsageError(
             f"{where.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
@@ -317,6 +321,7 @@ def _ready(
     if old is not None:
         check_whole(where, old[1])
         resolved = go_on(old[1], given, world)
+        check_on(resolved, machine)
         notes += [*lost(where), *where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
         plan: dict[str, Any] = where.read_lossy(where.plan)
     else:

@@ -114,7 +114,7 @@ def plan_run(
     RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
     what would. UsageError: the cluster has not so many devices.
     """
-    where = sized(cluster, gpus, folder) if cluster is not None else _here()
+    where = sized(cluster, gpus, folder) if cluster is not None else _here(loaded.recipe.device)
     devices = gpus or where.devices
     loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
@@ -132,11 +132,12 @@ def plan_run(
     return _outcome(recipe, where, devices, profile, found, rates, cap, _sample_bytes(facts))
 
 
-def _here() -> Cluster:
-    """This machine, as it was measured. UsageError: it was not."""
-    path = default_cluster_file(this_machine())
+def _here(device: str) -> Cluster:
+    """This machine, as it was measured with a recipe's device. UsageError: it was not."""
+    path = default_cluster_file(this_machine(device=device))
     if not path.is_file():
-        raise UsageError("--cluster: not given, and this machine has not been measured: run `phalanx probe` first")
+        probe = "CUDA_VISIBLE_DEVICES= phalanx probe" if device == "cpu" else "phalanx probe"
+        raise UsageError(f"--cluster: not given, and this machine has not been measured: run `{probe}` first")
     return load_cluster(str(path))
 
 

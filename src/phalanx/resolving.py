@@ -283,4 +283,4 @@ def tried_memory(
 def trial_recipe(given: Recipe) -> dict[str, Any]:
     """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
     kept = given.model_dump(mode="json", by_alias=True)
-    return {key: kept[key] for key in ("model", "adapter", "task", "data", "batch", "optim", "seed")}
+    return {key: kept[key] for key in ("device", "model", "adapter", "task", "data", "batch", "optim", "seed")}

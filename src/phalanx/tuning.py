@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from phalanx.api import Ready, starting
-from phalanx.cluster import Machine, this_machine
+from phalanx.api import Ready, check_on, machine_of, starting
+from phalanx.cluster import Machine
 from phalanx.data import Progress
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
@@ -32,7 +32,8 @@ from phalanx.plan.tuning import (
     steps_to_pay,
     untried,
 )
-from phalanx.recipe import Recipe, check, check_device, dump_recipe, workers_for
+from phalanx.recipe import Recipe, check, dump_recipe, workers_for
+from phalanx.recipe.devices import kind_of
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
@@ -164,7 +165,7 @@ def tune(
     PhalanxError when the recipe as given cannot run. A candidate that cannot is a row that says why.
     """
     watcher = watcher or Watcher()
-    machine = this_machine()
+    machine = machine_of(loaded)
     # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
     fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout) or loaded.recipe.batch.per == "worker"
     with Arena(loaded.folder) as arena:
@@ -221,7 +222,7 @@ class Search:
         try:
             recipe = changed(best, candidate.changes)
             check(recipe, self._loaded.folder, workers_for(recipe, 1))
-            check_device(recipe, self._machine.device, self._machine.name, self._machine.capability)
+            check_on(recipe, self._machine)
         except (PhalanxError, ValueError) as error:  # of this version's rules: it is told, and the search goes on
             return replace(row, note=f"refused: {_first_line(error)}")
         world = self._arena.enter(recipe)
@@ -311,8 +312,8 @@ def gain(found: Measured) -> str:
 
 def precisions(given: Recipe, machine: Machine, allowed: bool) -> tuple[str, ...]:
     """Precisions that may be tried: those that `auto` chooses from, or all that this kind of device computes in."""
-    if allowed and machine.device == "cuda":
-        return tuple(name for name in get_args(Recipe.model_fields["precision"].annotation) if name != "auto")
+    if allowed and machine.gpus:
+        return kind_of(machine.device, machine.rocm).precisions
     return ("fp32", "bf16") if allowed or given.precision == "auto" else ()
 
 

@@ -51,6 +51,11 @@ def build(folder: Path = BUILD) -> Path:
     return folder
 
 
+ROCM = {"NULLGPU_NAME": "AMD Instinct MI300X", "NULLGPU_CAPABILITY": "9.4", "NULLGPU_HIP": "7.0"}
+"""Variables, besides those of `environment`, under which the GPU has the properties that ROCm's torch tells of a
+MI300X. Torch stays the CUDA build."""
+
+
 def environment(folder: Path) -> dict[str, str]:
     """Variables under which a process finds one emulated H100, and Phalanx it."""
     cache = folder / "cache"

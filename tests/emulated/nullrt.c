@@ -19,6 +19,11 @@ static size_t total(void) {
     const char *s = getenv("NULLGPU_GIB");
     return (size_t)(s ? atoi(s) : 80) << 30;
 }
+static int capability(int minor) { // "9.0"
+    const char *s = getenv("NULLGPU_CAPABILITY");
+    s = s ? s : "9.0";
+    return minor ? (strchr(s, '.') ? atoi(strchr(s, '.') + 1) : 0) : atoi(s);
+}
 static size_t used = 0;
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
@@ -89,7 +94,8 @@ E cudaSetDevice(int d) {
 }
 static void fill(struct cudaDeviceProp *p) {
     memset(p, 0, sizeof *p);
-    strcpy(p->name, "NVIDIA H100 80GB HBM3");
+    const char *name = getenv("NULLGPU_NAME");
+    strncpy(p->name, name ? name : "NVIDIA H100 80GB HBM3", sizeof p->name - 1);
     p->totalGlobalMem = total();
     p->sharedMemPerBlock = 49152;
     p->regsPerBlock = 65536;
@@ -99,8 +105,8 @@ static void fill(struct cudaDeviceProp *p) {
     p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = 2147483647;
     p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-    p->major = 9;
-    p->minor = 0;
+    p->major = capability(0);
+    p->minor = capability(1);
     p->multiProcessorCount = 132;
     p->l2CacheSize = 50 << 20;
     p->maxThreadsPerMultiProcessor = 2048;
@@ -137,10 +143,10 @@ E cudaDeviceGetAttribute(int *v, int a, int d) {
         *v = 233472;
         break;
     case 75:
-        *v = 9;
+        *v = capability(0);
         break;
     case 76:
-        *v = 0;
+        *v = capability(1);
         break;
     case 1:
         *v = 1024;

@@ -13,7 +13,10 @@ import torch
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
 
-from emulator import build, environment
+from emulator import ROCM, build, environment
+
+from phalanx.recipe import load_recipe
+from phalanx.run import Run, read_events
 
 HERE = Path(__file__).resolve().parent
 
@@ -84,3 +87,58 @@ def test_kernels_compute_what_torchs_operations_do(kernel: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert max(json.loads(done.stdout.splitlines()[-1])) < 1e-5
+
+
+RECIPE = """
+name: tiny
+model: {build: "phalanx.models:transformer", args: {layers: 1, width: 32, heads: 2}}
+data: {source: {text: "*.txt"}, sequence: 16}
+batch: {global: 2}
+evaluate: {every: null, share: 0}
+steps: 2
+checkpoint: {every: null}
+"""
+
+
+def trained(emulated: dict[str, str], folder: Path, *overrides: str) -> tuple[int, str, Run]:
+    """The exit code and errors of `phalanx train`, and its run."""
+    (folder / "words.txt").write_text("a few words of no meaning, and some more of them, again and again. " * 40)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    run = Run(folder / "run")
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(folder / "recipe.yaml"),
+        *overrides,
+        "--run",
+        str(run.path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=emulated, timeout=280, check=False)
+    return done.returncode, done.stderr, run
+
+
+def devices(run: Run) -> tuple[str, str, str]:
+    """Where the worker trained, what the resolved recipe says, and on which machine."""
+    (start,) = (event["device"] for event in read_events(run.events) if event["kind"] == "start")
+    return start, load_recipe(run.resolved).recipe.device, json.loads(run.cluster.read_text())["device"]
+
+
+def test_a_recipe_for_the_cpu_leaves_a_gpu_alone(emulated: dict[str, str], tmp_path: Path) -> None:
+    code, errors, run = trained(emulated, tmp_path, "device=cpu")
+    assert (code, devices(run)) == (0, ("cpu", "cpu", "cpu")), errors
+    last = [event for event in read_events(run.events) if event["kind"] == "step"][-1]
+    assert last["loss"] > 1  # kernels of the emulated GPU do nothing: it would be 0
+
+
+def test_a_gpu_with_rocms_properties_trains_as_cuda_and_is_no_hopper(emulated: dict[str, str], tmp_path: Path) -> None:
+    amd = {**emulated, **ROCM}
+    code, errors, run = trained(amd, tmp_path, "precision=bf16")
+    assert (code, devices(run)) == (0, ("cuda:0", "cuda", "cuda")), errors
+    cluster = json.loads(run.cluster.read_text())
+    assert cluster["name"] == "AMD Instinct MI300X"
+    assert "fp8" not in cluster["matmul_tflops"]
+    code, errors, _ = trained(amd, tmp_path, "precision=fp8")
+    assert code == 78
+    assert "AMD Instinct MI300X (AMD's formats of fp8, such as e4m3fnuz on MI300, are others) has none" in errors

@@ -219,6 +219,17 @@ def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> Non
     assert note == "the layout changed under exchange.exact = world: the digest will differ by rounding"
 
 
+def test_another_device_is_told_to_change_the_digest() -> None:
+    (note,) = continuing(resolved(device="cuda"), resolved(device="cpu"))
+    assert note == "device cuda -> cpu: the digest will differ by rounding"
+
+
+def test_a_run_from_before_recipes_named_a_device_goes_on_with_any() -> None:
+    old, new = resolved(), resolved(device="cpu")
+    assert continuing(old, new) == []
+    assert refused(recipe(), old, recipe(device="cpu")) == []
+
+
 def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
     exchange = {"exchange": {"strategy": "diloco", "exact": "no"}}
     (note,) = continuing(resolved(**exchange), resolved(layout={"replicate": 3}, **exchange))

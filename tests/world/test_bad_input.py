@@ -38,6 +38,7 @@ BAD: dict[str, Case] = {
     "no file": (None, [], ["recipe.yaml", "no such file"]),
     "broken YAML": ("steps: [1, 2\nname: x\n", [], ["recipe.yaml:"]),
     "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "mapping"]),
+    "device that is not here": ({"device": "xpu"}, [], ["recipe.yaml:", "device", "an Intel GPU", "cpu or auto"]),
     "source that matches no file": (
         {"data": {"source": {"text": "no/such/*.txt"}}},
         [],

@@ -11,7 +11,8 @@ import pytest
 
 from lab import Ended, Lab, Values, fault
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
-from phalanx.run import Run
+from phalanx.recipe import load_recipe
+from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
 
 PARTS = {"data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other"}
@@ -109,6 +110,13 @@ def test_everything_of_a_run_stands_in_its_directory(lab: Lab) -> None:
     for path in (run.recipe, run.resolved, run.plan, run.cluster, run.environment, run.events, run.result):
         assert path.is_file(), path
     assert [path.name for path in run.logs.iterdir()] == ["attempt-0-rank-0.log"]
+
+
+def test_the_resolved_recipe_names_the_device_that_trained(lab: Lab) -> None:
+    run = lab.reference({}, 1).run
+    (start,) = (event for event in read_events(run.events) if event["kind"] == "start")
+    assert load_recipe(run.recipe).recipe.device == "auto"
+    assert load_recipe(run.resolved).recipe.device == start["device"].partition(":")[0]
 
 
 def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: Lab, tmp_path: Path) -> None:

@@ -113,14 +113,14 @@ def chaos(
 
 def course_of(loaded: "Loaded", nproc: int | None, nodes: int, queue: bool) -> "Course":
     """What the run will be, as far as the list of faults depends on it."""
+    from phalanx.api import machine_of
     from phalanx.cli.training import workers_of
-    from phalanx.cluster import this_machine
     from phalanx.jobs.chaos.plan import Course
     from phalanx.recipe import check, workers_for
 
-    recipe, machine = loaded.recipe, this_machine()
+    recipe = loaded.recipe
     world = workers_of(loaded, nproc, nodes)
-    world = world or workers_for(recipe, machine.count if machine.device == "cuda" else 1)
+    world = world or workers_for(recipe, machine_of(loaded).gpus or 1)
     check(recipe, loaded.folder, world, loaded.at)
     saved = recipe.checkpoint
     if isinstance(saved.every, str):

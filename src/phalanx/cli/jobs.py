@@ -73,7 +73,8 @@ def submit(
 
     more: dict[str, Any] = {
         "nodes": nodes,
-        "devices": devices if devices is not None else submitting.devices_here(on, nproc),
+        "devices": devices,
+        "usual": submitting.devices_here(on, nproc) if devices is None else None,
         "cores": cores,
         "limit": submitting.seconds_of(limit),
         "priority": priority,

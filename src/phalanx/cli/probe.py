@@ -49,7 +49,7 @@ def probe(
     if not folder.is_dir():
         raise UsageError(f"--folder {folder}: no such folder")
     machine = this_machine()
-    if nproc is not None and machine.device == "cuda" and nproc > machine.count:
+    if nproc is not None and machine.gpus and nproc > machine.count:
         raise UsageError(f"--nproc {nproc}: this machine has {machine.count} GPUs")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with progress() as tell:

@@ -38,10 +38,12 @@ def recipe_job(
     name: str | None,
     code: str | None = None,
     environment: Mapping[str, str] | None = None,
+    usual: int | None = None,
     **more: object,
 ) -> Job:
     """The job that trains a recipe, or runs a script with a loop of its own. The recipe is checked here, before
-    anything is sent. `code`: what travels, see `carried`; with it the recipe is that of the copy."""
+    anything is sent. `code`: what travels, see `carried`; with it the recipe is that of the copy. `usual`: GPUs that it
+    takes on a node where nobody says, unless it trains on the CPU."""
     script = path.suffix == ".py"
     if script:
         if not path.is_file():
@@ -56,6 +58,7 @@ def recipe_job(
         loaded = load_recipe(path, overrides)
         loaded.check_named()
         called = loaded.recipe.name
+        usual = None if loaded.recipe.device == "cpu" else usual
     where = (run if run is not None else Path("runs") / called).absolute()
     check_place(where)
     # a script's paths are relative to where it is started, a recipe's to where it lies
@@ -73,6 +76,7 @@ def recipe_job(
     words = [sys.executable, "-P", "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
     words += [] if nproc is None else ["--nproc", str(nproc)]
     words += ["--force"] if force else []
+    more |= {} if usual is None else {"devices": usual}
     return _job(name or called, words, code=travels, run=where, environment=environment, **more)
 
 
@@ -94,7 +98,13 @@ def check_committed(code: Code, name: str, overrides: Sequence[str]) -> None:
 
 
 def framework_job(
-    framework: str, command: Sequence[str], nproc: int | None, name: str | None, code: str | None = None, **more: object
+    framework: str,
+    command: Sequence[str],
+    nproc: int | None,
+    name: str | None,
+    code: str | None = None,
+    usual: int | None = None,
+    **more: object,
 ) -> Job:
     """The job that starts `nproc` processes of a program on each node, with its framework's variables."""
     check_framework(framework)
@@ -103,6 +113,7 @@ def framework_job(
     words = [sys.executable, "-P", "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
     travels = None if code is None else carried(code, Path.cwd())
+    more |= {} if usual is None else {"devices": usual}
     return _job(name or (scripts[0] if scripts else framework), words, code=travels, **more)
 
 
@@ -114,9 +125,9 @@ def _job(name: str, words: Sequence[str], **more: object) -> Job:
 def devices_here(engine: str, nproc: int | None) -> int | None:
     """GPUs that a job takes on a node when nobody says: on this machine one for each worker, or all."""
     machine = this_machine()
-    if engine != "local" or machine.device != "cuda":
+    if engine != "local" or not machine.gpus:
         return None
-    return min(nproc or machine.count, machine.count)
+    return min(nproc or machine.gpus, machine.gpus)
 
 
 def pairs(given: Sequence[str], option: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.api import Ready, finished, starting, supervise
+from phalanx.api import Ready, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
@@ -107,8 +107,7 @@ def workers_of(loaded: Loaded, nproc: int | None, nodes: int) -> int | None:
     be shared evenly."""
     if nodes == 1:
         return nproc
-    machine = this_machine()
-    each = nproc or (machine.count if machine.device == "cuda" else 1)
+    each = nproc or machine_of(loaded).gpus or 1
     total = each * nodes if nproc is not None else workers_for(loaded.recipe, each * nodes)
     if total % nodes:
         raise UsageError(
@@ -144,8 +143,7 @@ def train_own_loop(
     if not script.is_file():
         raise UsageError(f"{script}: no such file; expected a recipe or a script that calls phalanx.join")
     run = Run(run_path if run_path is not None else Path("runs") / script.stem)
-    machine = this_machine()
-    world = nproc or (machine.count if machine.device == "cuda" else 1)
+    world = nproc or this_machine().gpus or 1
     with NurseryProcess() as nursery, Shown(run, out) as shown:
         outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
     if outcome.message:
@@ -195,12 +193,13 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
     run ready, follows it and keeps its events; the others wait for its word."""
     from phalanx.train.meeting import Announced, announce, await_announcement
     from phalanx.train.nodes import nodes_told
-    from phalanx.train.place import from_environment
+    from phalanx.train.place import device_of, from_environment
     from phalanx.train.worker import take_part
 
-    place = from_environment()
+    place = from_environment(device="cpu")  # until the recipe is read
     if not place.leads:
         loaded = load_recipe(path, overrides)
+        device_of(place.local_rank, os.environ, loaded.recipe.device)  # what is wrong with it is said at once
         run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
         told = await_announcement(place, run.path)
         if told.finished:

@@ -14,9 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from phalanx.errors import UnfitNodeError
+from phalanx.errors import RecipeError, UnfitNodeError
+from phalanx.recipe.devices import KINDS, NO_FLOAT64
 
 FLAGS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
 """CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
@@ -43,14 +45,20 @@ class Accelerator:
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
     uuid: str = ""
+    device: str = "cuda"
+    """Torch's name of it."""
+    rocm: bool = False
+    """Whether it is AMD's, which torch calls "cuda", too."""
+    float64: bool = True
+    """Whether it computes in float64: of Intel's some do not."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """One machine as this process may use it: `cores` physical and `threads` logical ones, `memory_bytes` of RAM.
 
-    `device`, `name` and `count` tell what trains: "cuda", the GPU's name and the number of GPUs, or else "cpu", the
-    CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    `device`, `name` and `count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs, or else
+    "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
     """
 
     host: str
@@ -64,15 +72,24 @@ class Machine:
     cpu: Cpu
     capability: tuple[int, int] | None = None
     """Of the GPUs: CUDA compute capability."""
+    rocm: bool = False
+    """Whether the GPUs are AMD's."""
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs train; 0 where the CPU does."""
+        return 0 if self.device == "cpu" else self.count
 
 
 def this_machine(
     root: Path = Path("/"),
     affinity: Sequence[int] | None = None,
     find_accelerators: Callable[[], list[Accelerator]] | None = None,
+    device: str = "auto",
 ) -> Machine:
     """Look at the machine below `root`. `affinity` (the CPUs allowed) and the accelerators are asked of the system
-    unless given. Different GPUs side by side are an UnfitNodeError: the slowest would set the pace unseen."""
+    unless given. `device` is a recipe's: RecipeError where it is not here. Different GPUs side by side are an
+    UnfitNodeError: the slowest would set the pace unseen."""
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     quota = cgroup_cores(root)
     threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
@@ -80,7 +97,8 @@ def this_machine(
     limit = cgroup_memory(root)
     memory = memory if limit is None else min(memory, limit)
     cpu = parse_cpuinfo((root / "proc/cpuinfo").read_text(), max_ghz(root, cpus))
-    gpus = accelerators(root) if find_accelerators is None else find_accelerators()
+    found = [] if device == "cpu" else accelerators(root) if find_accelerators is None else find_accelerators()
+    gpus = chosen(found, device)
     if len({gpu.name for gpu in gpus}) > 1:
         kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
         raise UnfitNodeError(
@@ -88,7 +106,7 @@ def this_machine(
         )
     return Machine(
         host=platform.node(),
-        device="cuda" if gpus else "cpu",
+        device=gpus[0].device if gpus else "cpu",
         name=gpus[0].name if gpus else cpu.name,
         count=len(gpus) or 1,
         cores=min(threads, physical_cores(root, cpus)),
@@ -97,6 +115,29 @@ def this_machine(
         device_memory_bytes=min(gpu.memory_bytes for gpu in gpus) if gpus else memory,
         cpu=cpu,
         capability=gpus[0].capability if gpus else None,
+        rocm=bool(gpus) and gpus[0].rocm,
+    )
+
+
+def chosen(found: Sequence[Accelerator], device: str) -> list[Accelerator]:
+    """Those that train where a recipe says `device`; with `auto` none where training lacks something on them.
+    RecipeError when there are none of what it names."""
+    fit = [gpu for gpu in found if gpu.float64]
+    if device in ("auto", "cpu"):
+        return fit if device == "auto" else []
+    if right := [gpu for gpu in fit if gpu.device == device]:
+        return right
+    kind = KINDS[device]
+    if not kind.float64:
+        raise RecipeError(f"device: found {device}, but {kind.what} {NO_FLOAT64}; cpu or auto would be valid")
+    if of_kind := [gpu for gpu in found if gpu.device == device]:
+        raise RecipeError(f"device: found {device}, but {of_kind[0].name} {NO_FLOAT64}; cpu or auto would be valid")
+    hidden = [f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES if name in os.environ]
+    why = f" ({hidden[0]} may hide it)" if hidden else ""
+    valid = f"{fit[0].device}, for {fit[0].name}, cpu or auto" if fit else "cpu or auto"
+    raise RecipeError(
+        f"device: found {device}, but torch {version('torch')} does not find {kind.what} here{why}; {valid} would be "
+        "valid; `phalanx doctor` shows what this machine has"
     )
 
 
@@ -193,18 +234,24 @@ def _read(path: Path) -> str | None:
         return None
 
 
-_LIST = """
+LISTING = """
 import json, torch
-found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-capability = [None if torch.version.hip else (each.major, each.minor) for each in found]
-uuids = [str(getattr(each, "uuid", "")) for each in found]
-print(json.dumps([[each.name, each.total_memory, *rest] for each, *rest in zip(found, capability, uuids)]))
+rocm, found = bool(torch.version.hip), []
+device = "cuda" if torch.cuda.device_count() else "xpu"
+module = torch.get_device_module(device)
+for each in map(module.get_device_properties, range(module.device_count())):
+    capability = (each.major, each.minor) if device == "cuda" and not rocm else None
+    uuid, float64 = str(getattr(each, "uuid", "")), getattr(each, "has_fp64", True)
+    found.append([each.name, each.total_memory, capability, uuid, device, rocm, bool(float64)])
+print(json.dumps(found))
 """
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """By these a user or a launcher chooses GPUs."""
 
 DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
+INTEL = "0x8086"
+"""The number of the vendor in PCI."""
 
 
 def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[Accelerator]:
@@ -213,7 +260,7 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
     Asked in a process of its own: a process that has touched CUDA can no longer fork workers. Without a driver's
     device file the answer is none, and torch is not even imported. UnfitNodeError when torch fails at it.
     """
-    if not any((root / name).exists() for name in DEVICE_FILES):
+    if not any((root / name).exists() for name in DEVICE_FILES) and not intel(root):
         return []
     chosen = tuple(os.environ.get(name) for name in VISIBLE_DEVICES)
     return list(_listed(python, timeout, chosen))
@@ -223,19 +270,28 @@ def accelerators(root: Path = Path("/"), python: str = sys.executable, timeout: 
 def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tuple[Accelerator, ...]:
     """As `accelerators`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
     try:
-        done = subprocess.run([python, "-P", "-c", _LIST], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [python, "-P", "-c", LISTING], capture_output=True, text=True, timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise UnfitNodeError(f"a GPU does not answer: torch did not list the GPUs within {timeout:.0f} s") from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last}")
     listed = json.loads(done.stdout.splitlines()[-1])
-    return tuple(Accelerator(name, memory, tuple(kind) if kind else None, uuid) for name, memory, kind, uuid in listed)
+    return tuple(
+        Accelerator(name, memory, tuple(kind) if kind else None, *more) for name, memory, kind, *more in listed
+    )
+
+
+def intel(root: Path) -> bool:
+    """Whether a driver of Intel's GPUs is loaded: it has no device file of its own."""
+    return any(_read(path) == INTEL for path in root.glob("sys/class/drm/renderD*/device/vendor"))
 
 
 def too_few_gpus(workers: int, gpus: int) -> str:
     """What is wrong with more workers on a node than GPUs, and what to do."""
     return (
         f"{workers} workers on a node with {gpus} {'GPU' if gpus == 1 else 'GPUs'}: each worker takes one; "
-        f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        f"use --nproc {gpus}, or device=cpu to train on the CPU"
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.recipe.checks import has_fp8
+from phalanx.recipe.devices import sizes_for
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ def measure_matmul(
     clock: Clock = time.perf_counter,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """TFLOP/s of square matrix products on "cpu" or "cuda" by precision: "fp32", "bf16", on GPUs also "tf32", "fp16"
+    """TFLOP/s of square matrix products on a device of torch by precision: "fp32", "bf16", on GPUs also "tf32", "fp16"
     and, where the hardware has it, "fp8".
 
     Each precision gets about `seconds`: for each of a few sizes the median of repeated runs after one that warms up;
@@ -33,13 +34,14 @@ def measure_matmul(
     import torch
 
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if device == "cuda":
+    module = torch.get_device_module(device)
+    if device != "cpu":
         kinds |= {"tf32": torch.float32, "fp16": torch.float16}
-        if not torch.version.hip and has_fp8(torch.cuda.get_device_capability()):
+        if device == "cuda" and not torch.version.hip and has_fp8(module.get_device_capability()):
             kinds["fp8"] = torch.float8_e4m3fn
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
+        if not module.is_bf16_supported(including_emulation=False):
             del kinds["bf16"]
-    sizes = sizes or SIZES[device]
+    sizes = sizes or SIZES[sizes_for(device)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     rates = {}
@@ -53,8 +55,7 @@ def measure_matmul(
 
                 def run(product: Callable[[], object] = product) -> None:
                     product()
-                    if device == "cuda":
-                        torch.cuda.synchronize()
+                    module.synchronize()
 
                 took = median_seconds(run, seconds / len(sizes), clock)
                 best = max(best, 2 * size**3 / took / 1e12)
@@ -78,7 +79,7 @@ def _plain(a: torch.Tensor, b: torch.Tensor, fast: bool) -> Callable[[], object]
         torch.mm(a, b, out=out)
         torch.set_float32_matmul_precision(before)
 
-    return product if a.is_cuda else lambda: torch.mm(a, b, out=out)
+    return product if a.device.type != "cpu" else lambda: torch.mm(a, b, out=out)
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:

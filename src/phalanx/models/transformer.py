@@ -61,8 +61,13 @@ def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return _compute_dtype(norm(x.to(norm.weight.dtype)))
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type not in ("cpu", "meta")
+
+
 def has_kernel(x: Tensor) -> bool:
-    """Whether norm_rotate.py takes x [b, s, h, d]: a GPU with Triton, and heads of a power of two of features."""
+    """Whether norm_rotate.py takes x [b, s, h, d]: a GPU of NVIDIA or AMD with Triton, and heads of a power of two of
+    features."""
     dim = x.shape[-1]
     return x.is_cuda and 16 <= dim <= 256 and dim & (dim - 1) == 0 and HAS_TRITON
 
@@ -201,7 +206,7 @@ class Transformer(nn.Module):
         if tokens.shape[1] > self.sequence:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for sequence={self.sequence}")
         x = self.embedding(tokens)  # [b, s, w]
-        if x.is_cuda:  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
+        if _on_gpu(x):  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
             x = _compute_dtype(x)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
@@ -218,7 +223,7 @@ class Transformer(nn.Module):
             angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         else:
             angles = rotations_at(positions, self.head_dim, self.rope_base)
-        if torch.compiler.is_compiling() or self.blocks_are_compiled or tokens.is_cuda:
+        if torch.compiler.is_compiling() or self.blocks_are_compiled or _on_gpu(tokens):
             return angles.cos(), angles.sin()
         return torch.polar(torch.ones_like(angles), angles)
 

@@ -91,7 +91,7 @@ def data_sheet_rate(cluster: Mapping[str, Any] | None, precision: str, world: in
     value = _tflops(cluster, "data_sheet_tflops", precision)
     if value is None or cluster is None:
         return None
-    devices = world if cluster.get("device") == "cuda" else int(cluster.get("count") or 1) * nodes
+    devices = world if cluster.get("device") not in (None, "cpu") else int(cluster.get("count") or 1) * nodes
     return value * 1e12 * devices
 
 

@@ -15,6 +15,7 @@ from phalanx.plan.resolve import Choice, parts_of, shared_among
 from phalanx.plan.setup import wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
+from phalanx.recipe.devices import sizes_for
 from phalanx.recipe.exchanges import apart_from, candidates, first_steps
 from phalanx.recipe.schema import Layout
 
@@ -44,7 +45,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Room:
-    """What one worker has: bytes of memory on a device ("cpu" or "cuda"), among so many workers."""
+    """What one worker has: bytes of memory on a device of torch, among so many workers."""
 
     device: str
     memory: int
@@ -185,7 +186,7 @@ def _ways(recipe: Recipe) -> tuple[str, ...]:
 def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]:
     """What is predicted to fit, the best first: as little recomputed as possible, then as many samples at once."""
     given = recipe.batch.micro != "auto"
-    most, least = (1, 1) if given else PART[room.device]
+    most, least = (1, 1) if given else PART[sizes_for(room.device)]
     usable = room.memory * most // least
     state = state_bytes(recipe, needs.trainable, needs.frozen, room.device)
     peaks = needs.peaks.get(loss) or next(iter(needs.peaks.values()))
@@ -336,7 +337,7 @@ def _too_large(recipe: Recipe, needs: Needs, room: Room, loss: str, failed: Coll
             f"{min(size for _, _, size in failed)} samples at once" if failed else "one sample"
         )
         return f"batch.micro: not even one micro-batch fits: {what}; use a smaller model or sequence{more}"
-    most, least = PART[room.device]
+    most, least = PART[sizes_for(room.device)]
     left = max(room.memory * most // least - state, 0)
     smallest = activation_bytes(recipe, min(per_sample), sizes(recipe, room.world)[-1], room.world)
     return (
@@ -347,7 +348,7 @@ def _too_large(recipe: Recipe, needs: Needs, room: Room, loss: str, failed: Coll
 
 
 def _part(room: Room) -> str:
-    most, least = PART[room.device]
+    most, least = PART[sizes_for(room.device)]
     return "half" if (most, least) == (1, 2) else f"{most / least:.0%}"
 
 

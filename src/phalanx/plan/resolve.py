@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
+from phalanx.recipe.devices import kind_of
 from phalanx.recipe.exchanges import (
     BUCKET,
     DETERMINISM_LIMIT,
@@ -63,7 +64,7 @@ def likely_precision(recipe: Recipe, device: str) -> str:
     """What the precision will probably be, before anything was timed."""
     if recipe.precision != "auto":
         return recipe.precision
-    return "bf16" if device == "cuda" else "fp32"
+    return "bf16" if kind_of(device).is_gpu else "fp32"
 
 
 def precisions_to_time(recipe: Recipe, device: str) -> list[str]:
@@ -78,8 +79,8 @@ def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
     memory, and compiling takes the time of one block; a run of a few steps does not earn it back."""
     if recipe.compile != "auto":
         return Choice("compile", recipe.compile, "given")
-    if device == "cpu":
-        return Choice("compile", False, "the rule on a CPU")
+    if not kind_of(device).compiles:
+        return Choice("compile", False, f"the rule on {kind_of(device).what}")
     if not blocks:
         return Choice("compile", False, "the model has no repeated blocks")
     if isinstance(recipe.layout, Layout) and recipe.layout.splits_backward:
@@ -100,6 +101,9 @@ def choose_exact(recipe: Recipe, trial: Mapping[str, Any], device: str) -> list[
         )
     if exact != "auto" or device == "cpu":
         return []
+    if not kind_of(device).deterministic:
+        why = f"torch does not say which kernels of {kind_of(device).what} are deterministic"
+        return [Choice("exchange.exact", "no", f"{why}: a run that resumes may end with other bits")]
     if name is not None:
         why = f"{name} has no deterministic kernel on this device: a run that resumes may end with other bits"
         return [Choice("exchange.exact", "no", why)]
@@ -222,7 +226,7 @@ def go_on(resolved: Recipe, given: Recipe, world: int) -> Recipe:
     """The recipe of a run that goes on: what was resolved, with the keys that are free to change, and the places of
     prepared data, as given now."""
     values, new = resolved.model_dump(by_alias=True), given.model_dump(by_alias=True)
-    for key in ("name", "steps", "checkpoint", "recovery", "callbacks"):
+    for key in ("name", "steps", "checkpoint", "recovery", "callbacks", "device"):
         values[key] = new[key]
     for key in ("every", "samples"):
         values["evaluate"][key] = new["evaluate"][key]

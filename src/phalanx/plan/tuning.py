@@ -16,6 +16,7 @@ from phalanx.plan.memory import PART, activation_bytes, state_bytes
 from phalanx.plan.resolve import parts_of, shared_among
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
+from phalanx.recipe.devices import sizes_for
 from phalanx.recipe.schema import LOCAL, Layout
 
 MARGIN = 1.02
@@ -183,7 +184,7 @@ def _compile(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
         rest = 1 - _matmul_seconds(recipe, facts) / facts.step_seconds
         why = f"{rest:.0%} of a step is not matmul, of which fusing saves about half"
         yield Candidate({"compile": True}, 1 / (1 - rest / 2), why)
-    elif recipe.compile is True and facts.device == "cuda":
+    elif recipe.compile is True and facts.device != "cpu":
         yield Candidate({"compile": "graphs"}, 1.05, "a graph starts all kernels of a block at once")
 
 
@@ -213,7 +214,7 @@ def _layouts(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     if isinstance(layout, Layout) and layout.tensor > 1 and not layout.overlap and not recipe.compile:
         if recipe.data.sequence // layout.context % (2 * layout.tensor) == 0:
             # On two cores with two ranks: 0.96 x; their cores have no time left in which to send.
-            predicted = 1.05 if facts.device == "cuda" else 0.95
+            predicted = 1.05 if facts.device != "cpu" else 0.95
             yield Candidate({"layout.overlap": True}, predicted, "half of what leaves a block's parts is hidden")
         return
     whole = recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL
@@ -235,7 +236,7 @@ def _micros(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     share = recipe.batch.global_ // parts_of(recipe, 1)
     larger = [size for size in divisors(share) if size > micro]
     if larger and recipe.exchange.exact != "replicas" and _fits(recipe, larger[0], recipe.memory.recompute, facts):
-        predicted = 1.05 if facts.device == "cuda" else 1.01
+        predicted = 1.05 if facts.device != "cpu" else 1.01
         yield Candidate({"batch.micro": larger[0]}, predicted, "fewer, larger operations")
     smaller = _next_micro(recipe, micro - 1)
     if smaller is not None and facts.device == "cpu":
@@ -276,7 +277,7 @@ def _matmul_seconds(recipe: Recipe, facts: Facts) -> float:
     rate = _rate(recipe.precision, facts)
     if not rate:
         return facts.step_seconds / 2
-    samples = recipe.batch.global_ / (_workers(recipe) if facts.device == "cuda" else 1)
+    samples = recipe.batch.global_ / (_workers(recipe) if facts.device != "cpu" else 1)
     return min(0.9 * facts.step_seconds, facts.flops_per_sample * samples / (rate * 1e12))
 
 
@@ -293,7 +294,7 @@ def _fits(recipe: Recipe, micro: int, way: str, facts: Facts) -> bool:
         return False
     share = facts.memory_bytes // (_workers(recipe) if facts.device == "cpu" else 1)
     held = activation_bytes(recipe, int(peak), micro, _workers(recipe))
-    most, least = PART[facts.device]
+    most, least = PART[sizes_for(facts.device)]
     return state_bytes(recipe, facts.parameters, facts.frozen, facts.device) + held <= share * most // least
 
 

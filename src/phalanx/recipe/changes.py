@@ -17,11 +17,12 @@ FREE = (
     "evaluate.every",
     "evaluate.samples",
     "layout",
+    "device",
 )
 """Keys that may change when a run goes on; every other one changes the mathematics or its rounding.
 
-`evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout` is: it
-changes rounding only, which is told.
+`evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout` and `device`
+are: they change rounding only, which is told.
 """
 
 

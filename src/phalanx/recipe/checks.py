@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from phalanx.recipe.devices import kind_of
 from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
@@ -52,13 +53,23 @@ def check_device(
     capability: Sequence[int] | None,
     at: Callable[[str], str] = str,
     fp8_anywhere: bool = False,
+    rocm: bool = False,
 ) -> None:
-    """RecipeError when what `recipe` asks for cannot be had on this kind of device ("cpu" or "cuda")."""
-    problems = []
-    if recipe.precision == "fp8" and not has_fp8(capability) and not fp8_anywhere:
-        problems.append(f"{at('precision')}: {NO_FP8.format(name)}")
-    if recipe.compile == "graphs" and device != "cuda":
-        problems.append(f"{at('compile')}: graphs are CUDA graphs, and {name} is no GPU; true or false would be valid")
+    """RecipeError when what `recipe` asks for cannot be had on this device of torch ("cpu", "cuda", ...), `rocm` if it
+    is AMD's."""
+    problems, kind = [], kind_of(device, rocm)
+    fp8 = "fp8" in kind.precisions and has_fp8(capability)
+    if recipe.precision == "fp8" and not fp8 and not fp8_anywhere:
+        problems.append(f"{at('precision')}: {NO_FP8.format(name + kind.about_fp8)}")
+    if recipe.compile == "graphs" and not kind.graphs:
+        what = "has none" if kind.is_gpu else "is no GPU"
+        valid = "true or false would be valid"
+        problems.append(f"{at('compile')}: graphs are CUDA graphs, and {name} {what}; {valid}")
+    if recipe.exchange.exact in ("world", "replicas") and not kind.deterministic:
+        problems.append(
+            f"{at('exchange.exact')}: found {recipe.exchange.exact}, but torch does not say which kernels give the "
+            f"same bits twice on {name}; auto or no would be valid, or device=cpu"
+        )
     if problems:
         raise several(problems)
 

@@ -384,6 +384,9 @@ class Recipe(Part):
     steps: Steps = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optim: Optim = Optim()
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel; docs/devices.md says what each can do.
+    `auto`: GPUs where torch finds some, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
     """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with
     products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with those linear layers of blocks in fp8 that measure

@@ -32,8 +32,8 @@ def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        on_gpu = isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available()
-        free = torch.cuda.mem_get_info()[1] * 9 // 10 if on_gpu else psutil.virtual_memory().available
+        on_gpu = isinstance(error, torch.OutOfMemoryError) and torch.accelerator.is_available()
+        free = torch.get_device_module().mem_get_info()[1] * 9 // 10 if on_gpu else psutil.virtual_memory().available
         raise OutOfMemory(advise(micro, plan, free)) from error
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat import watching
+from phalanx.recipe.devices import kind_of
 
 
 @dataclass
@@ -53,21 +54,22 @@ def follow(forward: Callable[[], Tensor], device: torch.device) -> Course:
     """The course of a forward, which returns a loss, and its backward. On a GPU run it once before, so that what is
     made at the first use of all is there."""
     course, live = Course(), _Live()
-    on_gpu = device.type == "cuda"
+    counted = kind_of(device.type).memory_statistics
+    gpu = torch.get_device_module(device)
 
     def after(result: Any) -> None:
-        if on_gpu:
-            course.moments.append(torch.cuda.max_memory_allocated(device))
-            torch.cuda.reset_peak_memory_stats(device)
+        if counted:
+            course.moments.append(gpu.max_memory_allocated(device))
+            gpu.reset_peak_memory_stats(device)
         else:
             live.see(result)
             course.moments.append(live.bytes)
 
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
+    if counted:
+        gpu.reset_peak_memory_stats(device)
     with watching(after):
         loss = forward()
-        course.kept = torch.cuda.memory_allocated(device) if on_gpu else live.bytes
+        course.kept = gpu.memory_allocated(device) if counted else live.bytes
         loss.backward()
     return course
 
@@ -88,7 +90,7 @@ def bytes_per_sample(model: nn.Module, forward: Callable[[int], Tensor], device:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        if device.type == "cuda":
+        if kind_of(device.type).is_gpu:
             forward(1).backward()
         one, two = (follow(lambda count=samples: forward(count), device) for samples in (1, 2))  # type: ignore[misc]
     finally:

@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,9 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
 from phalanx.cluster.interfaces import VARIABLES, missing
-from phalanx.errors import DataError, UsageError
+from phalanx.cluster.near_cores import stay_near
+from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.recipe.devices import KINDS, kind_of
 from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.wire import listening_at, store_key, token_from
 from phalanx.train.signed import SignedStore
@@ -54,8 +56,8 @@ class Place:
         return self.rank == 0
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place that the environment gives; alone on this machine when it says nothing."""
+def from_environment(environment: Mapping[str, str] = os.environ, device: str = "auto") -> Place:
+    """The place that the environment gives; alone on this machine when it says nothing. `device` is a recipe's."""
     try:
         rank, world = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
         local_rank = int(environment.get("LOCAL_RANK") or 0)
@@ -64,22 +66,51 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Place:
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and PHALANX_ATTEMPT must be numbers: {error}") from None
     if not 0 <= rank < world:
         raise UsageError(f"RANK={rank} does not lie in WORLD_SIZE={world}")
-    return Place(rank, world, local_rank, attempt, device_of(local_rank, environment))
+    return Place(rank, world, local_rank, attempt, device_of(local_rank, environment, device))
 
 
-def device_of(local_rank: int, environment: Mapping[str, str]) -> torch.device:
+def visible_gpus() -> tuple[str, int]:
+    """The kind of GPU that torch sees and can train on here, and how many; "cpu" and 0 where there is none."""
+    if torch.cuda.is_available():
+        return "cuda", torch.cuda.device_count()
+    if torch.xpu.is_available() and torch.xpu.get_device_properties(0).has_fp64:
+        return "xpu", torch.xpu.device_count()
+    return "cpu", 0
+
+
+def device_of(
+    local_rank: int,
+    environment: Mapping[str, str],
+    asked: str = "auto",
+    gpus: Callable[[], tuple[str, int]] = visible_gpus,
+) -> torch.device:
     """The GPU of a worker: its own of those that torch sees, or the only one that a launcher lets it see (`srun
-    --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none. UsageError when
-    there are fewer GPUs than workers."""
-    if not torch.cuda.is_available():
+    --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none, or where a recipe's
+    device is `asked` to be that. RecipeError where what is asked for is not here, UsageError when there are fewer GPUs
+    than workers."""
+    if asked == "cpu":
         return torch.device("cpu")
-    visible = torch.cuda.device_count()
+    kind, visible = gpus()
+    if asked not in ("auto", kind):
+        raise RecipeError(
+            f"device: found {asked}, but torch {torch.__version__} does not find {KINDS[asked].what} on "
+            f"{socket.gethostname()} to train on; all nodes of a run need the same kind of device"
+        )
     if local_rank < visible:
-        return torch.device("cuda", local_rank)
+        return torch.device(kind, local_rank)
+    if not visible:
+        return torch.device("cpu")
     by_agent = "PHALANX_EVENTS" in environment
     if visible == 1 and not by_agent and any(environment.get(name) for name in VISIBLE_DEVICES):
-        return torch.device("cuda", 0)
+        return torch.device(kind, 0)
     raise UsageError(too_few_gpus(local_rank + 1, visible))
+
+
+def _stay_near(device: torch.device) -> None:
+    """On a machine with several GPUs, run on the cores that are near this worker's own."""
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        found = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def join(
@@ -93,24 +124,30 @@ def join(
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
     nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
     """
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    kind = kind_of(place.device.type)
+    if kind.is_gpu:
+        torch.get_device_module(place.device).set_device(place.device)
+        _stay_near(place.device)
     if place.world == 1:
         return
+    if kind.backend is None or not dist.is_backend_available(kind.backend):
+        raise RecipeError(
+            f"device: torch {torch.__version__} has no {kind.backend}, by which workers on {kind.type} exchange "
+            "gradients; use one worker, or device=cpu"
+        )
     os.environ.update(local_network(environment))
     check_interfaces(place, environment)
     store = store_of(place, environment)
-    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
     _watching[:] = [connections]
     with connections:
         dist.init_process_group(
-            backend,
+            kind.group,
             store=store,
             rank=place.rank,
             world_size=place.world,
             timeout=_patience[0],
             # NCCL would guess the device at the first collective, connect lazily and could not split communicators.
-            device_id=place.device if place.device.type == "cuda" else None,
+            device_id=place.device if kind.is_gpu else None,
         )
 
 

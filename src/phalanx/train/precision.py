@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.recipe.devices import kind_of
+
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -23,7 +25,7 @@ def computing(precision: str, device: torch.device) -> contextlib.AbstractContex
 
 def set_products(precision: str, device: torch.device) -> None:
     """What fp32 products and convolutions of this process are computed in: fp32, with `tf32` on a GPU in TF32."""
-    if device.type == "cuda":
+    if kind_of(device.type).is_gpu:
         fast = precision == "tf32"
         torch.set_float32_matmul_precision("high" if fast else "highest")
         torch.backends.cudnn.allow_tf32 = fast  # torch's own default is True, whatever matmuls do

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.recipe.devices import kind_of
 from phalanx.run.pulse import Pulse, Silent
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
@@ -80,7 +81,7 @@ class Beating:
 
 
 class Event(Protocol):
-    """A mark in a GPU's stream of work, as torch.cuda.Event is one."""
+    """A mark in a GPU's stream of work, as torch.Event is one."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -88,8 +89,8 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
-def _cuda_event() -> Event:
-    event: Event = torch.cuda.Event(enable_timing=True)
+def _gpu_event() -> Event:
+    event: Event = torch.get_device_module().Event(enable_timing=True)
     return event
 
 
@@ -101,7 +102,7 @@ class CudaStopwatch:
     to the next step. So a step lasts from agreement to agreement, and over many steps nothing is lost.
     """
 
-    def __init__(self, event: Callable[[], Event] = _cuda_event):
+    def __init__(self, event: Callable[[], Event] = _gpu_event):
         self._event = event
         self._marks: list[tuple[str, Event]] = []
 
@@ -135,4 +136,4 @@ class CudaStopwatch:
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """The stopwatch for a device."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch() if kind_of(device.type).is_gpu else HostStopwatch()

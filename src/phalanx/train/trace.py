@@ -53,7 +53,8 @@ def trace(parts: Parts, objective: Objective, steps: int, warm_up: int, out: Pat
     assert isinstance(micro, int)
     watch = stopwatch(place.device)
     total, sums = 0.0, dict.fromkeys(PARTS, 0.0)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if place.device.type == "cuda" else [])
+    on_gpu = place.device.type != "cpu"
+    activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, place.device.type.upper())] if on_gpu else [])]
     with Feed(parts.data, global_batch=recipe.batch.global_, micro=micro, rank=0, world=1, consumed=0) as feed:
 
         def one_step(number: int) -> None:
@@ -83,7 +84,7 @@ def trace(parts: Parts, objective: Objective, steps: int, warm_up: int, out: Pat
     kinds: Counter[str] = Counter()
     operations = []
     for event in profiler.key_averages():
-        own = (event.self_device_time_total if place.device.type == "cuda" else event.self_cpu_time_total) / 1e6
+        own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         kinds[kind_of(event.key)] += own / steps
         operations.append((event.key, own / steps, event.count // steps))
     operations.sort(key=lambda operation: -operation[1])

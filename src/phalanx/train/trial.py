@@ -24,6 +24,7 @@ from phalanx.compat import die_first, fake_tensors, nondeterministic, scale_in_p
 from phalanx.data import Data, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, huggingface_directory, import_object, told
+from phalanx.recipe.devices import kind_of
 from phalanx.recipe.exchanges import (
     CHANGES,
     DETERMINISM_LIMIT,
@@ -98,11 +99,11 @@ def imagined(payload: dict[str, Any]) -> dict[str, Any]:
 def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     torch.set_num_threads(payload["threads"])  # more, beside other work, would wait for each other
     model, task, data = _open(payload, values)
-    device = from_environment({}).device if values else torch.device("cpu")
+    device = _device(payload) if values else torch.device("cpu")
     if not values:
         huggingface.materialise(model, device)
     # FLOPs do not depend on the precision, but in fp32 a GPU has no kernel for grouped heads that keeps no scores.
-    counting = payload.get("precision", "fp32") if device.type == "cuda" else "fp32"
+    counting = payload.get("precision", "fp32") if kind_of(device.type).is_gpu else "fp32"
     if values and isinstance(task, LanguageModeling):
         check_documents(model, task, to_device(data.train(0, 1), device))
     flops, before = [], weights_now(model, values)
@@ -160,12 +161,13 @@ def _race_by_exact(payload: dict[str, Any]) -> dict[str, Any]:
     deterministic ones, and what these cost as a part of the time (`deterministic_cost`)."""
     exact = payload.get("exact", "no")
     free: dict[str, float] = {}
-    if exact == "no" or (exact == "auto" and from_environment({}).device.type == "cpu"):
+    device = _device(payload)
+    if exact == "no" or (exact == "auto" and not (kind_of(device.type).is_gpu and kind_of(device.type).deterministic)):
         return _race(payload, deterministic=False)
     if exact == "auto":
         free = _race(payload, deterministic=False)
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     try:
         strict = _race(payload, deterministic=True)
     except RuntimeError as error:
@@ -183,7 +185,7 @@ def _race_by_exact(payload: dict[str, Any]) -> dict[str, Any]:
 
 def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
     model, task, data = _open(payload)
-    device = from_environment({}).device
+    device = _device(payload)
     torch.set_num_threads(payload["threads"])
     set_kernels(device, payload["precisions"][0], deterministic)
     batch = to_device(data.train(0, payload["micro"]), device)
@@ -244,7 +246,7 @@ def fits(payload: dict[str, Any]) -> None:
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
     """A profile of a few steps of a resolved recipe, as plain values."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
-    place = from_environment({})
+    place = from_environment({}, recipe.device)
     prepare_torch(recipe, place)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     nowhere = Run(Path(payload["out"]).parent)
@@ -282,7 +284,7 @@ def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, 
     recipe = Recipe.model_validate(payload["recipe"])
     folder = Path(payload["folder"])
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
-    device = from_environment({}).device if load else torch.device("cpu")
+    device = _device(payload) if load else torch.device("cpu")
     if load:
         check_room(recipe.model, data.facts, folder, this_machine().memory_bytes)
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
@@ -396,5 +398,10 @@ def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if kind_of(device.type).is_gpu:
+        torch.accelerator.synchronize()
+
+
+def _device(payload: dict[str, Any]) -> torch.device:
+    """Where the recipe of a trial is to run."""
+    return from_environment({}, payload["recipe"].get("device", "auto")).device

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.compat import graph_breaks, is_compiled
+from phalanx.recipe.devices import kind_of
 from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.staging import Staged
@@ -39,8 +40,8 @@ def warm_up(
             else:
                 parts.stepper.seed()
                 _forward_and_backward(objective, batches[0], parts.divided)
-        if parts.place.device.type == "cuda":
-            torch.cuda.synchronize(parts.place.device)
+        if kind_of(parts.place.device.type).is_gpu:
+            torch.accelerator.synchronize(parts.place.device)
     parts.stepper.begin(progress.step + 1)  # drops what gradients there are
     if parts.place.leads:
         compiled = sum(is_compiled(part) for module in parts.divided.modules for part in module.modules())
@@ -75,7 +76,7 @@ def _leaving_no_trace(divided: Divided, device: torch.device) -> Iterator[None]:
         for name, buffer in part.named_buffers(recurse=False)
     ]
     extra = [(module, extra_state(module)) for module in divided.modules]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if kind_of(device.type).is_gpu else [], device_type=device.type):
         yield
     with torch.no_grad():
         for part, name, buffer, value in before:

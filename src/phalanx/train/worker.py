@@ -23,6 +23,7 @@ from phalanx.compat import set_determinism
 from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
 from phalanx.errors import ExitCode, PhalanxError, storage_failed, words_of
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
+from phalanx.recipe.devices import kind_of
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
 from phalanx.run.pulse import Pulse, Silent, pulse_of
@@ -47,7 +48,7 @@ from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
 from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
-from phalanx.train.place import Place, agree, from_environment, join, leave, outwait
+from phalanx.train.place import Place, agree, device_of, from_environment, join, leave, outwait
 from phalanx.train.precision import AUTOCAST, LossScale, computing, set_products
 from phalanx.train.rebuild import Sharded
 from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
@@ -66,7 +67,7 @@ COMES_LATER = "PHALANX_COMES_LATER"
 
 def work(payload: dict[str, Any]) -> None:
     """Train as one worker of the run and leave the process with its exit code."""
-    raise SystemExit(int(take_part(payload, from_environment())))
+    raise SystemExit(int(take_part(payload, from_environment(device="cpu"))))  # until the recipe is read
 
 
 def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], None] | None = None) -> ExitCode:
@@ -113,6 +114,7 @@ def _train(
     run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, pulse: Pulse | Silent, force: bool
 ) -> ExitCode:
     recipe = load_recipe(run.resolved).recipe
+    place = replace(place, device=device_of(place.local_rank, os.environ, recipe.device))
     prepare_torch(recipe, place)
     between, within, comes_later = Connections(), Connections(), os.environ.get(COMES_LATER) == "1"
     # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
@@ -224,7 +226,7 @@ def set_kernels(device: torch.device, precision: str, deterministic: bool) -> No
     """Which kernels of a GPU this process may use: the rounding of fp32 products, and deterministic ones only. On a CPU
     all are deterministic."""
     set_products(precision, device)
-    if device.type == "cuda" and deterministic:
+    if kind_of(device.type).is_gpu and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         set_determinism(True)
 
@@ -352,8 +354,8 @@ def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
         return None
     sample = _one_sample(model, data)
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
-    on_gpu = next(iter(sample.values())).device.type == "cuda"
-    with computing("bf16", torch.device("cuda")) if on_gpu else contextlib.nullcontext():
+    device = next(iter(sample.values())).device
+    with computing("bf16", device) if kind_of(device.type).is_gpu else contextlib.nullcontext():
         name = find_head(model, *task.inputs(sample))
     layer = None if name is None else model.get_submodule(name)
     # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.

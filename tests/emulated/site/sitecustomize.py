@@ -16,7 +16,17 @@ def _device_files(module: Any) -> None:
     module.DEVICE_FILES = ("proc/self/status",)
 
 
+def _hip(module: Any) -> None:
+    module.hip = os.environ["NULLGPU_HIP"]
+
+
+def _no_triton(module: Any) -> None:
+    module.HAS_TRITON = False  # it would ask ROCm's runtime, which is not emulated
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {"phalanx.cluster.discover": _device_files}
+if os.environ.get("NULLGPU_HIP"):  # torch says so where it was built for AMD's GPUs
+    PATCHES |= {"torch.version": _hip, "phalanx.train.ops": _no_triton, "phalanx.models.transformer": _no_triton}
 
 
 class _Patching(importlib.abc.MetaPathFinder):

@@ -384,6 +384,13 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
 
 
+def test_memory_for_a_gpu_that_locks_none_is_there_at_once_and_says_so() -> None:
+    buffer = Buffer(10, torch.device("xpu"))
+    buffer.wait()
+    assert not buffer.locked
+    assert not buffer.bytes.any()
+
+
 def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> None:
     memory = Buffer(10)
     for start, end in ((0, 3 * BLOCK), (5, 7), (7, 7), (BLOCK - 1, BLOCK + 1), (BLOCK, 2 * BLOCK + 5)):

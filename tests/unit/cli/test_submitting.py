@@ -186,3 +186,10 @@ def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> 
     assert said.count("slurm does not answer; asking again for 10 min") == 1
     with pytest.raises(UsageError, match="does not answer"):
         followed(run, *[silent] * int(SILENCE + 2))
+
+
+@pytest.mark.parametrize(("device", "devices"), [("auto", 2), ("cuda", 2), ("cpu", 0)])
+def test_a_recipe_for_the_cpu_takes_no_gpu_unless_it_is_asked_for(tmp_path: Path, device: str, devices: int) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    assert recipe_job(recipe, [f"device={device}"], None, None, False, None, usual=2).devices == devices

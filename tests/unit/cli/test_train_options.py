@@ -56,6 +56,15 @@ def test_what_cannot_be_obeyed_is_refused_before_anything_is_done(
     assert not (recipe.parent / "runs").exists()
 
 
+def test_a_worker_without_the_recipes_device_waits_for_nobody(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(recipe), "device=xpu"]) == ExitCode.RECIPE
+    assert "device: found xpu, but torch" in capsys.readouterr().err
+
+
 def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "PHALANX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"), "")
     place = from_environment(empty)

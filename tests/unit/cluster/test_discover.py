@@ -1,11 +1,14 @@
 """Discovery, on machines that are made of text files."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.cluster.discover import (
+    LISTING,
     Accelerator,
     Cpu,
     accelerators,
@@ -14,7 +17,7 @@ from phalanx.cluster.discover import (
     parse_cpuinfo,
     this_machine,
 )
-from phalanx.errors import UnfitNodeError
+from phalanx.errors import RecipeError, UnfitNodeError
 
 EPYC = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -54,8 +57,13 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def look(root: Path, gpus: list[Accelerator] | None = None, affinity: tuple[int, ...] = (0, 1, 2, 3)):  # type: ignore[no-untyped-def]
-    return this_machine(root, affinity, lambda: gpus or [])
+def look(  # type: ignore[no-untyped-def]
+    root: Path,
+    gpus: list[Accelerator] | None = None,
+    affinity: tuple[int, ...] = (0, 1, 2, 3),
+    device: str = "auto",
+):
+    return this_machine(root, affinity, lambda: gpus or [], device)
 
 
 def test_an_amd_cpu_is_read_from_its_first_processor() -> None:
@@ -183,3 +191,72 @@ def test_a_driver_that_hangs_is_an_error(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "import signal; signal.pause()")
     with pytest.raises(UnfitNodeError, match="does not answer"):
         accelerators(tmp_path, python, timeout=0.3)
+
+
+def test_a_gpu_of_intels_is_asked_for_where_its_driver_is(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, 'print(\'[["Intel Max 1550", 64, null, "", "xpu", false, true]]\')')
+    (tmp_path / "dev/nvidiactl").unlink()
+    assert accelerators(tmp_path, python) == []
+    vendor = tmp_path / "sys/class/drm/renderD128/device/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x8086\n")
+    assert accelerators(tmp_path, python) == [Accelerator("Intel Max 1550", 64, device="xpu")]
+
+
+def test_torch_itself_lists_its_gpus_in_that_form() -> None:
+    done = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    assert isinstance(json.loads(done.stdout), list)
+
+
+H200, ARC = Accelerator("NVIDIA H200", 141, (9, 0)), Accelerator("Intel Arc A770", 16, device="xpu", float64=False)
+MAX, MI300X = Accelerator("Intel Max 1550", 64, device="xpu"), Accelerator("AMD MI300X", 192, rocm=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "found"),
+    [
+        (H200, "cpu", ("cpu", 0, False)),
+        (H200, "cuda", ("cuda", 1, False)),
+        (MI300X, "cuda", ("cuda", 1, True)),
+        (MAX, "auto", ("xpu", 1, False)),
+        (ARC, "auto", ("cpu", 0, False)),
+    ],
+)
+def test_what_trains_is_what_the_recipe_asks_for(
+    gpu: Accelerator, device: str, found: tuple[str, int, bool], tmp_path: Path
+) -> None:
+    machine_ = look(machine(tmp_path, {}), [gpu], device=device)
+    assert (machine_.device, machine_.gpus, machine_.rocm) == found
+
+
+def test_for_the_cpu_no_gpu_is_asked(tmp_path: Path) -> None:
+    def ask() -> list[Accelerator]:
+        raise AssertionError
+
+    assert this_machine(machine(tmp_path, {}), (0, 1), ask, "cpu").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "told"),
+    [
+        (
+            [],
+            "cuda",
+            r"torch \S+ does not find an NVIDIA or AMD GPU here; cpu or auto would be valid; `phalanx doctor`",
+        ),
+        ([H200], "xpu", "does not find an Intel GPU here; cuda, for NVIDIA H200, cpu or auto would be valid"),
+        ([ARC], "xpu", "Intel Arc A770 has no float64, in which workers agree .*; cpu or auto would be valid"),
+        ([], "mps", "an Apple GPU has no float64"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused_with_what_is(
+    gpus: list[Accelerator], device: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=f"^device: found {device}, but .*{told}"):
+        look(machine(tmp_path, {}), gpus, device=device)
+
+
+def test_a_variable_that_may_hide_gpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RecipeError, match="an NVIDIA or AMD GPU here \\(CUDA_VISIBLE_DEVICES= may hide it\\)"):
+        look(machine(tmp_path, {}), device="cuda")

@@ -315,7 +315,8 @@ def test_jobs_get_devices_of_their_own(store: Store, supervisor: Supervisor) -> 
     supervisor.spawn = lambda home, attempt: 1  # init: it lives, and its start is another's
     supervisor.look()
     orders = [json.loads((store.home(row.id) / "attempt-1.json").read_text()) for row in rows[:2]]
-    assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in orders] == ["0,1", "2,3"]
+    for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        assert [each["environment"][name] for each in orders] == ["0,1", "2,3"]
     third = store.get(rows[2].id)
     assert third is not None
     assert third.state is State.QUEUED

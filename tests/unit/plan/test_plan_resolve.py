@@ -117,7 +117,7 @@ def test_a_precision_that_ran_out_of_memory_is_not_taken() -> None:
     assert choose_precision(recipe(), {"fp32": 1.0}).why == "the other ran out of memory"
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", "fp32"), ("cuda", "bf16")])
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "fp32"), ("cuda", "bf16"), ("xpu", "bf16")])
 def test_a_model_that_could_not_be_timed_has_its_precision_by_rule(device: str, expected: str) -> None:
     assert choose_precision(recipe(), {}, device).value == expected
 
@@ -127,7 +127,7 @@ def test_a_given_precision_needs_no_measurement() -> None:
 
 
 def test_a_resolved_recipe_has_no_auto_left() -> None:
-    resolved = resolve(recipe(), CHOSEN, 2)
+    resolved = resolve(recipe(device="cpu"), CHOSEN, 2)
     assert "auto" not in resolved.model_dump_json()
     assert (resolved.threads, resolved.batch.micro, resolved.precision) == (2, 8, "bf16")
     assert (resolved.memory.recompute, resolved.memory.loss) == ("selective", "chunked")
@@ -260,7 +260,7 @@ def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() 
 
 
 def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
-    resolved = resolve(recipe(), choices_untried(recipe(), 4, 2, "cpu"), 2)
+    resolved = resolve(recipe(device="cpu"), choices_untried(recipe(), 4, 2, "cpu"), 2)
     assert "auto" not in resolved.model_dump_json()
     assert (resolved.memory.recompute, resolved.memory.loss, resolved.batch.micro) == ("none", "whole", 8)
 
@@ -360,3 +360,14 @@ def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
     assert precisions_to_time(recipe(), "cuda") == ["bf16"]
     assert precisions_to_time(recipe(), "cpu") == ["fp32", "bf16"]
     assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").why == "the rule on cuda"
+
+
+def test_where_torch_does_not_say_which_kernels_are_deterministic_no_bits_are_promised() -> None:
+    (choice,) = choose_exact(recipe(), {DETERMINISTIC_COST: 0.0}, "xpu")
+    assert (choice.key, choice.value) == ("exchange.exact", "no")
+    assert choice.why.startswith("torch does not say which kernels of an Intel GPU are deterministic")
+
+
+def test_a_run_that_goes_on_takes_the_device_that_it_is_given_now() -> None:
+    resolved = resolve(recipe(device="cpu"), CHOSEN, 2)
+    assert go_on(resolved, recipe(device="cuda"), 2).device == "cuda"

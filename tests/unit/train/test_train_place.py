@@ -1,5 +1,6 @@
 """A worker's place, from environment variables."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError
+from phalanx.errors import RecipeError, UsageError
 from phalanx.train.place import (
     Place,
     check_interfaces,
@@ -106,9 +107,8 @@ def test_a_broken_connection_is_told_from_a_mistake() -> None:
     assert not lost_peer(ConnectionResetError("of the user's own database"))
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+def seeing(count: int, kind: str = "cuda") -> Callable[[], tuple[str, int]]:
+    return lambda: (kind if count else "cpu", count)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,50 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     ],
 )
 def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it(
-    count: int, local_rank: int, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    count: int, local_rank: int, variables: dict[str, str], expected: str
 ) -> None:
-    gpus(monkeypatch, count)
-    assert device_of(local_rank, variables) == torch.device(expected)
+    assert device_of(local_rank, variables, gpus=seeing(count)) == torch.device(expected)
 
 
 @pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS": "socket"}])
-def test_more_workers_than_gpus_are_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
+def test_more_workers_than_gpus_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc 1"):
-        device_of(1, variables)
+        device_of(1, variables, gpus=seeing(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "expected"), [("cpu", "cuda", "cpu"), ("auto", "xpu", "xpu:1"), ("xpu", "xpu", "xpu:1")]
+)
+def test_a_worker_trains_on_the_kind_of_device_that_the_recipe_asks_for(asked: str, kind: str, expected: str) -> None:
+    assert device_of(1, {}, asked, seeing(2, kind)) == torch.device(expected)
+
+
+@pytest.mark.parametrize(("asked", "kind", "count"), [("cuda", "cpu", 0), ("xpu", "cuda", 2)])
+def test_a_node_without_the_device_of_its_run_says_so(asked: str, kind: str, count: int) -> None:
+    with pytest.raises(
+        RecipeError, match=rf"^device: found {asked}, but torch .* does not find an .* GPU on .*same kind"
+    ):
+        device_of(0, {}, asked, seeing(count, kind))
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "bound"),
+    [("cpu", "gloo", None), ("cuda:1", "cpu:gloo,cuda:nccl", "cuda:1"), ("xpu:1", "cpu:gloo,xpu:xccl", "xpu:1")],
+)
+def test_workers_exchange_by_the_backend_of_their_device(
+    device: str, group: str, bound: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **more: made.append((name, more["device_id"])))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "set_device", lambda device: None)
+    join(Place(0, 2, device=torch.device(device)), {"PHALANX_STORE": str(tmp_path / "store")})
+    assert made == [(group, None if bound is None else torch.device(bound))]
+
+
+def test_a_torch_without_the_devices_backend_is_refused_before_workers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    with pytest.raises(RecipeError, match=r"^device: torch .* has no xccl, .*; use one worker, or device=cpu$"):
+        join(Place(0, 2, device=torch.device("xpu", 0)), {})

@@ -155,10 +155,10 @@ def on(index: int) -> Callable[[str, Any], Any]:
     """Calls in this very process, on the GPU of that number where there are any."""
 
     def call(function: str, payload: dict[str, Any]) -> Any:
-        if payload["device"] == "cuda":
+        if (device := payload["device"]) != "cpu":
             import torch
 
-            torch.cuda.set_device(index)
+            torch.get_device_module(device).set_device(index)
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)(payload)
 

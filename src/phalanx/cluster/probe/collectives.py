@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.cluster.probe.timing import Watch, coarse_first, medians, rounded, shares
+from phalanx.recipe.devices import kind_of, sizes_for
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def measure(payload: dict[str, Any], watch: Watch) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     device, world = payload["device"], dist.get_world_size()
-    sizes = payload.get("sizes") or SIZES[device, payload["quick"]]
+    sizes = payload.get("sizes") or SIZES[sizes_for(device), payload["quick"]]
     groups = {world: None} if world == 2 else {2: dist.new_group([0, 1]), world: None}
     # whole sizes are left out where time is short, and of each kind the same
     cases = [Case(kind, size, ranks) for size in coarse_first(sizes) for ranks in groups for kind in KINDS]
@@ -93,7 +94,7 @@ def one(case: Case, group: dist.ProcessGroup | None, share: float, device: str, 
         return (watch.agree(taken / calls / made.transfers),)
 
     (seconds,) = medians(run, share, watch)
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = str(kind_of(device).backend)
     return {
         "kind": case.kind,
         "backend": backend,

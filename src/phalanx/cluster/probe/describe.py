@@ -40,14 +40,14 @@ class Parts:
 
 def look(machine: Machine, folder: Path, root: Path = Path("/")) -> Parts:
     """Discover the parts; a machine that trains on its CPU has no GPU links worth telling."""
-    links = gpu_links(root) if machine.device == "cuda" else ()
+    links = gpu_links(root) if machine.gpus else ()
     return Parts(cards(root), disks(root), links, mount_of(folder, root))
 
 
 def data_sheet(machine: Machine) -> Accelerator | None:
     """The device on paper: of the catalogue, or a CPU's peak rates by cores, clock and instruction set; None where
     neither knows it."""
-    if machine.device == "cuda":
+    if machine.gpus:
         return accelerator(machine.name) if find("accelerators", machine.name) else None
     sheet = peak(machine)
     if sheet is None:

@@ -23,6 +23,7 @@ from phalanx.cluster.probe.timing import (
     watch_for,
 )
 from phalanx.cluster.probe.trained import MORE, SMALL, Case, Trained, largest, prepare
+from phalanx.recipe.devices import sizes_for
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ class Sized:
 
 
 def measure(payload: dict[str, Any], watch: Watch | None = None) -> list[dict[str, Any]]:
-    """The operations of `kinds.py`. `payload`: `device` ("cpu" or "cuda"), `threads` (CPU), `seconds` in all, `quick`,
+    """The operations of `kinds.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in all, `quick`,
     `memory_bytes` of the device, `processes` that do the same beside us, and optionally `sizes` and `kinds`."""
     import torch
 
@@ -64,7 +65,7 @@ def measure(payload: dict[str, Any], watch: Watch | None = None) -> list[dict[st
     watch = watch or watch_for(device)
     begun = watch.clock()
     most = payload["memory_bytes"] * MEMORY_SHARE / payload.get("processes", 1)
-    sizes = [size for size in payload.get("sizes") or SIZES[device, quick] if size <= most]
+    sizes = [size for size in payload.get("sizes") or SIZES[sizes_for(device), quick] if size <= most]
     wanted = payload.get("kinds")
     cases = [
         Sized(kind, precision, size, make)
@@ -104,7 +105,7 @@ def measure_trained(payload: dict[str, Any], watch: Watch | None = None) -> list
     watch = watch or watch_for(device)
     begun, held = watch.clock(), held_by(device, quick)
     given = [Case(kind, tuple(shape)) for kind, shape in payload.get("cases") or ()]
-    wanted = given or (SMALL[device] if quick else SMALL[device] + MORE[device])
+    wanted = given or (SMALL[sizes_for(device)] if quick else SMALL[sizes_for(device)] + MORE[sizes_for(device)])
     most = payload["memory_bytes"] * MEMORY_SHARE * 4
     cases = [(case, p) for case in wanted for p in precisions(device) if 4 * largest(case) <= most]
     elements = max((largest(case) for case, _ in cases), default=0)
@@ -129,7 +130,7 @@ def precisions(device: str) -> tuple[str, ...]:
     that."""
     import torch
 
-    old = device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    old = device != "cpu" and not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
     return ("fp32", "fp16" if old else "bf16")
 
 
@@ -140,7 +141,7 @@ def sets_for(nbytes: float, held: float) -> int:
 
 def held_by(device: str, quick: bool, root: Path = Path("/")) -> int:
     """Bytes that one run moves on this machine."""
-    return max(HELD[device, quick], CACHES * cache_bytes(root) if device == "cpu" else 0)
+    return max(HELD[sizes_for(device), quick], CACHES * cache_bytes(root) if device == "cpu" else 0)
 
 
 def prepared(device: str, threads: int | None, nbytes: int, held: int) -> tuple[Pool, Any]:

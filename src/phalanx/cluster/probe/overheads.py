@@ -47,7 +47,7 @@ def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, An
         (fresh,) = medians(lambda: (watch.took(lambda: torch.empty(count).fill_(1.0)),), share, watch)
         operations.append(_timed("fresh_memory", 4.0 * count, fresh, 4 * count))
     else:
-        operations += transfers(share, watch)
+        operations += transfers(device, share, watch)
     return {"launch_us": rounded(forward * 1e6), "operations": operations}
 
 
@@ -130,12 +130,12 @@ def computing(work: Callable[[], None]) -> int:
     return found
 
 
-def transfers(share: float, watch: Watch) -> list[dict[str, Any]]:
+def transfers(device: str, share: float, watch: Watch) -> list[dict[str, Any]]:
     """Copies between a GPU and the memory that its host keeps in place for that."""
     import torch
 
     here = torch.empty(PINNED // 4, pin_memory=True).normal_()
-    there = here.to("cuda")
+    there = here.to(device)
     (to_device,) = medians(lambda: (watch.took(lambda: there.copy_(here, non_blocking=True)),), share / 2, watch)
     (from_device,) = medians(lambda: (watch.took(lambda: here.copy_(there, non_blocking=True)),), share / 2, watch)
     found = {"to_device": to_device, "from_device": from_device}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.probe.timing import Watch, medians
+from phalanx.recipe.devices import sizes_for
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +29,9 @@ def measure(payload: dict[str, Any], watch: Watch) -> dict[str, float]:
     import torch
 
     device, share = payload["device"], payload["seconds"] / 4
-    side = SIDE[device]
+    side = SIDE[sizes_for(device)]
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    buffer = torch.ones(BYTES[device] // 4, device=device)
+    buffer = torch.ones(BYTES[sizes_for(device)] // 4, device=device)
 
     def product() -> object:
         return torch.mm(a, b)
@@ -43,7 +44,7 @@ def measure(payload: dict[str, Any], watch: Watch) -> dict[str, float]:
 
     (alone,) = medians(lambda: (watch.took(lambda: [product() for _ in range(20)]) / 20,), share, watch)
     (moving,) = medians(communicate, share, watch)
-    beside = _on_gpu if device == "cuda" else _on_cpu
+    beside = _on_cpu if device == "cpu" else _on_gpu
     rounds = max(3, min(ROUNDS, round(2 * share / (2 * moving))))
     pairs = [beside(buffer, product, alone, moving, watch) for _ in range(rounds)]
     slower = [statistics.median(each) for each in zip(*pairs, strict=True)]
@@ -76,7 +77,7 @@ def _on_gpu(
     buffer.fill_(1.0)
     watch.wait()
     watch.agree(0.0)
-    begin, computed, moved = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin, computed, moved = (torch.get_device_module(buffer.device).Event(enable_timing=True) for _ in range(3))
     count = max(1, round(moving / alone))
     begin.record()
     work = _all_reduce(buffer)

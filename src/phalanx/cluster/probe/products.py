@@ -26,6 +26,7 @@ from phalanx.cluster.probe.timing import (
     watch_for,
 )
 from phalanx.recipe.checks import has_fp8
+from phalanx.recipe.devices import sizes_for
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +74,10 @@ class Shape:
 
 def shapes(device: str, quick: bool) -> list[Shape]:
     """What is measured on a device, about 40 shapes (quick: 15)."""
-    most = LARGEST[device, quick]
-    found = linear_shapes(WIDTHS[device][: 2 if quick else None], TOKENS[device])
-    found += spread_shapes(SPREAD, *SIDES[device], most)
+    kind = sizes_for(device)
+    most = LARGEST[kind, quick]
+    found = linear_shapes(WIDTHS[kind][: 2 if quick else None], TOKENS[kind])
+    found += spread_shapes(SPREAD, *SIDES[kind], most)
     kept = [shape for shape in dict.fromkeys(found) if shape.flops <= most]
     return coarse_first(kept)[: 15 if quick else None]
 
@@ -114,9 +116,10 @@ def precisions(device: str) -> list[str]:
     if device == "cpu":
         return ["fp32", "bf16"]
     found = ["fp32", "tf32", "fp16"]
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    gpu = torch.get_device_module(device)
+    if gpu.is_bf16_supported(including_emulation=False):
         found.append("bf16")
-    if not torch.version.hip and has_fp8(torch.cuda.get_device_capability()):
+    if device == "cuda" and not torch.version.hip and has_fp8(gpu.get_device_capability()):
         found.append("fp8")
     return found
 

@@ -15,6 +15,7 @@ from phalanx.cluster.discover import Machine
 from phalanx.cluster.gpu_links import clock_share as gpu_clock_share
 from phalanx.cluster.gpu_links import find_nvml
 from phalanx.cluster.probe.timing import Watch, medians, rounded, watch_for
+from phalanx.recipe.devices import sizes_for
 
 Call = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
@@ -48,7 +49,7 @@ def measure(payload: dict[str, Any], watch: Watch | None = None, root: Path = Pa
     watch = watch or watch_for(device)
     if device == "cpu":
         torch.set_num_threads(payload["threads"])
-    side, precision = SIDE[device], PRECISION[device]
+    side, precision = SIDE[sizes_for(device)], PRECISION[sizes_for(device)]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     a, b = (torch.randn(side, side).to(device, dtype) for _ in range(2))
     (taken,) = medians(lambda: (watch.took(lambda: a @ b),), payload["seconds"], watch)

@@ -93,7 +93,7 @@ class Findings:
 
 def default_processes(machine: Machine) -> int:
     """How many processes measure together: one for each GPU, else two where there are two cores."""
-    return machine.count if machine.device == "cuda" else min(2, machine.cores)
+    return machine.gpus or min(2, machine.cores)
 
 
 def probe(

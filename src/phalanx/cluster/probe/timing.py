@@ -43,12 +43,12 @@ class Watch:
 
 
 def watch_for(device: str) -> Watch:
-    """A watch for work on "cpu" or "cuda"."""
-    if device != "cuda":
+    """A watch for work on a device of torch."""
+    if device == "cpu":
         return Watch()
     import torch
 
-    return Watch(wait=torch.cuda.synchronize)
+    return Watch(wait=torch.get_device_module(device).synchronize)
 
 
 def shares(cases: Sequence[T], seconds: float, watch: Watch) -> Iterator[tuple[T, float]]:

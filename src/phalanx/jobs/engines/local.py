@@ -170,7 +170,7 @@ class Local:
         """The part of this machine that a job takes; without a word about it, all cores, or those that come with its
         share of the GPUs. UsageError when it never fits."""
         machine = self._machine()
-        devices = machine.count if machine.device == "cuda" else 0
+        devices = machine.gpus
         if job.nodes > 1:
             raise UsageError(
                 f"job {job.name} wants {job.nodes} nodes, and the local queue has this machine only; --on slurm, "

@@ -50,6 +50,8 @@ LATEST = 60.0
 """Seconds that it waits at most."""
 MARK = "PHALANX_JOB"
 """Variable that marks every process of a job."""
+CHOOSING = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
 
 
 class Supervisor:
@@ -120,7 +122,7 @@ class Supervisor:
         home = self.store.home(row.id)
         environment = {**row.job.environment, MARK: mark_of(home), "PHALANX_NODES": "1"}
         if row.size.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, given))
+            environment |= dict.fromkeys(CHOOSING, ",".join(map(str, given)))
         orders: dict[str, Any] = {
             "command": list(row.job.command),
             "folder": str(row.job.folder),
@@ -305,9 +307,8 @@ def main() -> None:
         if not mine:
             return
         machine = this_machine()
-        devices = machine.count if machine.device == "cuda" else 0
         store = Store(folder)
-        supervisor = Supervisor(store, Size(devices, machine.cores), spawn)
+        supervisor = Supervisor(store, Size(machine.gpus, machine.cores), spawn)
         busy = time.monotonic()
         while time.monotonic() - busy < IDLE:
             if supervisor.look():

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phalanx.recipe.devices import kind_of
+
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK = 64 * 2**20
@@ -34,7 +36,8 @@ class Buffer:
         self.locked = True
         """Whether all of it is page-locked where that was asked for: else copies from the GPU hold up the host."""
         self._prepared: Future[None] | None = None
-        if device is None:
+        if device is None or not kind_of(device.type).page_locks:
+            self.locked = device is None
             self.bytes[:] = 0  # the pages come now, not during the first save
             return
         registered: list[int] = []

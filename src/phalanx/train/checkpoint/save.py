@@ -30,6 +30,7 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import UsageError
+from phalanx.recipe.devices import kind_of
 from phalanx.run.directory import sync
 from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
@@ -114,7 +115,7 @@ class Saver:
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Allocate the staging buffer before the first save; for a GPU's tensors in the background."""
         layout = self._laid_out(pieces)
-        device = next((piece.tensor.device for piece in pieces if piece.tensor.is_cuda), None)
+        device = next((piece.tensor.device for piece in pieces if kind_of(piece.tensor.device.type).is_gpu), None)
         if self._staging is None or not self._staging.fits(layout.nbytes, device):
             self._staging = None  # let go of the old one first
             self._staging = Staging(layout.nbytes, device)

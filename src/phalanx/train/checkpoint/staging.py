@@ -90,8 +90,9 @@ class Staging:
 
     def __init__(self, nbytes: int, device: torch.device | None):
         self.device = device
-        self._stream = None if device is None else torch.cuda.Stream(device)
-        self._done: torch.cuda.Event | None = None
+        self._gpu = None if device is None else torch.get_device_module(device)
+        self._stream = None if self._gpu is None else self._gpu.Stream(device)
+        self._done: torch.Event | None = None
         self._memory = Buffer(nbytes, device)
         self._buffer = self._memory.bytes
 
@@ -113,10 +114,10 @@ class Staging:
         self._memory.wait()
         self._buffer[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         self._copy(layout, pieces, [i for i, piece in enumerate(pieces) if _on_cpu(piece) and piece.name in eager])
-        if self._stream is None or self.device is None:
+        if self._stream is None or self._gpu is None:
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._gpu.current_stream())
+        with self._gpu.stream(self._stream):
             for piece, (start, end) in zip(pieces, layout.spans, strict=True):
                 if not _on_cpu(piece):
                     source = piece.tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -134,13 +135,13 @@ class Staging:
 
     def order_after(self) -> None:
         """Let what the training thread queues on the GPU from now on wait for the copies; the thread does not."""
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+        if self._done is not None and self._gpu is not None:
+            self._gpu.current_stream().wait_event(self._done)
 
     def complete(self) -> None:
         """Wait until the copies from the GPU have arrived."""
-        if self._done is not None:
-            with torch.cuda.device(self.device):  # a thread begins with device 0, and would make a context there
+        if self._done is not None and self._gpu is not None:
+            with self._gpu.device(self.device):  # a thread begins with device 0, and would make a context there
                 self._done.synchronize()
 
     def _copy(self, layout: Layout, pieces: Sequence[Piece], chosen: Sequence[int]) -> None:

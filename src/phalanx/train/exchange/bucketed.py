@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.feed import share
 from phalanx.errors import RecipeError
+from phalanx.recipe.devices import kind_of
 from phalanx.train.exchange.buckets import Bucket, make_buckets
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.fixed_tree import FixedTree
@@ -97,7 +98,7 @@ class GradientExchange:
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
             # On a GPU FSDP may still be writing then, on a stream of its own; `end` comes after it.
-            if not (isinstance(parameter, DTensor) and parameter.is_cuda)
+            if not (isinstance(parameter, DTensor) and kind_of(parameter.device.type).is_gpu)
         ]
 
     def close(self) -> None:

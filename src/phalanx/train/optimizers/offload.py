@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.recipe.devices import kind_of
 from phalanx.train.optimizers.local import local
 
 Group = dict[str, Any]
@@ -80,42 +81,42 @@ class _Road:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            current = torch.cuda.current_stream(device)
-            self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._gpu = torch.get_device_module(device) if kind_of(device.type).is_gpu else None
+        if self._gpu is not None:
+            current = self._gpu.current_stream(device)
+            self._down, self._up = self._gpu.Stream(device), self._gpu.Stream(device)
             self._down.wait_stream(current)
             self._up.wait_stream(current)
 
-    def down(self, twin: _Twin) -> torch.cuda.Event | None:
+    def down(self, twin: _Twin) -> torch.Event | None:
         """Send gradient and value to the host; the event of their arrival."""
         assert twin.parameter.grad is not None
         assert twin.host.grad is not None
-        if not self._cuda:
+        if self._gpu is None:
             twin.host.grad.copy_(local(twin.parameter.grad))
             twin.host.copy_(local(twin.parameter))
             return None
-        with torch.cuda.stream(self._down):
+        with self._gpu.stream(self._down):
             twin.host.grad.copy_(local(twin.parameter.grad), non_blocking=True)
             twin.host.copy_(local(twin.parameter), non_blocking=True)
-            event = torch.cuda.Event()
+            event: torch.Event = self._gpu.Event()
             event.record()
         return event
 
     def up(self, twin: _Twin) -> None:
         """Send the value back."""
-        if not self._cuda:
+        if self._gpu is None:
             local(twin.parameter).copy_(twin.host)
             return
-        with torch.cuda.stream(self._up):
+        with self._gpu.stream(self._up):
             local(twin.parameter).copy_(twin.host, non_blocking=True)
 
     def close(self) -> None:
         """Let the device's own work wait for the values."""
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._up)
+        if self._gpu is not None:
+            self._gpu.current_stream(self._device).wait_stream(self._up)
 
 
 def _host_copy(part: Tensor) -> Tensor:
     """The values on the host, in the same memory layout, pinned where they come from a GPU."""
-    return torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda").copy_(part)
+    return torch.empty_like(part, device="cpu", pin_memory=kind_of(part.device.type).is_gpu).copy_(part)

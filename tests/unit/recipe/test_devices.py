@@ -1,0 +1,59 @@
+"""What a recipe may ask of each kind of device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe, check_device
+from phalanx.recipe.devices import KINDS, DeviceKind, kind_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "rocm", "values", "told"),
+    [
+        ("cuda", "MI300X", True, {"precision": "fp8"}, r"^precision: fp8 needs .*MI300X \(AMD's formats .*e4m3fnuz"),
+        ("xpu", "Max 1550", False, {"precision": "fp8"}, "^precision: fp8 needs .* and Max 1550 has none; bf16, fp16"),
+        ("xpu", "Max 1550", False, {"compile": "graphs"}, "^compile: graphs are CUDA graphs, and Max 1550 has none; t"),
+        ("cpu", "EPYC", False, {"compile": "graphs"}, "^compile: graphs are CUDA graphs, and EPYC is no GPU; true or"),
+        (
+            "xpu",
+            "Max 1550",
+            False,
+            {"exchange": {"exact": "world"}},
+            "^exchange.exact: found world, .* auto or no would",
+        ),
+        ("mps", "M4", False, {"exchange": {"exact": "replicas"}}, "^exchange.exact: found replicas, .* on M4; auto or"),
+    ],
+)
+def test_what_a_kind_of_device_cannot_do_is_refused_in_one_sentence(
+    device: str, name: str, rocm: bool, values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RecipeError, match=told):
+        # ROCm says that a MI300X has the capability 9.4
+        check_device(Recipe.model_validate(values), device, name, (9, 4) if rocm else None, rocm=rocm)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_a_recipe_that_leaves_all_to_us_goes_with_every_device(device: str) -> None:
+    check_device(Recipe(), device, "Device X", None)
+
+
+def test_amds_gpus_and_tensors_that_are_nowhere_have_rows_too() -> None:
+    assert kind_of("cuda", rocm=True) is KINDS["rocm"]
+    assert kind_of("meta") is KINDS["cpu"]
+
+
+def row(name: str, kind: DeviceKind) -> str:
+    """What the page says of a kind."""
+    marks = (kind.compiles, kind.graphs, kind.deterministic, kind.page_locks, kind.memory_statistics, kind.float64)
+    said = " | ".join("yes" if mark else "no" for mark in marks)
+    return f"| `{name}` | {', '.join(kind.precisions)} | {kind.backend or 'none'} | {said} |"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_page_about_devices_has_the_table(name: str) -> None:
+    assert row(name, KINDS[name]) in PAGE.read_text()
