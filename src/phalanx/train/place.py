@@ -109,7 +109,7 @@ def device_of(
 def _stay_near(device: torch.device) -> None:
     """On a machine with several GPUs, run on the cores that are near this worker's own."""
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)
         stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 

@@ -209,6 +209,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_were(where: 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu_products_add_up_in_fp32_too() -> None:
     model = Two().cuda()
     layers = adding(model, NAMES)
