@@ -14,7 +14,7 @@ from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
 from phalanx.jobs.member import Member
 from phalanx.jobs.nodes import Crew, Here
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.joining import Shown, train_script
 from phalanx.observe.live import display_for, facts_of
 from phalanx.observe.units import duration
@@ -51,7 +51,7 @@ def train_here(
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
-    with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
+    with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)
         with preparing() as progress:
@@ -215,7 +215,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                 announce(place, Announced(finished=True))
                 print(done, file=out)
                 return int(ExitCode.DONE)
-            with NurseryProcess() as nursery, preparing() as progress:
+            with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
                 ready = stack.enter_context(
                     starting(
                         loaded,

@@ -19,7 +19,10 @@ from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
 from phalanx.jobs.attempt import (
+    HELD,
     IN_ORDER,
+    ORPHANED,
+    OVERDUE,
     Attempt,
     fault,
     first_to_fall,
@@ -32,7 +35,7 @@ from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
-from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
+from phalanx.jobs.nursery_process import AGAIN, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
@@ -41,6 +44,7 @@ from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
+from phalanx.waits import Wait
 
 LOOK = 1.0
 """Seconds between two looks at signs of life, however much there is to hear meanwhile."""
@@ -49,8 +53,7 @@ COMING = 600.0
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
-ORPHANED = "the process that forks workers died, and they with it"
-HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
+UNSTARTED = f"the process that forks workers started none for {OVERDUE:.0f} s: it hangs; {AGAIN}"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
@@ -105,6 +108,7 @@ class Agent:
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
+        self._say, self.nursery.tell = self.nursery.tell, self._warn
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -113,12 +117,17 @@ class Agent:
                 remove_copies(self.run)
                 forget(self.run)
         finally:
+            self.nursery.tell = self._say
             self.signals.__exit__(*exception)
             self.log.close()
 
     def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
-        self.nursery.wait_ready()
+        try:
+            self.nursery.wait_ready()
+        except NurseryLost as error:
+            self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=str(error))
+            return Outcome(error.code, None, str(error))
         saved, barren, number, outage = 0, 0, first_attempt, None
         patience = COMING
         while True:
@@ -250,6 +259,7 @@ class Agent:
                         selector.unregister(sock)
                     self.lose(node, attempt, how)
 
+            forking = Wait("workers to be started", OVERDUE, self._warn, self.clock)
             looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
@@ -265,6 +275,8 @@ class Agent:
                         lose(key.data, "its agent is gone")
                         continue
                     for message in messages:
+                        if message["kind"] == "started":
+                            attempt.started.add(key.data)
                         self.take(message, attempt)
                 for new, old in self.crew.admit():
                     if old is not None and old in attempt.places:
@@ -279,6 +291,13 @@ class Agent:
                 looked = self.clock()
                 if self.nursery.gone():
                     raise NurseryLost(ORPHANED)
+                if (why := self.nursery.revive()) is not None:
+                    raise NurseryLost(why)
+                waited = [node for node in attempt.places if node not in attempt.started]
+                for late in waited if waited and forking.over() else ():
+                    if late is self.crew.here:
+                        raise NurseryLost(UNSTARTED)
+                    lose(late, "it does not start its workers")
                 self.look(attempt)
                 self.compare(attempt)
                 for late in self.overdue(attempt):
@@ -333,6 +352,7 @@ class Agent:
             return False
         ranks = attempt.places.pop(before[0])
         attempt.places[node] = ranks
+        attempt.started.add(node)  # whether it does is for `replicas` to see
         node.clear()
         self.replicas.replace(node, ranks)
         return True
@@ -424,7 +444,7 @@ class Agent:
         kind = message["kind"]
         if self.replicas is not None and kind != "exited":
             self.replicas.hear(message)
-        if kind in ("returned", "raised", "ready", "adrift", "gathered"):
+        if kind in ("returned", "raised", "ready", "started", "adrift", "gathered"):
             return  # of a call that nobody waits for any more; or for the replicas alone
         if kind == "asked":
             self.signals.received.append(signal.SIGUSR1)
@@ -487,6 +507,9 @@ class Agent:
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event and show it."""
         self.show(self.log.write(kind, **fields))
+
+    def _warn(self, text: str) -> None:
+        self.emit("warning", text=text)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.

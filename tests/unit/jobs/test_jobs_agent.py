@@ -18,7 +18,7 @@ from phalanx.jobs.hang import ended
 from phalanx.jobs.member import Member
 from phalanx.jobs.nodes import Here
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.membership import Membership
@@ -130,17 +130,24 @@ def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
 class Stage(NurseryProcess):
     """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
 
+    stopped: str | None
+
     def __init__(self) -> None:
         self.pulses = Pulses()
         self.control, self.says = pair()
         self.events, self.workers = pair()
-        self.ended = False
+        self.ended, self.stopped = False, None
+        self.tell = lambda text: None
 
     def gone(self) -> bool:
         return self.ended
 
     def wait_ready(self) -> None:
         """It is."""
+
+    def revive(self, below: bool = False) -> str | None:
+        """Nobody stops it."""
+        return self.stopped
 
 
 @pytest.fixture
@@ -373,6 +380,7 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
             agent.signals.received += [signal.SIGTERM, signal.SIGINT]
         pids = {rank: Beat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
         node.beats = lambda ranks: pids  # type: ignore[method-assign]
+        send(stage.says, {"kind": "started", "attempt": 0})
         outcome = agent.supervise(2, {}, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message is not None
@@ -380,6 +388,46 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
     asked = [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
     assert asked[-1] == signal.SIGKILL
     assert 200 < clock.now < 2000
+
+
+def test_workers_that_are_never_started_are_not_waited_for_without_end_and_without_a_word(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever should fork them hangs: it takes the message, and does nothing."""
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0)) as agent:
+        outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers started none for 120 s: it hangs; start again with the same command",
+    )
+    said = [event["text"] for event in shown if event["kind"] == "warning"]
+    assert [text.partition(" after")[0] for text in said] == ["still waiting for workers to be started"] * 3
+    assert shown[-1]["what"] == "lost nursery"
+
+
+def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+) -> None:
+    stage.stopped = "it is stopped, and stays so"
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
+    assert (shown[-1]["kind"], shown[-1]["what"]) == ("fault", "lost nursery")
+
+
+def test_one_that_never_gets_ready_ends_the_run_with_an_event(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs() -> None:
+        stage.tell("still waiting")
+        raise NurseryLost("it hangs")
+
+    monkeypatch.setattr(stage, "wait_ready", hangs)
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
+    assert kinds(shown) == ["warning", "fault"]
 
 
 def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:
@@ -390,13 +438,16 @@ def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int
     assert [attempt.overdue(now, ending=True) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
 
 
-def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(stage: Stage) -> None:
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.member.OVERDUE", 4.0)
     here = Here(stage.control, stage.events, stage.pulses)
     with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
         member._alive = {3}
-        assert not member._end_workers(here)
+        assert not member._end_workers(here, lambda: False)
         send(stage.says, exited(3, -9))
-        assert member._end_workers(here)
+        assert member._end_workers(here, lambda: False)
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
