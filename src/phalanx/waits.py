@@ -1,5 +1,6 @@
 """Waits for what may never come: each has an end, and says now and then that it goes on."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -15,13 +16,18 @@ LONGEST_LOOK = 5.0
 for as well, as far as it knows."""
 
 
+def at(seconds: float, now: Callable[[], float] = time.time) -> str:
+    """The time of day in so many seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(now() + seconds))
+
+
 def say(text: str) -> None:
     """Tell people, where there is no run yet whose events could."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 class Wait:
-    """A wait for `what`, which lasts `limit` seconds at most."""
+    """A wait for `what`, which lasts `limit` seconds at most; `waited`: how long it has lasted."""
 
     def __init__(
         self,
@@ -33,17 +39,23 @@ class Wait:
     ):
         self.what, self.limit = what, limit
         self._tell, self._clock, self._saying = tell, clock, saying
-        self._waited, self._told, self._looked = 0.0, 0.0, clock()
+        self.waited, self._told, self._looked = 0.0, 0.0, clock()
+
+    def begin(self) -> None:
+        """Say what is waited for, and until when."""
+        until = f" until {at(self.limit)}" if math.isfinite(self.limit) else ""
+        self._tell(f"waiting for {self.what}{until}")
 
     def over(self) -> bool:
         """Whether it has lasted too long. To be called every second or so, since it is this that says that it goes
         on."""
         now = self._clock()
-        self._waited += min(now - self._looked, LONGEST_LOOK)
+        self.waited += min(now - self._looked, LONGEST_LOOK)
         self._looked = now
-        if self._waited >= self.limit:
+        if self.waited >= self.limit:
             return True
-        if self._waited - self._told >= self._saying:
-            self._told = self._waited
-            self._tell(f"still waiting for {self.what} after {self._waited:.0f} s, for {self.limit:.0f} s at most")
+        if self.waited - self._told >= self._saying:
+            self._told = self.waited
+            most = f", for {self.limit:.0f} s at most" if math.isfinite(self.limit) else ""
+            self._tell(f"still waiting for {self.what} after {self.waited:.0f} s{most}")
         return False

@@ -12,7 +12,7 @@ from phalanx.api import Ready, finished, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
-from phalanx.jobs.member import Member
+from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.joining import Shown, train_script
@@ -128,13 +128,18 @@ def follow_leader(
 ) -> int:
     """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
     wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
-    loaded = load_recipe(path, overrides)
-    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
-    if not dry and (done := finished(run, loaded.recipe)):
-        print(done, file=out)
-        return int(ExitCode.DONE)
-    with Member(membership, token_from(), out, nproc=nproc) as member:
-        return int(member.work())
+    token = token_from()
+    try:
+        loaded = load_recipe(path, overrides)
+        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+        if not dry and (done := finished(run, loaded.recipe)):
+            print(done, file=out)
+            return int(ExitCode.DONE)
+        with Member(membership, token, out, nproc=nproc) as member:
+            return int(member.work())
+    except PhalanxError as error:
+        farewell(membership, token, error)
+        raise
 
 
 def train_own_loop(

@@ -137,9 +137,7 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
         )
     with open(partial / "lock", "w") as lock:
         try:
-            if not taken(lock.fileno(), 0):
-                tell.note(f"another process is preparing {out}; waiting for it")
-                taken(lock.fileno(), inf)
+            taken(lock.fileno(), inf, f"another process, which is preparing {out}", tell.note)
         except NoLocksError as error:
             tell.note(f"{error}: preparing in a folder of its own, which is given up when this is interrupted")
             with tempfile.TemporaryDirectory(

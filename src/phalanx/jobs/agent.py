@@ -33,7 +33,7 @@ from phalanx.jobs.attempt import (
 )
 from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
-from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Left, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
 from phalanx.jobs.nursery_process import AGAIN, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
@@ -44,7 +44,7 @@ from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
-from phalanx.waits import Wait
+from phalanx.waits import Wait, at
 
 LOOK = 1.0
 """Seconds between two looks at signs of life, however much there is to hear meanwhile."""
@@ -99,6 +99,7 @@ class Agent:
         self.show = show
         self.attempts = attempts
         self.log = EventLog(run.events)
+        self.left: dict[int, Left] = {}  # nodes that are missing, since they took leave
         self.stopping = False
         self.hurried = False  # asked to stop twice
         self.signals = Signals()
@@ -180,27 +181,60 @@ class Agent:
         return None
 
     def assemble(self, patience: float) -> str | None:
-        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop."""
-        until = self.clock() + patience
-        self.crew.admit()
+        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop. Who
+        has taken leave may come again, or another in its place, but is not waited for as long."""
+        self.crew.attended = True
+        self.admit()
+        wait = Wait(_named(self.crew.missing), patience, self._warn, self.clock)
         if self.crew.missing:
-            self.emit("warning", text=f"waiting for {_named(self.crew.missing)}")
+            wait.begin()
         with selectors.DefaultSelector() as selector:
             for sock in (self.signals.wake, *self.crew.doorbell):
                 selector.register(sock, selectors.EVENT_READ)
             while self.crew.missing:
                 self.obey_signals()
                 if self.stopping:
-                    return f"asked to stop while {_named(self.crew.missing)} was not there"
-                if self.clock() >= until:
-                    return f"{_named(self.crew.missing)} did not come within {patience:.0f} s"
+                    return "; ".join((f"asked to stop while {_named(self.crew.missing)} was not there", *self.whys()))
+                self.part()
+                if any(index in self.left for index in self.crew.missing) and wait.limit > wait.waited + RETURNING:
+                    wait.limit = wait.waited + RETURNING
+                    self._warn(
+                        f"waiting for it, or another in its place, until {at(RETURNING)}; then this ends with 75"
+                    )
+                wait.what = _named(self.crew.missing)
+                if wait.over():
+                    return self._absent(wait)
                 for key, _ in selector.select(LOOK):
                     assert isinstance(key.fileobj, socket.socket)
                     key.fileobj.recv(4096)
-                for _, old in self.crew.admit():
+                for _, old in self.admit():
                     if old is not None:
                         old.wire.close()
         return None
+
+    def admit(self) -> list[tuple[There, There | None]]:
+        """Take in who stands at the door."""
+        found = self.crew.admit()
+        for new, _ in found:
+            self.left.pop(new.index, None)
+        return found
+
+    def part(self) -> None:
+        """Tell which nodes have taken leave, or were sent away, and why."""
+        for left in self.crew.partings():
+            self._warn(left.words)
+            if left.index in self.crew.missing:
+                self.left[left.index] = left
+
+    def _absent(self, wait: Wait) -> str:
+        """Why the run cannot go on, and what next."""
+        named = _named(self.crew.missing)
+        again = f"start again, with {named} on another machine if that one is unfit"
+        return "; ".join((f"{named} did not come within {wait.limit:.0f} s", *self.whys(), again))
+
+    def whys(self) -> list[str]:
+        """Why nodes are missing, as far as they said."""
+        return [self.left[index].words for index in self.crew.missing if index in self.left]
 
     def rest(self, seconds: float) -> bool:
         """Do nothing for so long, or until a signal comes; whether the run is to stop."""
@@ -278,7 +312,8 @@ class Agent:
                         if message["kind"] == "started":
                             attempt.started.add(key.data)
                         self.take(message, attempt)
-                for new, old in self.crew.admit():
+                self.part()
+                for new, old in self.admit():
                     if old is not None and old in attempt.places:
                         lose(old, "its agent started anew")
                     if self.take_back(new, attempt):

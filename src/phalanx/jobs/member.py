@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from phalanx.errors import ExitCode, UsageError
+from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.attempt import OVERDUE
 from phalanx.jobs.hang import ended
-from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
+from phalanx.jobs.nodes import PING, Here, Left, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
 from phalanx.run import Run
@@ -35,6 +35,26 @@ LEADER_SILENCE = 15.0
 """Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
+FAREWELL = 5.0
+"""Seconds for which a node that leaves tries to tell the leader why."""
+
+
+def farewell(
+    membership: Membership, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Tell the leader that this node leaves, and why, if it is there within a few seconds: it waits for this one."""
+    assert membership.leader is not None
+    until = clock() + FAREWELL
+    while True:
+        try:
+            wire = dial(membership.leader, token)
+            wire.send(Left.message(membership.node, membership.nodes, int(error.code), str(error)))
+            wire.close()
+            return
+        except OSError:
+            if clock() >= until:
+                return
+        time.sleep(RETRY)  # nothing tells when somebody begins to listen
 
 
 class Member:
@@ -115,8 +135,9 @@ class Member:
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
-        why = None
-        while self.clock() < until:
+        (host, port), why = self.leader, None
+        wait = Wait(f"node 0 at {host}:{port}", max(0.0, until - self.clock()), self._say, self.clock)
+        while not wait.over():
             if self.signals.received:
                 return None
             try:
@@ -128,7 +149,6 @@ class Member:
             with selectors.DefaultSelector() as selector:
                 selector.register(self.signals.wake, selectors.EVENT_READ)
                 selector.select(RETRY)
-        host, port = self.leader
         print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
         return None
 

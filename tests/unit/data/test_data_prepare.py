@@ -295,7 +295,7 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
     )
     thread.start()
     assert waiting.wait(10)
-    assert "another process is preparing" in notes[0]
+    assert "waiting for another process, which is preparing" in notes[0]
     assert not (tmp_path / "out").exists()
     orphan.communicate()
     thread.join()

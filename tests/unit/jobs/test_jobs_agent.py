@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import Any
 
 import pytest
 
+from lab import wait_until
 from phalanx.cluster.health import Finding, Verdict
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UnfitNodeError
 from phalanx.jobs.agent import Agent
 from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
 from phalanx.jobs.hang import ended
-from phalanx.jobs.member import Member
-from phalanx.jobs.nodes import Here
+from phalanx.jobs.member import Member, farewell
+from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulse, Pulses
+from phalanx.run.wire import Door
 
 
 def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attempt:
@@ -428,6 +431,38 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     outcome = agent.supervise(2, {}, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "fault"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.COMING", 120.0)
+    run, token = Run(tmp_path), b"0123456789abcdef"
+    run.create()
+    here = Here(stage.control, stage.events, stage.pulses)
+    with Door(("127.0.0.1", 0), token) as door, Crew(here, 2, door) as crew:
+        if leaves:
+            place = Membership(1, 2, (door.address, door.port))
+            farewell(place, token, UnfitNodeError("its GPU does not answer"))
+            wait_until(lambda: not door.arrived.empty() or crew._left)
+        with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0), crew=crew) as agent:
+            outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    said = [event["text"] for event in shown]
+    assert said[0].startswith("waiting for node 1 until ")
+    left = f"node 1 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
+    again = "start again, with node 1 on another machine if that one is unfit"
+    if leaves:
+        assert said[1] == left
+        assert said[2].startswith("waiting for it, or another in its place, until ")
+        assert said[2].endswith("; then this ends with 75")
+        assert said[3:] == ["still waiting for node 1 after 30 s, for 60 s at most"]
+        assert outcome.message == f"node 1 did not come within 60 s; {left}; {again}"
+    else:
+        assert said[1:] == [f"still waiting for node 1 after {each} s, for 120 s at most" for each in (30, 60, 90)]
+        assert outcome.message == f"node 1 did not come within 120 s; {again}"
 
 
 def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:

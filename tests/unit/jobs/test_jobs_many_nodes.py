@@ -98,6 +98,9 @@ class FakeCrew:
     def admit(self) -> list[Any]:
         return []
 
+    def partings(self) -> list[Any]:
+        return []
+
     def silent(self, now: float) -> list[Any]:
         return []
 
