@@ -1,9 +1,12 @@
 """Waits for what may never come: each has an end, and says now and then that it goes on."""
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import psutil
 
 from phalanx.streams import printable
 
@@ -11,6 +14,9 @@ LOOK = 1.0
 """Seconds between two looks at what is waited for."""
 SAYING = 30.0
 """Seconds after which a wait says that it goes on, again and again."""
+HELD = 4
+"""Looks, one each second, after which processes of ours that somebody has stopped are continued. They are counted, and
+not seconds, since whoever stops a whole job stops this process, too, and then continues all."""
 LONGEST_LOOK = 5.0
 """Seconds that count between two looks, at most: in the others this process was held still itself, and what it waits
 for as well, as far as it knows."""
@@ -59,3 +65,21 @@ class Wait:
             most = f", for {self.limit:.0f} s at most" if math.isfinite(self.limit) else ""
             self._tell(f"still waiting for {self.what} after {self.waited:.0f} s{most}")
         return False
+
+
+def stopped(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those of these processes that somebody has stopped by a signal; not by a debugger, which no signal continues."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
+
+
+def resume(processes: Iterable[psutil.Process]) -> None:
+    """Continue processes that were stopped."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()

@@ -5,6 +5,7 @@ ends with an exit code of `errors.ExitCode`; workers never outlive their agent, 
 """
 
 import itertools
+import math
 import secrets
 import select
 import selectors
@@ -50,6 +51,9 @@ LOOK = 1.0
 """Seconds between two looks at signs of life, however much there is to hear meanwhile."""
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
+PREPARING = 120.0
+"""Seconds after which it is said, again and again, that workers still get ready: importing, reading weights, compiling,
+the first step."""
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
@@ -294,6 +298,7 @@ class Agent:
                     self.lose(node, attempt, how)
 
             forking = Wait("workers to be started", OVERDUE, self._warn, self.clock)
+            preparing = Wait("the first step", math.inf, self._warn, self.clock, PREPARING)
             looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
@@ -333,6 +338,8 @@ class Agent:
                     if late is self.crew.here:
                         raise NurseryLost(UNSTARTED)
                     lose(late, "it does not start its workers")
+                if attempt.steps == 0 and attempt.result is None:
+                    preparing.over()  # it may take as long as it likes, but not without a word
                 self.look(attempt)
                 self.compare(attempt)
                 for late in self.overdue(attempt):

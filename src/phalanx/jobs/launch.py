@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
-
 from phalanx.compat import adopt_orphans, die_with_parent
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.jobs.below import end_below
 from phalanx.jobs.frameworks import World, devices_of, helpers, hostfile, mpirun, variables
 from phalanx.jobs.nodes import introduction, misfit
 from phalanx.run.channel import Message
@@ -325,9 +324,7 @@ class Part:
 
     def end(self) -> None:
         """Leave no process behind, whatever happened."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        end_below()
 
 
 if __name__ == "__main__":

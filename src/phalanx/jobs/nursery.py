@@ -29,10 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-import psutil
-
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError, storage_failed
+from phalanx.jobs.below import end_below
 from phalanx.recipe import told
 from phalanx.recipe.travelled import code_of
 from phalanx.run import pulse
@@ -278,12 +277,7 @@ class Nursery:
 
     def end(self) -> None:
         """Kill and reap everything below this process, adopted grandchildren too."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.wait()
+        end_below()
 
 
 def share_memory() -> None:

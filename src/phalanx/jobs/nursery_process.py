@@ -15,7 +15,7 @@ from phalanx.errors import ExitCode, PhalanxError, TrialError
 from phalanx.jobs.nursery import signal_name
 from phalanx.run.channel import Message, TakesNothingError, bounded, pair, receive, send
 from phalanx.run.pulse import Pulses
-from phalanx.waits import LOOK, Wait, say
+from phalanx.waits import HELD, LOOK, Wait, resume, say, stopped
 
 HUGE_PAGES = "glibc.malloc.hugetlb"
 """glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
@@ -37,9 +37,6 @@ STORE = 60.0
 """Seconds in which the store must listen."""
 SENDING = 10.0
 """Seconds in which it must take what it is sent."""
-HELD = 4
-"""Looks, one each second, after which a nursery that somebody has stopped is continued; after as many more in which
-that has not helped it is lost."""
 AGAIN = "start again with the same command"
 WHO = "the process that loads torch and starts workers"
 
@@ -141,8 +138,7 @@ class NurseryProcess:
     def revive(self, below: bool = False) -> str | None:
         """To be called every second or so while something of it is waited for. Where somebody has stopped it, or the
         store, or with `below` any process below it, that is said, and it is continued; where that does not help, the
-        sentence why it is of no use any more. Looks are counted and not seconds, since whoever stops a whole job stops
-        this process, too, and then continues all."""
+        sentence why it is of no use any more."""
         found = self._held_still(below)
         self._stopped = self._stopped + 1 if found else 0
         if not found or self._stopped < self._held:
@@ -153,30 +149,19 @@ class NurseryProcess:
         if self._stopped >= 2 * self._held:
             return f"{names} is stopped (SIGSTOP), and stays so when it is continued; {AGAIN}"
         if self._stopped == self._held:
-            for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
+            resume(found)
             self.tell(f"{names} was stopped (SIGSTOP): continued it")
         return None
 
     def _held_still(self, below: bool) -> list[psutil.Process]:
-        """Those that somebody has stopped; not by a debugger, which no signal continues."""
-        found = []
+        """Those that somebody has stopped."""
+        pids = [self.process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self.process.pid)
-            listed = [own, *(own.children(recursive=True) if below else self._store())]
-            for each in listed:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if each.status() == psutil.STATUS_STOPPED:
-                        found.append(each)
-        return found
-
-    def _store(self) -> list[psutil.Process]:
-        """The process that hosts the store, if it is there."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            store = psutil.Process(self.store_pid) if self.store_pid else None
-            return [store] if store is not None and store.ppid() == self.process.pid else []
-        return []
+            if below:
+                pids += [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
+            elif self.store_pid and psutil.Process(self.store_pid).ppid() == self.process.pid:
+                pids.append(self.store_pid)
+        return stopped(pids)
 
     def wait_ready(self) -> None:
         """Block until torch is imported there. NurseryLost when that takes too long."""

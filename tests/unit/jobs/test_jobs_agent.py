@@ -420,6 +420,24 @@ def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
     assert (shown[-1]["kind"], shown[-1]["what"]) == ("fault", "lost nursery")
 
 
+def test_workers_that_get_ready_for_long_are_told_now_and_then(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(event: dict[str, Any]) -> None:
+        shown.append(event)
+        if len(shown) == 2:
+            stage.stopped = "enough"
+
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    send(stage.says, {"kind": "started", "attempt": 0})
+    with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
+        agent.supervise(2, {}, {}, 0)
+    said = [event["text"].rpartition(" after")[0] for event in shown[:2]]
+    assert said == ["still waiting for the first step"] * 2
+
+
 def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
