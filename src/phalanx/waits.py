@@ -5,10 +5,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
-
-import psutil
+from typing import TYPE_CHECKING
 
 from phalanx.streams import printable
+
+if TYPE_CHECKING:
+    import psutil
 
 LOOK = 1.0
 """Seconds between two looks at what is waited for."""
@@ -67,8 +69,10 @@ class Wait:
         return False
 
 
-def stopped(pids: Iterable[int]) -> list[psutil.Process]:
+def stopped(pids: Iterable[int]) -> "list[psutil.Process]":
     """Those of these processes that somebody has stopped by a signal; not by a debugger, which no signal continues."""
+    import psutil  # it takes longer than all else here, and nothing may ever have to be waited for
+
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,8 +82,10 @@ def stopped(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
-def resume(processes: Iterable[psutil.Process]) -> None:
+def resume(processes: "Iterable[psutil.Process]") -> None:
     """Continue processes that were stopped."""
+    import psutil
+
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()

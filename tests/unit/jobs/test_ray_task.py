@@ -171,6 +171,14 @@ def test_a_node_hands_on_all_lines_and_the_code(tmp_path: Path) -> None:
     assert (lines[0], len(lines), code) == ("b token", 2502, 75)
 
 
+def test_what_a_command_leaves_behind_with_its_output_open_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.ray_node.LEAVING", 0.2)
+    lines, code = run_node(tmp_path, "sh", "-c", "setsid sleep 20 & echo said; exit 3")
+    assert (lines, code) == (["said"], 3)
+
+
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert run_node(tmp_path, "no-such-program") == (["no-such-program: No such file or directory"], 64)
 
