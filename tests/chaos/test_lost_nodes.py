@@ -144,6 +144,7 @@ def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: Lab, nodes: Nodes)
 def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("fedcba9876543210" * 4)
+    other.chmod(0o600)
     leader = nodes.start(0)
     stranger = nodes.start(1, other)
     ended = nodes.end(leader, nodes.start(1))

@@ -52,8 +52,8 @@ LOOK = 1.0
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
 PREPARING = 120.0
-"""Seconds after which it is said, again and again, that workers still get ready: importing, reading weights, compiling,
-the first step."""
+"""Seconds after which it is said, again and again, that workers still get ready (importing, reading weights, compiling,
+the first step), or still end."""
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
@@ -299,6 +299,7 @@ class Agent:
 
             forking = Wait("workers to be started", OVERDUE, self._warn, self.clock)
             preparing = Wait("the first step", math.inf, self._warn, self.clock, PREPARING)
+            ending = Wait("workers to save and to end", math.inf, self._warn, self.clock, PREPARING)
             looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
@@ -340,6 +341,8 @@ class Agent:
                     lose(late, "it does not start its workers")
                 if attempt.steps == 0 and attempt.result is None:
                     preparing.over()  # it may take as long as it likes, but not without a word
+                elif any(beat is not None and beat.place == "ending" for beat in attempt.signs()[0].values()):
+                    ending.over()  # and so may this
                 self.look(attempt)
                 self.compare(attempt)
                 for late in self.overdue(attempt):

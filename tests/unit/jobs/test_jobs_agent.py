@@ -420,11 +420,15 @@ def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
     assert (shown[-1]["kind"], shown[-1]["what"]) == ("fault", "lost nursery")
 
 
-def test_workers_that_get_ready_for_long_are_told_now_and_then(
-    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [False, True])
+def test_workers_that_get_ready_or_save_for_long_are_told_now_and_then(
+    tmp_path: Path, stage: Stage, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shown = []
+
     def show(event: dict[str, Any]) -> None:
-        shown.append(event)
+        if event["kind"] == "warning":
+            shown.append(event)
         if len(shown) == 2:
             stage.stopped = "enough"
 
@@ -433,9 +437,13 @@ def test_workers_that_get_ready_for_long_are_told_now_and_then(
     monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
     send(stage.says, {"kind": "started", "attempt": 0})
     with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
+        if ends:
+            send(stage.workers, {"kind": "step", "t": 1.0, "step": 7})
+            beats = {rank: Beat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
+            monkeypatch.setattr(agent.crew.here, "beats", lambda ranks: beats)
         agent.supervise(2, {}, {}, 0)
     said = [event["text"].rpartition(" after")[0] for event in shown[:2]]
-    assert said == ["still waiting for the first step"] * 2
+    assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
 
 
 def test_one_that_never_gets_ready_ends_the_run_with_an_event(
