@@ -17,11 +17,11 @@ LOOK = 1.0
 SAYING = 30.0
 """Seconds after which a wait says that it goes on, again and again."""
 HELD = 4
-"""Looks, one each second, after which processes of ours that somebody has stopped are continued. They are counted, and
-not seconds, since whoever stops a whole job stops this process, too, and then continues all."""
+"""Looks, one each second, after which processes of ours that were stopped are continued. They are counted, and
+not seconds, since a scheduler that suspends a job stops this process, too, and then continues all."""
 LONGEST_LOOK = 5.0
-"""Seconds that count between two looks, at most: in the others this process was held still itself, and what it waits
-for as well, as far as it knows."""
+"""Seconds that count between two looks, at most: in the rest this process was stopped, and probably what it
+waits for as well."""
 
 
 def at(seconds: float, now: Callable[[], float] = time.time) -> str:
@@ -47,7 +47,7 @@ class Wait:
     ):
         self.what, self.limit = what, limit
         self._tell, self._clock, self._saying = tell, clock, saying
-        self.waited, self._told, self._looked = 0.0, 0.0, clock()
+        self.waited, self._said, self._looked = 0.0, 0.0, clock()
 
     def begin(self) -> None:
         """Say what is waited for, and until when."""
@@ -62,15 +62,15 @@ class Wait:
         self._looked = now
         if self.waited >= self.limit:
             return True
-        if self.waited - self._told >= self._saying:
-            self._told = self.waited
+        if self.waited - self._said >= self._saying:
+            self._said = self.waited
             most = f", for {self.limit:.0f} s at most" if math.isfinite(self.limit) else ""
             self._tell(f"still waiting for {self.what} after {self.waited:.0f} s{most}")
         return False
 
 
 def stopped(pids: Iterable[int]) -> "list[psutil.Process]":
-    """Those of these processes that somebody has stopped by a signal; not by a debugger, which no signal continues."""
+    """Those of these processes that were stopped by a signal; not by a debugger, which no signal continues."""
     import psutil  # it takes longer than all else here, and nothing may ever have to be waited for
 
     found = []

@@ -128,17 +128,17 @@ def follow_leader(
 ) -> int:
     """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
     wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
-    token = token_from()
     try:
         loaded = load_recipe(path, overrides)
         run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
         if not dry and (done := finished(run, loaded.recipe)):
             print(done, file=out)
             return int(ExitCode.DONE)
-        with Member(membership, token, out, nproc=nproc) as member:
+        with Member(membership, token_from(), out, nproc=nproc) as member:
             return int(member.work())
     except PhalanxError as error:
-        farewell(membership, token, error)
+        with contextlib.suppress(UsageError):  # without a token no connection can be made
+            farewell(membership, token_from(), error)
         raise
 
 

@@ -313,7 +313,7 @@ def _write_in_processes(
 def _next(
     messages: "SimpleQueue[dict[str, Any]]", processes: "Sequence[subprocess.Popen[str]]", tell: Teller
 ) -> dict[str, Any]:
-    """What a worker says next. One that somebody has stopped is continued; where none says anything for too long, this
+    """What a worker says next. One that was stopped is continued; where none says anything for too long, this
     ends."""
     wait, looks = Wait("a word of those that prepare data", SILENT, tell.note), 0
     while True:

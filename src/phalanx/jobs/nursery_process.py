@@ -136,8 +136,8 @@ class NurseryProcess:
             self.process.wait(LEAVING)
 
     def revive(self, below: bool = False) -> str | None:
-        """To be called every second or so while something of it is waited for. Where somebody has stopped it, or the
-        store, or with `below` any process below it, that is said, and it is continued; where that does not help, the
+        """To be called every second or so while something of it is waited for. Where it was stopped, or the store, or
+        with `below` any process below it, a message says so, and it is continued; where that does not help, the
         sentence why it is of no use any more."""
         found = self._held_still(below)
         self._stopped = self._stopped + 1 if found else 0
@@ -154,7 +154,7 @@ class NurseryProcess:
         return None
 
     def _held_still(self, below: bool) -> list[psutil.Process]:
-        """Those that somebody has stopped."""
+        """Those that were stopped."""
         pids = [self.process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
             if below:

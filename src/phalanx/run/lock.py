@@ -67,7 +67,7 @@ def alone_here(fd: int, patience: float, what: str = "") -> Iterator[bool]:
 
 
 def _silent(_: str) -> None:
-    """Where nobody is there to be told."""
+    """For waits that need no message."""
 
 
 def _within(wait: Wait, take: Callable[[], None]) -> bool:

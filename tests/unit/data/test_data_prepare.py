@@ -334,7 +334,7 @@ def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_fin
 ):
     monkeypatch.setattr(phalanx.data.prepare, "LOOK", 0.05)
     monkeypatch.setattr(phalanx.data.prepare, "SILENT", 0.3)
-    monkeypatch.setattr(phalanx.data.prepare, "HELD", 10**9)  # as if they hung, which nobody sees from outside
+    monkeypatch.setattr(phalanx.data.prepare, "HELD", 10**9)  # as if they hung, which cannot be seen from outside
     with pytest.raises(PhalanxError, match="have said nothing for 0 s: they hang") as caught:
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2, progress=stop_workers(1))
     assert caught.value.code is ExitCode.UNFINISHED

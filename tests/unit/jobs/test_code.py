@@ -129,7 +129,7 @@ def test_a_repository_within_one_travels_by_its_own_rules(repository: Path) -> N
     ]
 
 
-def test_a_git_that_does_not_answer_is_told_with_what_to_try(
+def test_a_git_that_does_not_answer_is_reported_with_what_to_try(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bin" / "git"

@@ -421,7 +421,7 @@ def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_workers_that_get_ready_or_save_for_long_are_told_now_and_then(
+def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
     tmp_path: Path, stage: Stage, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []

@@ -1,4 +1,4 @@
-"""How the nodes of a program of any framework come together: nobody is waited for without an end and a word."""
+"""How the nodes of a program of any framework come together: every wait has an end and a message."""
 
 import contextlib
 import socket
@@ -49,7 +49,7 @@ def test_nodes_that_do_not_come_are_named_and_may_be_started_again(
     assert capsys.readouterr().err.startswith("still waiting for nodes 1, 2 after 0 s")
 
 
-def test_a_leader_that_does_not_come_is_told(address: tuple[str, int], stack: contextlib.ExitStack) -> None:
+def test_a_leader_that_does_not_come_is_reported(address: tuple[str, int], stack: contextlib.ExitStack) -> None:
     with pytest.raises(Unmet, match=f"^node 0 cannot be reached at 127.0.0.1:{address[1]}: "):
         meet(Membership(1, 2, address), 1, stack)
 
@@ -61,7 +61,7 @@ def test_a_leader_that_never_says_who_all_are_is_not_waited_for_without_end(
         meet(Membership(1, 2, address), 1, stack)
 
 
-def test_a_node_that_is_sent_away_is_told_on_both_sides(
+def test_a_node_that_is_sent_away_is_reported_on_both_sides(
     address: tuple[str, int], stack: contextlib.ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[Exception] = []
@@ -99,7 +99,7 @@ def test_an_agent_that_launches_nothing_is_sent_away_in_a_sentence(
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no such options")
-def test_a_machine_that_vanishes_is_noticed_where_nobody_sends(address: tuple[str, int]) -> None:
+def test_a_machine_that_vanishes_is_noticed_where_nothing_is_sent(address: tuple[str, int]) -> None:
     with Door(address, TOKEN.encode()):
         wire = dial(address, TOKEN.encode())
         assert wire.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

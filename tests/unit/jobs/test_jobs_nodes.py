@@ -163,7 +163,7 @@ def test_a_node_that_is_sent_away_counts_as_one_that_left(crew: Crew) -> None:
     assert (left.index, left.code, "torch is 1.0 on" in left.words) == (1, ExitCode.UNFIT_NODE, True)
 
 
-def test_who_leaves_while_the_leader_makes_its_run_ready_is_told_at_once_and_kept_for_its_events(
+def test_who_leaves_while_the_leader_makes_its_run_ready_is_reported_at_once_and_kept_for_its_events(
     crew: Crew, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wire = come(crew, 1)
@@ -176,7 +176,7 @@ def test_who_leaves_while_the_leader_makes_its_run_ready_is_told_at_once_and_kep
     wire.close()
 
 
-def test_a_leader_that_is_not_there_is_told_nothing_and_not_waited_for_long() -> None:
+def test_a_leader_that_is_not_there_gets_nothing_and_not_waited_for_long() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     times = iter((0.0, 1.0, 6.0))

@@ -54,7 +54,7 @@ def stop(pid: int) -> None:
 
 
 def stopping_again(nursery: NurseryProcess, said: list[str]) -> Callable[[str], None]:
-    """Somebody who stops it whenever it was continued."""
+    """Stops it whenever it was continued."""
 
     def tell(text: str) -> None:
         said.append(text)
@@ -92,7 +92,7 @@ def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said
 
 
 @pytest.mark.parametrize("what", ["ready", "call"])
-def test_one_that_stays_stopped_is_killed_and_told_as_not_finished(make: Make, said: list[str], what: str) -> None:
+def test_one_that_stays_stopped_is_killed_and_reported_as_not_finished(make: Make, said: list[str], what: str) -> None:
     nursery = make()
     nursery.tell = stopping_again(nursery, said)
     if what == "call":
@@ -105,7 +105,7 @@ def test_one_that_stays_stopped_is_killed_and_told_as_not_finished(make: Make, s
     assert nursery.gone()
 
 
-def test_one_that_takes_nothing_is_killed_and_told(make: Make) -> None:
+def test_one_that_takes_nothing_is_killed_and_reported(make: Make) -> None:
     nursery = make()
     stop(nursery.process.pid)
     bounded(nursery.control, 0.05)
@@ -132,7 +132,7 @@ def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_torch_that_never_comes_to_its_end_is_told_while_it_is_waited_for(
+def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
     make: Make, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
@@ -147,7 +147,7 @@ def test_torch_that_never_comes_to_its_end_is_told_while_it_is_waited_for(
     assert said[0].startswith("still waiting for the process that loads torch and starts workers to be ready after 0 s")
 
 
-def test_a_trial_that_hangs_is_killed_with_all_below_it_and_told(make: Make, tmp_path: Path) -> None:
+def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make, tmp_path: Path) -> None:
     nursery = make(answer=0.5)
     nursery.wait_ready()
     with pytest.raises(NurseryLost, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"):
