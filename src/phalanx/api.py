@@ -20,7 +20,7 @@ from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.plan import (
     go_on,
     smaller_micro,
@@ -94,7 +94,7 @@ def train(
     if finished(where, loaded.recipe):
         return where.read_json(where.result) or {}
     with (
-        NurseryProcess() as nursery,
+        NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery,
         starting(loaded, where, nproc, nursery.call, force, lambda progress: None, preload=nursery.preload) as ready,
     ):
         outcome = supervise(ready, nursery, show or (lambda event: None), force)

@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from phalanx.compat import die_with_parent
+from phalanx.waits import HELD, LOOK, Wait, stopped
 
+PATIENCE = 300.0
+"""Seconds in which that process must have answered."""
 Call = Callable[[str, Any], Any]
 """`call("module:function", payload)`: what that function of `payload` returns in that process, or None when it did not
 return, for whatever reason; then ask again here, where it will tell. Works once; all of it must be JSON values."""
@@ -41,6 +45,8 @@ def torch_beside() -> Iterator[Call]:
     def call(function: str, payload: Any) -> Any:
         with suppress(BrokenPipeError), open(ask, "w", closefd=False) as pipe:  # it ended: there will be no answer
             pipe.write(json.dumps([function, payload]) + "\n")
+        if not _answers(answered, process):
+            return None
         with open(answered, closefd=False) as pipe:
             found = pipe.read()
         return json.loads(found) if found else None
@@ -52,6 +58,16 @@ def torch_beside() -> Iterator[Call]:
         os.close(answered)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+
+
+def _answers(pipe: int, process: int) -> bool:
+    """Whether an answer, or its end, comes before that process has been stopped for a while, and before too long."""
+    wait, looks = Wait("torch to be imported", PATIENCE), 0
+    while not select.select([pipe], [], [], LOOK)[0]:
+        looks = looks + 1 if stopped([process]) else 0
+        if looks == HELD or wait.over():
+            return False
+    return True
 
 
 def _serve(asked: int, answer: int) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.probe import Means, NotMeasured, probe
 from phalanx.errors import TrialError, UsageError
-from phalanx.jobs.attempt import Attempt, verdict
-from phalanx.jobs.nursery_process import NurseryProcess
-from phalanx.run.channel import drain, receive, send
+from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
+from phalanx.run.channel import drain, receive
+from phalanx.waits import LOOK
 
 PATIENCE = 120.0
 """Seconds that a world may take beyond what it was asked to."""
@@ -84,17 +85,23 @@ def gather(
         pass
     command = {"function": "phalanx.probing:member", "payload": {"function": function, "payload": payload}}
     start = {"kind": "start", "attempt": 0, "world": world, "command": command, "environment": {}, "logs": str(logs)}
-    send(nursery.control, start)
+    nursery.ask(start)
     attempt, found = Attempt(world, came=set(range(world))), dict[int, Any]()
     until = clock() + payload["seconds"] + PATIENCE
     with selectors.DefaultSelector() as selector:
         for sock in (nursery.control, nursery.events):
             selector.register(sock, selectors.EVENT_READ)
         while len(attempt.codes) < world:
-            ready = selector.select(max(0.0, until - clock()))
+            ready = selector.select(max(0.0, min(LOOK, until - clock())))
+            if not ready and (why := nursery.revive()) is not None:
+                nursery.kill()
+                raise NurseryLost(why)
             if not ready and clock() >= until:
-                send(nursery.control, {"kind": "signal", "number": 9})
-                until = float("inf")
+                if attempt.killed:
+                    nursery.kill()
+                    raise NurseryLost(HELD)
+                nursery.ask({"kind": "signal", "number": 9})
+                attempt.killed, until = True, clock() + OVERDUE
                 attempt.error = attempt.error or {"kind": "error", "text": "it took far too long", "code": 75}
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
@@ -112,13 +119,13 @@ def _take(message: dict[str, Any], attempt: Attempt, found: dict[int, Any], nurs
     if message["kind"] == "exited":
         attempt.codes[message["rank"]] = message["status"]
         if message["status"] != 0 and len(attempt.codes) < attempt.world:
-            send(nursery.control, {"kind": "signal", "number": 9})  # the others wait for it in vain
+            nursery.ask({"kind": "signal", "number": 9})  # the others wait for it in vain
     elif message["kind"] == "result":
         found[message["value"]["rank"]] = message["value"]["found"]
 
 
 def _orphans() -> list[dict[str, Any]]:
-    raise NotMeasured("the process that forks others died, and they with it")
+    raise NurseryLost(ORPHANED)
 
 
 def member(payload: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from phalanx.cluster import Machine
 from phalanx.data import Progress
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.observe.units import duration
 from phalanx.plan.tuning import (
     Candidate,
@@ -95,8 +95,8 @@ class Watcher:
 class Arena:
     """Where recipes compete: two nurseries, and a run directory for each world, all gone afterwards."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, silence: float = 0.0):
+        self._folder, self._silence = folder, silence
         self._stack = contextlib.ExitStack()
         self._preloads: list[tuple[str, Any]] = []
         self._count = 0
@@ -104,7 +104,7 @@ class Arena:
     def __enter__(self) -> "Arena":
         with self._stack as stack:
             self._runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-tune-")))
-            self._free = [stack.enter_context(NurseryProcess()) for _ in range(2)]
+            self._free = [stack.enter_context(NurseryProcess(answer=answering(self._silence))) for _ in range(2)]
             self._stack = stack.pop_all()
         return self
 
@@ -137,7 +137,7 @@ class Arena:
         world.close()
         nursery = world.nursery
         if nursery.process.poll() is not None:
-            nursery = self._stack.enter_context(NurseryProcess())
+            nursery = self._stack.enter_context(NurseryProcess(answer=answering(self._silence)))
             for function, payload in self._preloads:
                 nursery.preload(function, payload)
         self._free.append(nursery)
@@ -168,7 +168,7 @@ def tune(
     machine = machine_of(loaded)
     # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
     fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout) or loaded.recipe.batch.per == "worker"
-    with Arena(loaded.folder) as arena:
+    with Arena(loaded.folder, loaded.recipe.recovery.silence) as arena:
         start = starting(
             loaded, NOWHERE, nproc, arena.call, False, watcher.progress, write=False, preload=arena.preload
         )

@@ -27,10 +27,11 @@ class Nodes:
             self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()
 
-    def start(self, node: int, token: Path | None = None) -> "subprocess.Popen[str]":
+    def start(self, node: int, token: Path | None = None, **more: str) -> "subprocess.Popen[str]":
         variables = {"PHALANX_NODES": str(self.count), "PHALANX_NODE": str(node)}
         variables["PHALANX_LEADER"] = f"127.0.0.1:{self.port}"
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
+        variables |= more
         recipe = self.lab.recipe_file(self.changes)
         words = ("train", recipe, "--run", self.run.path, "--nproc", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
@@ -143,6 +144,7 @@ def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: Lab, nodes: Nodes)
 def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("fedcba9876543210" * 4)
+    other.chmod(0o600)
     leader = nodes.start(0)
     stranger = nodes.start(1, other)
     ended = nodes.end(leader, nodes.start(1))
@@ -153,6 +155,23 @@ def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, t
     _, said = stranger.communicate(timeout=20)
     assert stranger.returncode == ExitCode.UNFINISHED
     assert "Traceback" not in said
+
+
+def test_a_node_that_leaves_as_unfit_is_named_at_once_and_waited_for_with_words(
+    lab: Lab, nodes: Nodes, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
+    leader = nodes.start(0)
+    unfit = nodes.start(1, PYTHONPATH=str(tmp_path))
+    assert unfit.wait(timeout=40) == ExitCode.UNFIT_NODE
+    events = nodes.run.events
+    wait_until(lambda: events.exists() and "then this ends with 75" in events.read_text(), 30, "the leader's word")
+    os.kill(leader.pid, signal.SIGTERM)
+    ended = nodes.end(leader)
+    said = [event["text"] for event in ended.kind("warning")]
+    assert said[0].startswith("waiting for node 1 until ")
+    assert said[1].startswith(f"node 1 ({socket.gethostname()}) left with exit code 77: the process that loads torch")
+    assert (ended.code, said[1] in ended.message) == (ExitCode.UNFINISHED, True)
 
 
 def test_a_recipe_that_is_wrong_ends_all_nodes_with_its_code(lab: Lab, nodes: Nodes) -> None:

@@ -82,6 +82,17 @@ def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
     assert told in ("None", "None None")
 
 
+@pytest.mark.parametrize("how", ["SIGSTOP", "never"])
+def test_what_is_stopped_or_hangs_beside_us_is_not_waited_for_without_end(tmp_path: Path, how: str) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
+    stop = "[child.suspend() for child in psutil.Process().children()]" if how == "SIGSTOP" else "beside.PATIENCE = 0.2"
+    text = (
+        "import psutil, phalanx.beside as beside\n"
+        f"beside.LOOK = 0.05\nwith beside.torch_beside() as call:\n  {stop}\n  print(call('operator:neg', 5))\n"
+    )
+    assert script(text, tmp_path) == ["None"]
+
+
 def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
     text = "from phalanx.beside import torch_beside as t\nimport numpy\nwith t() as call: print(call('math:sqrt', 4))"
     assert script(text, tmp_path) == ["None"]

@@ -18,14 +18,14 @@ def profile(
     """Trace a few training steps on one worker; nothing is saved but the trace."""
     from phalanx.api import starting
     from phalanx.cli.data import preparing
-    from phalanx.jobs.nursery_process import NurseryProcess
+    from phalanx.jobs.nursery_process import NurseryProcess, answering
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
     from phalanx.run.directory import check_output
 
     check_output("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
-    with NurseryProcess() as nursery, preparing() as progress:
+    with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
         nowhere = Run(Path(".phalanx-profile-writes-nothing"))
         with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False, preload=nursery.preload) as ready:
             payload = {"recipe": ready.recipe.model_dump(mode="json", by_alias=True), "folder": str(ready.folder)}

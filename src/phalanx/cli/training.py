@@ -12,9 +12,9 @@ from phalanx.api import Ready, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
-from phalanx.jobs.member import Member
+from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.joining import Shown, train_script
 from phalanx.observe.live import display_for, facts_of
 from phalanx.observe.units import duration
@@ -51,7 +51,7 @@ def train_here(
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
-    with NurseryProcess() as nursery, contextlib.ExitStack() as stack:
+    with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)
         with preparing() as progress:
@@ -127,13 +127,18 @@ def follow_leader(
 ) -> int:
     """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
     wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
-    loaded = load_recipe(path, overrides)
-    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
-    if not dry and (done := finished(run, loaded.recipe)):
-        print(done, file=out)
-        return int(ExitCode.DONE)
-    with Member(membership, token_from(), out, nproc=nproc) as member:
-        return int(member.work())
+    try:
+        loaded = load_recipe(path, overrides)
+        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+        if not dry and (done := finished(run, loaded.recipe)):
+            print(done, file=out)
+            return int(ExitCode.DONE)
+        with Member(membership, token_from(), out, nproc=nproc) as member:
+            return int(member.work())
+    except PhalanxError as error:
+        with contextlib.suppress(UsageError):  # without a token no connection can be made
+            farewell(membership, token_from(), error)
+        raise
 
 
 def train_own_loop(
@@ -214,7 +219,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                 announce(place, Announced(finished=True))
                 print(done, file=out)
                 return int(ExitCode.DONE)
-            with NurseryProcess() as nursery, preparing() as progress:
+            with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
                 ready = stack.enter_context(
                     starting(
                         loaded,

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any, NamedTuple
 
@@ -38,11 +38,13 @@ from phalanx.data.pieces import (
     weigh,
 )
 from phalanx.data.tokenizers import describe, load_tokenizer, train_bpe
-from phalanx.errors import AWAY, PhalanxError, RecipeError, UsageError
+from phalanx.errors import AWAY, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import Data, Source
 from phalanx.run.directory import sync, write_whole
 from phalanx.run.lock import NoLocksError, taken
+from phalanx.waits import HELD, LOOK, Wait, resume, stopped
 
+SILENT = 600.0  # seconds in which at least one of the processes that prepare data must have said something
 BPE_SAMPLE = 64 << 20  # bytes of text that a BPE is trained on
 
 
@@ -85,8 +87,9 @@ def prepare_source(
             if claim is not None:
                 try:
                     _fill(plan, claim, workers or len(os.sched_getaffinity(0)), tell)
-                except PhalanxError:  # what mends it makes another plan, which could use nothing of this one
-                    shutil.rmtree(claim.folder)
+                except PhalanxError as error:
+                    if error.code != ExitCode.UNFINISHED:  # what mends it makes another plan, with no use for this one
+                        shutil.rmtree(claim.folder)
                     raise
                 _publish(claim.folder, out)
     except OSError as error:
@@ -137,9 +140,7 @@ def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
         )
     with open(partial / "lock", "w") as lock:
         try:
-            if not taken(lock.fileno(), 0):
-                tell.note(f"another process is preparing {out}; waiting for it")
-                taken(lock.fileno(), inf)
+            taken(lock.fileno(), inf, f"another process, which is preparing {out}", tell.note)
         except NoLocksError as error:
             tell.note(f"{error}: preparing in a folder of its own, which is given up when this is interrupted")
             with tempfile.TemporaryDirectory(
@@ -289,7 +290,7 @@ def _write_in_processes(
         for leader in leaders:
             leader.start()
         while len(entries) < len(todo):
-            message = messages.get()
+            message = _next(messages, processes, tell)
             if "entry" in message:
                 entries[message["number"]] = ShardEntry(**message["entry"])
                 lost.update(message["lost"])
@@ -307,6 +308,31 @@ def _write_in_processes(
         for process in processes:
             _close(process)
     return entries, lost
+
+
+def _next(
+    messages: "SimpleQueue[dict[str, Any]]", processes: "Sequence[subprocess.Popen[str]]", tell: Teller
+) -> dict[str, Any]:
+    """What a worker says next. One that was stopped is continued; where none says anything for too long, this
+    ends."""
+    wait, looks = Wait("a word of those that prepare data", SILENT, tell.note), 0
+    while True:
+        try:
+            return messages.get(timeout=LOOK)
+        except Empty:
+            found = stopped(process.pid for process in processes)
+            looks = looks + 1 if found else 0
+            if looks == HELD:
+                resume(found)
+                tell.note(f"process {found[0].pid}, which prepares data, was stopped (SIGSTOP): continued it")
+                looks = 0
+            if wait.over():
+                error = PhalanxError(
+                    f"the processes that prepare data have said nothing for {SILENT:.0f} s: they hang, or the storage "
+                    "of the source or of the cache does; start again with the same command, which goes on from here"
+                )
+                error.code = ExitCode.UNFINISHED
+                raise error from None
 
 
 def _close(process: "subprocess.Popen[str]") -> None:

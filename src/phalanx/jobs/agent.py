@@ -5,6 +5,7 @@ ends with an exit code of `errors.ExitCode`; workers never outlive their agent, 
 """
 
 import itertools
+import math
 import secrets
 import select
 import selectors
@@ -19,7 +20,10 @@ from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health.finding import Finding
 from phalanx.errors import ExitCode
 from phalanx.jobs.attempt import (
+    HELD,
     IN_ORDER,
+    ORPHANED,
+    OVERDUE,
     Attempt,
     fault,
     first_to_fall,
@@ -30,9 +34,9 @@ from phalanx.jobs.attempt import (
 )
 from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
-from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Left, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
-from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
+from phalanx.jobs.nursery_process import AGAIN, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
@@ -41,16 +45,19 @@ from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
+from phalanx.waits import Wait, at
 
 LOOK = 1.0
 """Seconds between two looks at signs of life, however much there is to hear meanwhile."""
 COMING = 600.0
 """Seconds for which a run waits for all its nodes to come."""
+PREPARING = 120.0
+"""Seconds after which it is said, again and again, that workers still get ready (importing, reading weights, compiling,
+the first step), or still end."""
 RETURNING = 60.0
 """Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
 
-ORPHANED = "the process that forks workers died, and they with it"
-HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
+UNSTARTED = f"the process that forks workers started none for {OVERDUE:.0f} s: it hangs; {AGAIN}"
 ECHO = 5.0
 """Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
 
@@ -96,6 +103,7 @@ class Agent:
         self.show = show
         self.attempts = attempts
         self.log = EventLog(run.events)
+        self.left: dict[int, Left] = {}  # nodes that are missing, since they took leave
         self.stopping = False
         self.hurried = False  # asked to stop twice
         self.signals = Signals()
@@ -105,6 +113,7 @@ class Agent:
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
+        self._say, self.nursery.tell = self.nursery.tell, self._warn
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -113,12 +122,17 @@ class Agent:
                 remove_copies(self.run)
                 forget(self.run)
         finally:
+            self.nursery.tell = self._say
             self.signals.__exit__(*exception)
             self.log.close()
 
     def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
-        self.nursery.wait_ready()
+        try:
+            self.nursery.wait_ready()
+        except NurseryLost as error:
+            self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=str(error))
+            return Outcome(error.code, None, str(error))
         saved, barren, number, outage = 0, 0, first_attempt, None
         patience = COMING
         while True:
@@ -171,27 +185,60 @@ class Agent:
         return None
 
     def assemble(self, patience: float) -> str | None:
-        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop."""
-        until = self.clock() + patience
-        self.crew.admit()
+        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop. Who
+        has taken leave may come again, or another in its place, but is not waited for as long."""
+        self.crew.attended = True
+        self.admit()
+        wait = Wait(_named(self.crew.missing), patience, self._warn, self.clock)
         if self.crew.missing:
-            self.emit("warning", text=f"waiting for {_named(self.crew.missing)}")
+            wait.begin()
         with selectors.DefaultSelector() as selector:
             for sock in (self.signals.wake, *self.crew.doorbell):
                 selector.register(sock, selectors.EVENT_READ)
             while self.crew.missing:
                 self.obey_signals()
                 if self.stopping:
-                    return f"asked to stop while {_named(self.crew.missing)} was not there"
-                if self.clock() >= until:
-                    return f"{_named(self.crew.missing)} did not come within {patience:.0f} s"
+                    return "; ".join((f"asked to stop while {_named(self.crew.missing)} was not there", *self.whys()))
+                self.part()
+                if any(index in self.left for index in self.crew.missing) and wait.limit > wait.waited + RETURNING:
+                    wait.limit = wait.waited + RETURNING
+                    self._warn(
+                        f"waiting for it, or another in its place, until {at(RETURNING)}; then this ends with 75"
+                    )
+                wait.what = _named(self.crew.missing)
+                if wait.over():
+                    return self._absent(wait)
                 for key, _ in selector.select(LOOK):
                     assert isinstance(key.fileobj, socket.socket)
                     key.fileobj.recv(4096)
-                for _, old in self.crew.admit():
+                for _, old in self.admit():
                     if old is not None:
                         old.wire.close()
         return None
+
+    def admit(self) -> list[tuple[There, There | None]]:
+        """Take in who stands at the door."""
+        found = self.crew.admit()
+        for new, _ in found:
+            self.left.pop(new.index, None)
+        return found
+
+    def part(self) -> None:
+        """Tell which nodes have taken leave, or were sent away, and why."""
+        for left in self.crew.partings():
+            self._warn(left.words)
+            if left.index in self.crew.missing:
+                self.left[left.index] = left
+
+    def _absent(self, wait: Wait) -> str:
+        """Why the run cannot go on, and what next."""
+        named = _named(self.crew.missing)
+        again = f"start again, with {named} on another machine if that one is unfit"
+        return "; ".join((f"{named} did not come within {wait.limit:.0f} s", *self.whys(), again))
+
+    def whys(self) -> list[str]:
+        """Why nodes are missing, as far as they said."""
+        return [self.left[index].words for index in self.crew.missing if index in self.left]
 
     def rest(self, seconds: float) -> bool:
         """Do nothing for so long, or until a signal comes; whether the run is to stop."""
@@ -250,6 +297,9 @@ class Agent:
                         selector.unregister(sock)
                     self.lose(node, attempt, how)
 
+            forking = Wait("workers to be started", OVERDUE, self._warn, self.clock)
+            preparing = Wait("the first step", math.inf, self._warn, self.clock, PREPARING)
+            ending = Wait("workers to save and to end", math.inf, self._warn, self.clock, PREPARING)
             looked = self.clock()
             while not attempt.over:
                 self.obey_signals()
@@ -265,8 +315,11 @@ class Agent:
                         lose(key.data, "its agent is gone")
                         continue
                     for message in messages:
+                        if message["kind"] == "started":
+                            attempt.started.add(key.data)
                         self.take(message, attempt)
-                for new, old in self.crew.admit():
+                self.part()
+                for new, old in self.admit():
                     if old is not None and old in attempt.places:
                         lose(old, "its agent started anew")
                     if self.take_back(new, attempt):
@@ -279,6 +332,17 @@ class Agent:
                 looked = self.clock()
                 if self.nursery.gone():
                     raise NurseryLost(ORPHANED)
+                if (why := self.nursery.revive()) is not None:
+                    raise NurseryLost(why)
+                waited = [node for node in attempt.places if node not in attempt.started]
+                for late in waited if waited and forking.over() else ():
+                    if late is self.crew.here:
+                        raise NurseryLost(UNSTARTED)
+                    lose(late, "it does not start its workers")
+                if attempt.steps == 0 and attempt.result is None:
+                    preparing.over()  # it may take as long as it likes, but not without a word
+                elif any(beat is not None and beat.place == "ending" for beat in attempt.signs()[0].values()):
+                    ending.over()  # and so may this
                 self.look(attempt)
                 self.compare(attempt)
                 for late in self.overdue(attempt):
@@ -333,6 +397,7 @@ class Agent:
             return False
         ranks = attempt.places.pop(before[0])
         attempt.places[node] = ranks
+        attempt.started.add(node)  # whether it does is for `replicas` to see
         node.clear()
         self.replicas.replace(node, ranks)
         return True
@@ -424,7 +489,7 @@ class Agent:
         kind = message["kind"]
         if self.replicas is not None and kind != "exited":
             self.replicas.hear(message)
-        if kind in ("returned", "raised", "ready", "adrift", "gathered"):
+        if kind in ("returned", "raised", "ready", "started", "adrift", "gathered"):
             return  # of a call that nobody waits for any more; or for the replicas alone
         if kind == "asked":
             self.signals.received.append(signal.SIGUSR1)
@@ -487,6 +552,9 @@ class Agent:
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event and show it."""
         self.show(self.log.write(kind, **fields))
+
+    def _warn(self, text: str) -> None:
+        self.emit("warning", text=text)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.

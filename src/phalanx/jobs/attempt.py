@@ -20,6 +20,8 @@ IN_ORDER = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
 NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
 
 
+ORPHANED = "the process that forks workers died, and they with it"
+HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 OVERDUE = 120.0
 """Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
 
@@ -36,6 +38,8 @@ class Attempt:
     logs: dict[int, int] = field(default_factory=dict)
     """By rank, the number under which its worker was started."""
     codes: dict[int, int] = field(default_factory=dict)
+    started: set[Node] = field(default_factory=set)
+    """Nodes that have said that their workers are forked."""
     came: set[int] = field(default_factory=set)
     """Workers that have said that they began to get ready."""
     left: dict[int, int] = field(default_factory=dict)

@@ -11,11 +11,12 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.jobs.attempt import Attempt, verdict
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Event, Run
-from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.channel import Message, drain, receive
 from phalanx.run.steady import unix_now
+from phalanx.waits import LOOK, Wait
 
 WARM_UP = 3
 """Steps before the first bout: compilation, first allocations."""
@@ -64,7 +65,7 @@ class World:
         self._number += 1
         begun = self._clock()
         start: Message = {"kind": "start", "attempt": self._number, "world": self.world, "command": self.command}
-        send(self.nursery.control, {**start, "environment": {}, "logs": str(self.run.logs)})
+        self._ask({**start, "environment": {}, "logs": str(self.run.logs)})
         self.running = True
         for count, event in enumerate(self._steps(begun + self.patience), 1):
             if count == 1:
@@ -94,9 +95,16 @@ class World:
             return
         self.running = False
         self._signal(signal.SIGKILL)
-        while len(self._attempt.codes) < self.world:
-            for message in receive(self.nursery.control) or self._orphans():
-                self._take(message)
+        wait = Wait("workers to end", OVERDUE)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.nursery.control, selectors.EVENT_READ)
+            while len(self._attempt.codes) < self.world:
+                if selector.select(LOOK):
+                    for message in receive(self.nursery.control) or self._orphans():
+                        self._take(message)
+                elif (why := self.nursery.revive()) is not None or wait.over():
+                    self.nursery.kill()
+                    self._orphans(why or HELD)
 
     def _steps(self, until: float) -> Iterator[Event]:
         """Step events as they come."""
@@ -104,8 +112,11 @@ class World:
             for sock in (self.nursery.control, self.nursery.events):
                 selector.register(sock, selectors.EVENT_READ)
             while True:
-                ready = selector.select(max(0.0, until - self._clock()))
-                if not ready:
+                ready = selector.select(max(0.0, min(LOOK, until - self._clock())))
+                if not ready and (why := self.nursery.revive()) is not None:
+                    self.nursery.kill()
+                    self._orphans(why)
+                if not ready and self._clock() >= until:
                     self.close()
                     raise WorldFailed(f"took longer than {self.patience:.0f} s")
                 for key, _ in ready:
@@ -138,12 +149,18 @@ class World:
         text = text or f"the workers ended with {'no error' if code is None else code.name}"
         raise WorldFailed(text.partition(" (log: ")[0])  # worlds are for a while, and their logs gone after it
 
-    def _orphans(self) -> list[Message]:
+    def _orphans(self, why: str = ORPHANED) -> list[Message]:
         self.running = False
-        raise WorldFailed("the process that forks workers died, and they with it")
+        raise WorldFailed(why)
 
     def _signal(self, number: int) -> None:
-        send(self.nursery.control, {"kind": "signal", "number": int(number)})
+        self._ask({"kind": "signal", "number": int(number)})
+
+    def _ask(self, message: Message) -> None:
+        try:
+            self.nursery.ask(message)
+        except NurseryLost as error:
+            self._orphans(str(error))
 
 
 def seconds_of(events: list[Event]) -> list[float]:

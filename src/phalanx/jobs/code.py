@@ -35,6 +35,8 @@ MARKS = {
     "a run": (("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
 }
 """Folders that are never code, by what lies in them: all names of one of the sets."""
+ASKING = 300.0
+"""Seconds in which git must have answered."""
 MOST_LINKS = 40
 """That are followed to a file; as the kernel."""
 SECRETIVE = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
@@ -334,6 +336,8 @@ def _git(folder: Path, what: str, *arguments: str) -> bytes:
 def _asked(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     try:
         command = ["git", "-C", str(folder), *unhooked("git", folder), *arguments]
-        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=ASKING)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{folder}: git did not answer within {ASKING:.0f} s; try `git -C {folder} status`") from None
     except FileNotFoundError:
         raise UsageError(f"{folder} belongs to a git repository, and git is not installed here") from None

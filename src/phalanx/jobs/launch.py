@@ -7,6 +7,7 @@ is the engine's, by the code.
 
 import contextlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -15,26 +16,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
-
 from phalanx.compat import adopt_orphans, die_with_parent
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.jobs.below import end_below
 from phalanx.jobs.frameworks import World, devices_of, helpers, hostfile, mpirun, variables
 from phalanx.jobs.nodes import introduction, misfit
 from phalanx.run.channel import Message
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Door, Wire, dial, token_from
+from phalanx.waits import LOOK, Wait, say
 
 COMING = 600.0
 """Seconds in which all nodes must have come."""
 GRACE = 30.0
 """Seconds that processes have to end after they were asked."""
 RETRY = 0.2
+
+
+class Unmet(PhalanxError):
+    """The nodes did not come together."""
+
+    code = ExitCode.UNFINISHED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,26 +64,30 @@ def meet(membership: Membership, each: int, stack: contextlib.ExitStack) -> tupl
         return World(("127.0.0.1",), each, (ports,)), []
     if membership.node == 0:
         return _gather(membership, each, ports, stack)
-    until = time.monotonic() + COMING
+    host, port = membership.leader
+    wait = Wait(f"node 0 at {host}:{port}", COMING)
     while True:
         try:
             wire = dial(membership.leader, token_from())
             break
         except OSError as error:
-            if time.monotonic() > until:
-                host, port = membership.leader
-                raise UsageError(f"node 0 cannot be reached at {host}:{port}: {error}") from None
+            if wait.over():
+                raise Unmet(f"node 0 cannot be reached at {host}:{port}: {error}") from None
             time.sleep(RETRY)  # nothing tells when somebody begins to listen
     stack.callback(wire.close)
     address = wire.sock.getsockname()[0]
     hello = introduction(membership.node, membership.nodes)
     wire.send({**hello, "address": address, "ports": list(ports), "each": each})
-    wire.sock.settimeout(COMING)
     told: list[Message] = []
+    wait = Wait("all nodes to come", COMING)
     while not told:
+        if not select.select([wire], [], [], LOOK)[0]:
+            if wait.over():
+                raise Unmet(f"not all nodes came within {COMING:.0f} s")
+            continue
         found = wire.receive()
         if found is None:
-            raise UsageError("node 0 is gone before all nodes had come")
+            raise Unmet("node 0 is gone before all nodes had come")
         told = found
     if told[0]["kind"] == "leave":
         raise UsageError(told[0]["text"])
@@ -90,21 +101,28 @@ def _gather(
     door = stack.enter_context(Door(membership.leader, token_from()))
     own = introduction(0, membership.nodes)
     come: dict[int, tuple[Wire, Message]] = {}
-    until = time.monotonic() + COMING
+    wait = Wait(_absent(membership, come), COMING)
+    door.near.settimeout(LOOK)
     while len(come) < membership.nodes - 1:
-        door.near.settimeout(max(0.001, until - time.monotonic()))
+        wait.what = _absent(membership, come)
         try:
             door.near.recv(1)
         except TimeoutError:
-            absent = [node for node in range(1, membership.nodes) if node not in come]
-            raise UsageError(f"nodes {absent} did not come within {COMING:.0f} s") from None
+            if wait.over():
+                raise Unmet(f"{wait.what} did not come within {COMING:.0f} s") from None
+            continue
         wire, hello = door.arrived.get()
         stack.callback(wire.close)
-        wrong = misfit(hello, own) or (None if hello["each"] == each else "it starts another number of processes")
+        node = hello.get("node")
+        wrong = misfit(hello, own)
+        if wrong is None and hello.get("each") != each:
+            wrong = f"it starts {hello.get('each')} processes, and the leading node {each}"
         if wrong is not None:
-            wire.send({"kind": "leave", "text": wrong})
-        elif 0 < hello["node"] < membership.nodes:
-            come[hello["node"]] = wire, hello
+            say(f"node {node} ({hello.get('host')}) was sent away: {wrong}")
+            with contextlib.suppress(ConnectionError):  # it is gone already
+                wire.send({"kind": "leave", "text": wrong})
+        elif type(node) is int and 0 < node < membership.nodes:
+            come[node] = wire, hello
     others = [come[node][1] for node in sorted(come)]
     # by the address at which the first of them reached this node: its name may lead elsewhere here
     own_address = come[min(come)][0].sock.getsockname()[0]
@@ -112,9 +130,17 @@ def _gather(
     told = {"kind": "world", "hosts": hosts, "each": each}
     told["ports"] = [list(ports), *(hello["ports"] for hello in others)]
     wires = [come[node][0] for node in sorted(come)]
-    for wire in wires:
-        wire.send(told)
+    for node, wire in zip(sorted(come), wires, strict=True):
+        try:
+            wire.send(told)
+        except ConnectionError:
+            raise Unmet(f"node {node} is gone before all nodes had come") from None
     return _world(told), wires
+
+
+def _absent(membership: Membership, come: Collection[int]) -> str:
+    absent = [str(node) for node in range(1, membership.nodes) if node not in come]
+    return f"{'node' if len(absent) == 1 else 'nodes'} {', '.join(absent)}"
 
 
 def _world(told: Mapping[str, Any]) -> World:
@@ -325,9 +351,7 @@ class Part:
 
     def end(self) -> None:
         """Leave no process behind, whatever happened."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        end_below()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ It decides nothing about the run. When the leader is gone it ends its workers an
 leader that comes back finds it ready for the next attempt.
 """
 
+import contextlib
 import os
 import selectors
 import signal
@@ -12,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from phalanx.errors import ExitCode, UsageError
+from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.attempt import OVERDUE
 from phalanx.jobs.hang import ended
-from phalanx.jobs.nodes import PING, Here, introduction, network_of, signs
+from phalanx.jobs.nodes import PING, Here, Left, introduction, network_of, signs
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.jobs.signals import Signals
 from phalanx.run import Run
@@ -24,6 +25,7 @@ from phalanx.run.hot import remove_copies
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Wire, dial
 from phalanx.streams import printable
+from phalanx.waits import LOOK, Wait
 
 COMING = 600.0
 """Seconds for which the leader may not be there yet: it may start later than the others."""
@@ -33,6 +35,26 @@ LEADER_SILENCE = 15.0
 """Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
+FAREWELL = 5.0
+"""Seconds for which a node that leaves tries to tell the leader why."""
+
+
+def farewell(
+    membership: Membership, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Tell the leader that this node leaves, and why, if it is there within a few seconds: it waits for this one."""
+    assert membership.leader is not None
+    until = clock() + FAREWELL
+    while True:
+        try:
+            wire = dial(membership.leader, token)
+            wire.send(Left.message(membership.node, membership.nodes, int(error.code), str(error)))
+            wire.close()
+            return
+        except OSError:
+            if clock() >= until:
+                return
+        time.sleep(RETRY)  # nothing tells when somebody begins to listen
 
 
 class Member:
@@ -56,6 +78,7 @@ class Member:
         self._alive: set[int] = set()
         self._due = 0.0  # when ends that are not reported must have been
         self._run: Run | None = None
+        self._wire: Wire | None = None  # to the leader, while it is there
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
@@ -71,31 +94,50 @@ class Member:
         was told to stop while it was away."""
         until = self.clock() + COMING
         while True:
-            with NurseryProcess() as nursery:
+            with NurseryProcess(tell=self._say) as nursery:
                 nursery.wait_ready()
                 here = Here(nursery.control, nursery.events, nursery.pulses, self.token)
                 while nursery.process.poll() is None:
                     wire = self._reach(until)
                     if wire is None:
                         return ExitCode.UNFINISHED
+                    self._wire = wire
                     try:
-                        code = self._serve(wire, here, nursery.gone)
-                    except _Gone:  # make another
+                        code = self._serve(wire, here, lambda: self._lost(nursery))
+                    except _Gone:
+                        self._say("the process that forks workers is lost, and its workers; starting another")
                         until = self.clock() + RETURNING
                         break
                     finally:
+                        self._wire = None
                         wire.close()
                     if code is not None:
                         return code
                     print("lost the leading node; looking for it", file=self.out, flush=True)
                     until = self.clock() + RETURNING
-                    if not self._end_workers(here):
+                    if not self._end_workers(here, lambda: self._lost(nursery)):
                         break
+
+    def _lost(self, nursery: NurseryProcess) -> bool:
+        """Whether it is gone, or stopped for good."""
+        if (why := nursery.revive()) is None:
+            return nursery.gone()
+        self._say(why)
+        nursery.kill()
+        return True
+
+    def _say(self, text: str) -> None:
+        """Here, and as an event of the run where the leader is there."""
+        print(printable(text), file=self.out, flush=True)
+        if self._wire is not None:
+            with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
+                self._wire.send({"kind": "warning", "text": f"node {self.membership.node}: {text}"})
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
-        why = None
-        while self.clock() < until:
+        (host, port), why = self.leader, None
+        wait = Wait(f"node 0 at {host}:{port}", max(0.0, until - self.clock()), self._say, self.clock)
+        while not wait.over():
             if self.signals.received:
                 return None
             try:
@@ -107,7 +149,6 @@ class Member:
             with selectors.DefaultSelector() as selector:
                 selector.register(self.signals.wake, selectors.EVENT_READ)
                 selector.select(RETRY)
-        host, port = self.leader
         print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
         return None
 
@@ -140,7 +181,7 @@ class Member:
                             heard = now
                             for message in messages:
                                 if message["kind"] == "leave":
-                                    return self._leave(message, here)
+                                    return self._leave(message, here, gone)
                                 self._obey(message, here, local)
                         else:
                             self._forward(wire, here, each)
@@ -196,15 +237,16 @@ class Member:
             self.signals.received.clear()
             wire.send({"kind": "asked"})
 
-    def _leave(self, message: Message, here: Here) -> ExitCode:
+    def _leave(self, message: Message, here: Here, gone: Callable[[], bool]) -> ExitCode:
         if "text" in message:
             print(f"error: {printable(message['text'])}", file=self.out, flush=True)
-        self._end_workers(here)
+        self._end_workers(here, gone)
         return ExitCode(message["code"])
 
-    def _end_workers(self, here: Here) -> bool:
-        """Kill what is left of an attempt, and take note of its end; whether the nursery reported it in time."""
-        until = self.clock() + OVERDUE
+    def _end_workers(self, here: Here, gone: Callable[[], bool]) -> bool:
+        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `gone`, reported
+        it in time."""
+        wait = Wait("workers to end", OVERDUE, self._say, self.clock)
         with selectors.DefaultSelector() as selector:
             selector.register(here.control, selectors.EVENT_READ)
             try:
@@ -212,8 +254,10 @@ class Member:
             except ConnectionError:
                 return False
             while self._alive:
-                if not selector.select(max(0.0, until - self.clock())):
-                    return False
+                if not selector.select(LOOK):
+                    if gone() or wait.over():
+                        return False
+                    continue
                 messages = receive(here.control)
                 if messages is None:
                     return False

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol, Self
 
@@ -24,9 +25,12 @@ from phalanx.jobs.sources import fingerprint
 from phalanx.run.channel import Message, drain, receive, send
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire, store_key
+from phalanx.waits import say
 
 PING = 1.0
 """Seconds between two signs of life of an agent."""
+LONGEST = 1000
+"""Characters of why a node leaves."""
 NODE_SILENCE = 10.0
 """Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
 
@@ -140,6 +144,41 @@ def signs(node: Here, ranks: Sequence[int], now: float) -> Message:
     return {"kind": "beats", "beats": told, "held": sorted(node.held(beats))}
 
 
+@dataclass(frozen=True)
+class Left:
+    """A node that took its leave, or was sent away: which, on which host, its exit code, and why."""
+
+    index: int | None
+    host: str
+    code: int
+    why: str
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        node = "a node" if self.index is None else f"node {self.index}"
+        return f"{node} ({self.host}) left with exit code {self.code}: {self.why}"
+
+    @staticmethod
+    def message(node: int, nodes: int, code: int, why: str) -> Message:
+        """What it says at the door."""
+        return {**introduction(node, nodes), "leaves": code, "why": why[:LONGEST]}
+
+    @staticmethod
+    def read(hello: Message) -> "Left | None":
+        """None for one that wants to come in."""
+        code, why = hello.get("leaves"), hello.get("why")
+        if type(code) is not int or not isinstance(why, str):
+            return None
+        return Left.of(hello, code, why)
+
+    @staticmethod
+    def of(hello: Message, code: int, why: str) -> "Left":
+        """By what it said of itself."""
+        index = hello.get("node")
+        return Left(index if type(index) is int else None, str(hello.get("host"))[:LONGEST], code, why[:LONGEST])
+
+
 class Crew:
     """All nodes of a run, this one first. Alone it is nothing but this node; with a `door`, others come through it."""
 
@@ -148,6 +187,11 @@ class Crew:
         self.others: dict[int, There] = {}
         self.code: ExitCode = ExitCode.UNFINISHED
         """What the others end with when this closes."""
+        self.attended = False
+        """Whether an agent looks at who comes and who takes leave; before that a thread does, and says so at once."""
+        self._left: list[Left] = []
+        self._said = 0
+        self._admitting = threading.Lock()
         self._over = threading.Event()
         if door is not None:
             threading.Thread(target=self._ping, name="ping", daemon=True).start()
@@ -199,20 +243,36 @@ class Crew:
     def admit(self) -> list[tuple[There, There | None]]:
         """Take in who stands at the door; returns the nodes that came, each with the older connection to it that it
         replaces. One that is none of this run's is told why, and sent away."""
+        with self._admitting:
+            return self._admit()
+
+    def _admit(self) -> list[tuple[There, There | None]]:
         found = []
         while self.door is not None and not self.door.arrived.empty():
             wire, hello = self.door.arrived.get()
             index = hello.get("node")
+            if (left := Left.read(hello)) is not None:
+                self._left.append(left)
+                wire.close()
+                if not self.attended and left.index in self.others:
+                    self.lose(self.others[left.index])
+                continue
             wrong = misfit(hello, introduction(index, self.count))
             if wrong is not None or type(index) is not int or not 0 < index < self.count:
                 told = wrong or f"there is no node {index} among {self.count}"
                 with contextlib.suppress(ConnectionError):
                     wire.send({"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": told})
                 wire.close()
+                self._left.append(Left.of(hello, int(ExitCode.UNFIT_NODE), told))
                 continue
             node = There(wire, hello)
             found.append((node, self.others.get(node.index)))
             self.others[node.index] = node
+        return found
+
+    def partings(self) -> list[Left]:
+        """Who took leave, or was sent away, since this was asked last."""
+        found, self._left = self._left, []
         return found
 
     def lose(self, node: There) -> None:
@@ -228,6 +288,13 @@ class Crew:
     def _ping(self) -> None:
         """From a thread, since who leads may be busy for minutes before it trains."""
         while not self._over.wait(PING):
+            if not self.attended:
+                for _, old in self.admit():
+                    if old is not None:
+                        old.wire.close()
+                for left in self._left[self._said :]:
+                    say(left.words)
+                    self._said += 1
             for node in list(self.others.values()):
                 with contextlib.suppress(ConnectionError):  # who reads from it will notice
                     node.send({"kind": "ping"})

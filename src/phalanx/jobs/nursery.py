@@ -8,11 +8,11 @@ Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` 
 number of `local` workers, `master` address and port, `meeting`, `key`; for workers that take the places of lost ones
 `only` their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`),
 `store{address}`, `signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`,
-`preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `exited{rank, status}`, `store{port}`,
-`store lost{attempt}` (the newest, which may still have needed it), `returned{value, number}` or `raised{...}` in answer
-to the call of that number. Workers write their events, and `crash{rank, text}` for an exception that ends them, to a
-second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of life in memory that the
-agent made (`run/pulse.py`).
+`preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `started{attempt}`, `exited{rank, status}`,
+`store{port, pid}`, `store lost{attempt}` (the newest, which may still have needed it), `returned{value, number}` or
+`raised{...}` in answer to the call of that number. Workers write their events, and `crash{rank, text}` for an exception
+that ends them, to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of
+life in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -29,10 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-import psutil
-
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
 from phalanx.errors import PhalanxError, storage_failed
+from phalanx.jobs.below import end_below
 from phalanx.recipe import told
 from phalanx.recipe.travelled import code_of
 from phalanx.run import pulse
@@ -109,7 +108,7 @@ class Nursery:
         elif kind == "store":
             self.reap()  # one that has just died is none
             self.hosts, self.port = True, self.port or self.start_store(message["address"])
-            send(self.agent, {"kind": "store", "port": self.port})
+            send(self.agent, {"kind": "store", "port": self.port, "pid": self.store})
         elif kind == "signal":
             self.kill(message["number"], message.get("ranks"))
         elif kind == "order":
@@ -164,6 +163,7 @@ class Nursery:
             self.fork(rank, partial(_run, function, arguments), environment, log, _code_of(arguments))
             far.close()
             self.orders[rank] = near
+        send(self.agent, {"kind": "started", "attempt": self.attempt})
 
     def open_meeting(self) -> None:
         """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
@@ -277,12 +277,7 @@ class Nursery:
 
     def end(self) -> None:
         """Kill and reap everything below this process, adopted grandchildren too."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.wait()
+        end_below()
 
 
 def share_memory() -> None:

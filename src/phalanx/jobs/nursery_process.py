@@ -2,15 +2,20 @@
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, Self
+
+import psutil
 
 from phalanx.errors import ExitCode, PhalanxError, TrialError
 from phalanx.jobs.nursery import signal_name
-from phalanx.run.channel import Message, pair, receive, send
+from phalanx.run.channel import Message, TakesNothingError, bounded, pair, receive, send
 from phalanx.run.pulse import Pulses
+from phalanx.waits import HELD, LOOK, Wait, resume, say, stopped
 
 HUGE_PAGES = "glibc.malloc.hugetlb"
 """glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
@@ -24,6 +29,16 @@ def with_huge_pages(tunables: str) -> str:
 
 LEAVING = 30.0
 """Seconds in which a nursery that is not needed any more must have ended what lives below it."""
+READY = 300.0
+"""Seconds in which torch must be imported there: on a slow disk that many share it takes a minute."""
+ANSWER = 600.0
+"""Seconds in which a trial must have ended, at least."""
+STORE = 60.0
+"""Seconds in which the store must listen."""
+SENDING = 10.0
+"""Seconds in which it must take what it is sent."""
+AGAIN = "start again with the same command"
+WHO = "the process that loads torch and starts workers"
 
 
 def _without_token() -> dict[str, str]:
@@ -32,7 +47,7 @@ def _without_token() -> dict[str, str]:
 
 
 class NurseryLost(PhalanxError):
-    """The process that loads torch and forks workers and trials died."""
+    """The process that loads torch and forks workers and trials died, or does not answer and was killed."""
 
     code = ExitCode.UNFINISHED
 
@@ -45,12 +60,33 @@ class Raised(PhalanxError):
         self.code = code
 
 
-class NurseryProcess:
-    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind."""
+def answering(silence: float) -> float:
+    """Seconds in which a trial must have ended, where `recovery.silence` is so long."""
+    return max(ANSWER, silence)
 
-    def __init__(self) -> None:
+
+class NurseryProcess:
+    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind.
+
+    Every wait for it has an end: `ready` seconds for its start, `answer` for a trial, and twice `held` looks where it
+    is stopped (SIGSTOP). What has to be said of it goes to `tell`.
+    """
+
+    store_pid = 0
+    """The process that hosts the store, if one was asked for."""
+
+    def __init__(
+        self,
+        ready: float = READY,
+        answer: float = ANSWER,
+        held: int = HELD,
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        self._patience, self._held, self.tell = (ready, answer), held, tell
+        self._stopped = 0  # looks in a row
         self.pulses = Pulses()
         self.control, control_far = pair()
+        bounded(self.control, SENDING)
         self.events, events_far = pair()
         command = [sys.executable, "-P", "-m", "phalanx.jobs.nursery"]
         inherited = (control_far.fileno(), events_far.fileno(), self.pulses.fd)
@@ -72,12 +108,14 @@ class NurseryProcess:
 
     def __exit__(self, *_: object) -> None:
         self.control.close()  # the nursery kills and reaps its children when it sees this
-        try:
-            self.process.wait(LEAVING)
-        except subprocess.TimeoutExpired:  # held still, say
-            self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
-                self.process.wait(LEAVING)
+        wait = Wait(f"{WHO} to end", LEAVING, self.tell, saying=LEAVING / 3)
+        while not self.gone():
+            try:
+                self.process.wait(LOOK)
+            except subprocess.TimeoutExpired:
+                if wait.over() or self._held_still(below=False):
+                    self.kill()
+                    break
         self.events.close()
         self.pulses.close()
 
@@ -85,24 +123,67 @@ class NurseryProcess:
         """Whether it has ended. Its sockets need not show that: what a worker forked may hold their other ends."""
         return self.process.poll() is not None
 
+    def kill(self) -> None:
+        """End it, stopped or not, and all that lives below it."""
+        below: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
+            self.process.wait(LEAVING)
+
+    def revive(self, below: bool = False) -> str | None:
+        """To be called every second or so while something of it is waited for. Where it was stopped, or the store, or
+        with `below` any process below it, a message says so, and it is continued; where that does not help, the
+        sentence why it is of no use any more."""
+        found = self._held_still(below)
+        self._stopped = self._stopped + 1 if found else 0
+        if not found or self._stopped < self._held:
+            return None
+        names = f"{WHO} (process {self.process.pid})"
+        if found[0].pid != self.process.pid:
+            names = f"process {found[0].pid}, which {WHO} has started,"
+        if self._stopped >= 2 * self._held:
+            return f"{names} is stopped (SIGSTOP), and stays so when it is continued; {AGAIN}"
+        if self._stopped == self._held:
+            resume(found)
+            self.tell(f"{names} was stopped (SIGSTOP): continued it")
+        return None
+
+    def _held_still(self, below: bool) -> list[psutil.Process]:
+        """Those that were stopped."""
+        pids = [self.process.pid]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if below:
+                pids += [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
+            elif self.store_pid and psutil.Process(self.store_pid).ppid() == self.process.pid:
+                pids.append(self.store_pid)
+        return stopped(pids)
+
     def wait_ready(self) -> None:
-        """Block until torch is imported there."""
+        """Block until torch is imported there. NurseryLost when that takes too long."""
         if not self._ready:
-            self._answer("ready")
+            self._answer("ready", wait=Wait(f"{WHO} to be ready", self._patience[0], self.tell))
             self._ready = True
 
     def store(self, address: str) -> int:
         """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
         self.wait_ready()
-        self._ask({"kind": "store", "address": address})
-        port: int = self._answer("store")["port"]
+        self.ask({"kind": "store", "address": address})
+        what = "the process through which workers find each other to listen"
+        answer = self._answer("store", wait=Wait(what, STORE, self.tell))
+        self.store_pid = answer["pid"]
+        port: int = answer["port"]
         return port
 
     def preload(self, function: str, payload: Any) -> None:
         """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
         them has to. It must start no thread, touch no tensor and raise nothing."""
         self.wait_ready()
-        self._ask({"kind": "preload", "function": function, "payload": payload})
+        self.ask({"kind": "preload", "function": function, "payload": payload})
 
     def call(self, function: str, payload: Any) -> Any:
         """Run `module:function(payload)` in a fork of the nursery and return its value.
@@ -111,8 +192,11 @@ class NurseryProcess:
         """
         self.wait_ready()
         self._calls += 1
-        self._ask({"kind": "call", "function": function, "payload": payload, "number": self._calls})
-        while (reply := self._answer("returned", "raised"))["number"] != self._calls:
+        self.ask({"kind": "call", "function": function, "payload": payload, "number": self._calls})
+        what = f"a trial before the run ({function.rpartition(':')[2]}) to end"
+        wait = Wait(what, self._patience[1], self.tell)
+        hint = "; if it is only slow, raise recovery.silence"
+        while (reply := self._answer("returned", "raised", wait=wait, hint=hint))["number"] != self._calls:
             pass  # to a call that was interrupted, or an end behind an answer
         if reply["kind"] == "returned":
             return reply["value"]
@@ -120,24 +204,40 @@ class NurseryProcess:
             raise Raised(reply["text"], ExitCode(reply["code"]))
         raise TrialError(reply["text"], reply["trace"], reply.get("killed", False))
 
-    def _ask(self, message: Message) -> None:
+    def ask(self, message: Message) -> None:
+        """Send it a message. NurseryLost when it is gone, or takes nothing."""
         try:
             send(self.control, message)
+        except TakesNothingError:
+            self.kill()
+            raise NurseryLost(f"{WHO} took no message for {SENDING:.0f} s: it hangs; {AGAIN}") from None
         except OSError:
             raise self._lost() from None
 
-    def _answer(self, *kinds: str) -> Message:
-        """The next message of one of these kinds. What else comes is of workers that are no longer followed."""
-        while True:
-            try:
-                messages = receive(self.control)
-            except OSError:
-                messages = None
-            if messages is None:
-                raise self._lost()
-            for message in messages:
-                if message["kind"] in kinds:
-                    return message
+    def _answer(self, *kinds: str, wait: Wait, hint: str = "") -> Message:
+        """The next message of one of these kinds. What else comes is of workers that are no longer followed.
+        NurseryLost when it does not come: then it is killed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ)
+            while True:
+                if not selector.select(LOOK):
+                    if (why := self.revive(below=True)) is None and wait.over():
+                        why = f"waited {wait.limit:.0f} s for {wait.what}: it hangs; {AGAIN}"
+                        why += hint
+                    if why is not None:
+                        self.kill()
+                        raise NurseryLost(why)
+                    continue
+                try:
+                    messages = receive(self.control)
+                except OSError:
+                    messages = None
+                if messages is None:
+                    raise self._lost()
+                self._stopped = 0
+                for message in messages:
+                    if message["kind"] in kinds:
+                        return message
 
     def _lost(self) -> NurseryLost:
         """Why it is gone."""
@@ -145,11 +245,10 @@ class NurseryProcess:
             code = self.process.wait(LEAVING)
         except subprocess.TimeoutExpired:
             code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
-        who = "the process that loads torch and starts workers"
         if code < 0:
             killed = " (if nobody did that, the machine ran out of memory)" if -code == signal.SIGKILL else ""
-            return NurseryLost(f"{who} was killed by {signal_name(-code)}{killed}; start again")
-        error = NurseryLost(f"{who} died with exit code {code}; its message stands above")
+            return NurseryLost(f"{WHO} was killed by {signal_name(-code)}{killed}; start again")
+        error = NurseryLost(f"{WHO} died with exit code {code}; its message stands above")
         if not self._ready:  # it would die in the same way again
             error.code = ExitCode.UNFIT_NODE
         return error

@@ -66,8 +66,7 @@ def stuck(
     """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
     are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
     other nodes were given is known to some milliseconds only. None before all have begun, before the first step has
-    ended (`usual` is None), and where the one that is waited for is preparing something, unless it is held still while
-    others are not."""
+    ended (`usual` is None), and where the one that is waited for is preparing something, unless it is held still."""
     known = {rank: beat for rank, beat in beats.items() if beat is not None}
     if len(known) < len(beats) or not known:
         return None
@@ -81,7 +80,7 @@ def stuck(
         rank = min(held, key=lambda each: (known[each].count, each != suspect))
     beat = known[rank]
     # nobody knows yet how long a step takes: the first may compile, or be that of a very large model
-    if (beat.place in PREPARING or usual is None) and not certain:
+    if (beat.place in PREPARING or usual is None) and rank not in held:
         return None
     doing = NEXT.get(beat.place, beat.place)
     if beat.place in STORAGE and rank not in held:

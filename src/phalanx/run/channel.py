@@ -6,12 +6,14 @@ is a list carries several messages.
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
 PACKET = 128 * 1024
 """Largest packet, in bytes; well below the kernel's default send buffer of 208 KiB."""
+_TIME = struct.Struct("@ll")  # the kernel's struct timeval
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -19,11 +21,26 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+class TakesNothingError(ConnectionError):
+    """The other end is there, and does not read."""
+
+
+def bounded(sock: socket.socket, seconds: float) -> socket.socket:
+    """The socket, over which nothing is sent for longer than that: who should read it may be held still."""
+    whole = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(whole, int((seconds - whole) * 1e6)))
+    return sock
+
+
 def send(sock: socket.socket, *messages: Message) -> None:
-    """Send messages in one packet, or in several when they are too large for one."""
+    """Send messages in one packet, or in several when they are too large for one. TakesNothingError where the other
+    end takes nothing for as long as the socket waits (`bounded`)."""
     packet = json.dumps(messages).encode()
     if len(packet) <= PACKET:
-        sock.send(packet)
+        try:
+            sock.send(packet)
+        except BlockingIOError:
+            raise TakesNothingError("the other end takes nothing") from None
     elif len(messages) > 1:
         half = len(messages) // 2
         send(sock, *messages[:half])

@@ -11,6 +11,7 @@ from functools import partial
 
 from phalanx.errors import BROKEN, UsageError
 from phalanx.run.directory import Run
+from phalanx.waits import Wait, say
 
 RETRY = 0.5
 """Seconds between two attempts to have something for oneself: no lock tells when it is free but one that is waited for
@@ -29,21 +30,24 @@ def locked(run: Run, patience: float = 0.0) -> Iterator[str | None]:
     fd, note = os.open(run.path, os.O_RDONLY), None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
+        what = f"{run.path}, which another process is training"
         try:
-            mine = taken(fd, patience)
+            mine = taken(fd, patience, what)
         except NoLocksError as error:
-            mine = stack.enter_context(alone_here(fd, patience))
+            mine = stack.enter_context(alone_here(fd, patience, what))
             note = f"{error}: take care that no process on another machine trains this run, too"
         if not mine:
             raise UsageError(f"{run.path}: another process is training this run; wait, or choose another --run")
         yield note
 
 
-def taken(fd: int, patience: float) -> bool:
-    """Whether the lock on an open file or directory came to this process within so many seconds. NoLocksError where
-    there are none."""
+def taken(fd: int, patience: float, what: str = "", tell: Callable[[str], None] = say) -> bool:
+    """Whether the lock on an open file or directory came to this process within so many seconds; that it is waited for
+    `what` is said. NoLocksError where there are none."""
     try:
-        return _within(patience, partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        return _within(
+            Wait(what, patience, tell if what else _silent), partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        )
     except OSError as error:
         if error.errno in BROKEN:
             raise
@@ -52,19 +56,23 @@ def taken(fd: int, patience: float) -> bool:
 
 
 @contextlib.contextmanager
-def alone_here(fd: int, patience: float) -> Iterator[bool]:
+def alone_here(fd: int, patience: float, what: str = "") -> Iterator[bool]:
     """Whether this process is the only one of this machine that is in such a block for this file or directory, from
     within so many seconds on."""
     stat = os.fstat(fd)
     name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-        yield _within(patience, partial(own.bind, name))
+        yield _within(Wait(what, patience, say if what else _silent), partial(own.bind, name))
 
 
-def _within(patience: float, take: Callable[[], None]) -> bool:
-    """Whether `take` found something free within so many seconds."""
-    until = time.monotonic() + patience
+def _silent(_: str) -> None:
+    """For waits that need no message."""
+
+
+def _within(wait: Wait, take: Callable[[], None]) -> bool:
+    """Whether `take` found something free before a wait was over."""
+    begun = False
     while True:
         try:
             take()
@@ -72,6 +80,9 @@ def _within(patience: float, take: Callable[[], None]) -> bool:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EADDRINUSE):
                 raise
-        if time.monotonic() >= until:
+        if wait.over():
             return False
+        if not begun:
+            wait.begin()
+        begun = True
         time.sleep(RETRY)

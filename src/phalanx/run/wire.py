@@ -41,6 +41,8 @@ WAITING = 64
 """How many may prove themselves at the same time."""
 AGAIN = 0.1
 """Seconds after which a listener that could not take a connection, for want of descriptors, tries again."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""When a machine that says nothing is asked whether it is there, and how often until it counts as gone: in seconds."""
 _NONCE = 32
 _MAC = 32
 _LENGTH = struct.Struct("!I")
@@ -350,6 +352,10 @@ def store_key(token: bytes, nonce: str) -> bytes:
 
 def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads: bool) -> Wire:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Wire(sock, hmac.digest(token, b"key" + leader + member, "sha256"), leads)
 
 

@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.train.place import Place, store_of
+from phalanx.waits import Wait, say
 
 PATIENCE = 12 * 3600.0
 """Seconds to wait for it: preparing data on the leading worker may take long."""
+SAYING = 60.0
+"""Seconds after which it is said, again and again, that this one waits."""
 SOON, SELDOM = 0.001, 0.2
 """Seconds between two looks: at first, and at most."""
 LARGEST = 1 << 16
@@ -49,7 +52,7 @@ def await_announcement(place: Place, run: Path) -> Announced:
     it is gone; UsageError when its run is another than this worker's."""
     try:
         found = _read(_awaited(place))
-    except dist.DistNetworkError as lost:
+    except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the latter where it does not answer any more
         if "PHALANX_EVENTS" in os.environ:
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -69,14 +72,22 @@ def await_announcement(place: Place, run: Path) -> Announced:
 
 
 def _awaited(place: Place) -> bytes:
-    store, pause, until = store_of(place), SOON, time.monotonic() + PATIENCE
+    store, pause = store_of(place), SOON
+    tell = say if place.local_rank == 0 else _leave_unsaid
+    wait = Wait("the leading worker to make the run ready", PATIENCE, tell, saying=SAYING)
     while not store.check([_KEY]):
-        if time.monotonic() > until:
-            raise PhalanxError(f"the leading worker has said nothing for {PATIENCE / 3600:.0f} h")
+        if wait.over():
+            silent = PhalanxError(f"the leading worker has said nothing for {PATIENCE / 3600:.0f} h; start again")
+            silent.code = ExitCode.UNFINISHED
+            raise silent
         time.sleep(pause)
         pause = min(2 * pause, SELDOM)
     content: bytes = store.get(_KEY)
     return content
+
+
+def _leave_unsaid(_: str) -> None:
+    """One worker of a machine says it for all."""
 
 
 def _read(content: bytes) -> Announced:

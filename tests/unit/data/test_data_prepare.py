@@ -14,9 +14,10 @@ import psutil
 import pytest
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
+import phalanx.data.prepare
 from phalanx.data import pieces, verify
 from phalanx.data.prepare import Progress, _close
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 
 SOURCE = Path(pieces.__file__).parents[2]
 
@@ -295,11 +296,50 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
     )
     thread.start()
     assert waiting.wait(10)
-    assert "another process is preparing" in notes[0]
+    assert "waiting for another process, which is preparing" in notes[0]
     assert not (tmp_path / "out").exists()
     orphan.communicate()
     thread.join()
     verify(tmp_path / "out")
+
+
+def stop_workers(done):
+    """A progress callback that stops the workers of this process once, when so many bytes are done."""
+    struck = []
+
+    def progress(now: Progress):
+        if now.done >= done and not struck:
+            for child in psutil.Process().children():
+                child.suspend()
+                struck.append(child.pid)
+
+    return progress
+
+
+def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, small_pieces, monkeypatch):
+    monkeypatch.setattr(phalanx.data.prepare, "LOOK", 0.05)
+    notes, strike = [], stop_workers(1)
+
+    def progress(now: Progress):
+        notes.append(now.note)
+        strike(now)
+
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2, progress=progress)
+    assert manifest_of(out)["shards"]
+    assert next(note for note in notes if note).endswith("which prepares data, was stopped (SIGSTOP): continued it")
+
+
+def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_finished_is_kept(
+    texts, tmp_path, small_pieces, monkeypatch
+):
+    monkeypatch.setattr(phalanx.data.prepare, "LOOK", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare, "SILENT", 0.3)
+    monkeypatch.setattr(phalanx.data.prepare, "HELD", 10**9)  # as if they hung, which cannot be seen from outside
+    with pytest.raises(PhalanxError, match="have said nothing for 0 s: they hang") as caught:
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2, progress=stop_workers(1))
+    assert caught.value.code is ExitCode.UNFINISHED
+    assert (tmp_path / "out.partial").is_dir()
+    assert psutil.Process().children() == []
 
 
 def test_a_worker_that_cannot_write_says_so(texts, tmp_path, small_pieces):

@@ -129,6 +129,19 @@ def test_a_repository_within_one_travels_by_its_own_rules(repository: Path) -> N
     ]
 
 
+def test_a_git_that_does_not_answer_is_reported_with_what_to_try(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexec sleep 20\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(travelling, "ASKING", 0.2)
+    with pytest.raises(UsageError, match=f"git did not answer within 0 s; try `git -C {repository}"):
+        folder_code(repository)
+
+
 def test_a_recipe_that_git_ignores_is_refused(repository: Path) -> None:
     write(repository / "exp", _dot_gitignore="own.yaml\n", own_dot_yaml="")
     with pytest.raises(UsageError, match=r"own\.yaml: it would not travel with the job: git ignores it"):

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import Any
 
 import pytest
 
+from lab import wait_until
 from phalanx.cluster.health import Finding, Verdict
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UnfitNodeError
 from phalanx.jobs.agent import Agent
 from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
 from phalanx.jobs.hang import ended
-from phalanx.jobs.member import Member
-from phalanx.jobs.nodes import Here
+from phalanx.jobs.member import Member, farewell
+from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery import LOST_PEER, STORAGE
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulse, Pulses
+from phalanx.run.wire import Door
 
 
 def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attempt:
@@ -130,17 +133,24 @@ def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
 class Stage(NurseryProcess):
     """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
 
+    stopped: str | None
+
     def __init__(self) -> None:
         self.pulses = Pulses()
         self.control, self.says = pair()
         self.events, self.workers = pair()
-        self.ended = False
+        self.ended, self.stopped = False, None
+        self.tell = lambda text: None
 
     def gone(self) -> bool:
         return self.ended
 
     def wait_ready(self) -> None:
         """It is."""
+
+    def revive(self, below: bool = False) -> str | None:
+        """Nobody stops it."""
+        return self.stopped
 
 
 @pytest.fixture
@@ -373,6 +383,7 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
             agent.signals.received += [signal.SIGTERM, signal.SIGINT]
         pids = {rank: Beat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
         node.beats = lambda ranks: pids  # type: ignore[method-assign]
+        send(stage.says, {"kind": "started", "attempt": 0})
         outcome = agent.supervise(2, {}, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message is not None
@@ -380,6 +391,104 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
     asked = [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
     assert asked[-1] == signal.SIGKILL
     assert 200 < clock.now < 2000
+
+
+def test_workers_that_are_never_started_are_not_waited_for_without_end_and_without_a_word(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever should fork them hangs: it takes the message, and does nothing."""
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0)) as agent:
+        outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers started none for 120 s: it hangs; start again with the same command",
+    )
+    said = [event["text"] for event in shown if event["kind"] == "warning"]
+    assert [text.partition(" after")[0] for text in said] == ["still waiting for workers to be started"] * 3
+    assert shown[-1]["what"] == "lost nursery"
+
+
+def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+) -> None:
+    stage.stopped = "it is stopped, and stays so"
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
+    assert (shown[-1]["kind"], shown[-1]["what"]) == ("fault", "lost nursery")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
+    tmp_path: Path, stage: Stage, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def show(event: dict[str, Any]) -> None:
+        if event["kind"] == "warning":
+            shown.append(event)
+        if len(shown) == 2:
+            stage.stopped = "enough"
+
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    send(stage.says, {"kind": "started", "attempt": 0})
+    with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
+        if ends:
+            send(stage.workers, {"kind": "step", "t": 1.0, "step": 7})
+            beats = {rank: Beat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
+            monkeypatch.setattr(agent.crew.here, "beats", lambda ranks: beats)
+        agent.supervise(2, {}, {}, 0)
+    said = [event["text"].rpartition(" after")[0] for event in shown[:2]]
+    assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
+
+
+def test_one_that_never_gets_ready_ends_the_run_with_an_event(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs() -> None:
+        stage.tell("still waiting")
+        raise NurseryLost("it hangs")
+
+    monkeypatch.setattr(stage, "wait_ready", hangs)
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
+    assert kinds(shown) == ["warning", "fault"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
+    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.COMING", 120.0)
+    run, token = Run(tmp_path), b"0123456789abcdef"
+    run.create()
+    here = Here(stage.control, stage.events, stage.pulses)
+    with Door(("127.0.0.1", 0), token) as door, Crew(here, 2, door) as crew:
+        if leaves:
+            place = Membership(1, 2, (door.address, door.port))
+            farewell(place, token, UnfitNodeError("its GPU does not answer"))
+            wait_until(lambda: not door.arrived.empty() or crew._left)
+        with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0), crew=crew) as agent:
+            outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    said = [event["text"] for event in shown]
+    assert said[0].startswith("waiting for node 1 until ")
+    left = f"node 1 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
+    again = "start again, with node 1 on another machine if that one is unfit"
+    if leaves:
+        assert said[1] == left
+        assert said[2].startswith("waiting for it, or another in its place, until ")
+        assert said[2].endswith("; then this ends with 75")
+        assert said[3:] == ["still waiting for node 1 after 30 s, for 60 s at most"]
+        assert outcome.message == f"node 1 did not come within 60 s; {left}; {again}"
+    else:
+        assert said[1:] == [f"still waiting for node 1 after {each} s, for 120 s at most" for each in (30, 60, 90)]
+        assert outcome.message == f"node 1 did not come within 120 s; {again}"
 
 
 def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:
@@ -390,13 +499,16 @@ def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int
     assert [attempt.overdue(now, ending=True) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
 
 
-def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(stage: Stage) -> None:
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.member.OVERDUE", 4.0)
     here = Here(stage.control, stage.events, stage.pulses)
     with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
         member._alive = {3}
-        assert not member._end_workers(here)
+        assert not member._end_workers(here, lambda: False)
         send(stage.says, exited(3, -9))
-        assert member._end_workers(here)
+        assert member._end_workers(here, lambda: False)
 
 
 def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,13 @@ class FakeNode:
         self._known = self._last()
         if self.over:
             return [{"kind": "exited", "rank": self.rank, "status": -9}]
-        if self._told or self.rank:
+        if self._told:
             return []
         self._told = True
+        if self.rank:
+            return [{"kind": "started", "attempt": 0}]
         start = {"kind": "start", "t": 0.0, "attempt": 0, "world": 2, "from_step": 0}
-        return [start, {"kind": "step", "t": 0.0, "step": 1, "seconds": STEP}]
+        return [{"kind": "started", "attempt": 0}, start, {"kind": "step", "t": 0.0, "step": 1, "seconds": STEP}]
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         """As far back as they are told."""
@@ -96,6 +98,9 @@ class FakeCrew:
     def admit(self) -> list[Any]:
         return []
 
+    def partings(self) -> list[Any]:
+        return []
+
     def silent(self, now: float) -> list[Any]:
         return []
 
@@ -108,8 +113,13 @@ class Stage:
         self.control, self.says = pair()
         self.events, self.workers = pair()
 
+        self.tell = print
+
     def gone(self) -> bool:
         return False
+
+    def revive(self) -> str | None:
+        return None
 
 
 def selector_of(clock: Clock) -> type:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import ExitCode, UsageError
+from phalanx.errors import ExitCode, UnfitNodeError, UsageError
+from phalanx.jobs.member import farewell
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of
 from phalanx.jobs.sources import fingerprint
 from phalanx.run.channel import pair, receive, send
@@ -46,6 +47,7 @@ def here(ends: list[socket.socket]) -> Iterator[Here]:
 @pytest.fixture
 def crew(here: Here) -> Iterator[Crew]:
     with Door(("127.0.0.1", 0), TOKEN) as door, Crew(here, 3, door) as crew:
+        crew.attended = True
         yield crew
 
 
@@ -135,6 +137,51 @@ def test_a_node_that_does_not_fit_is_told_why_and_sent_away(crew: Crew, other: d
     assert (leave["code"], why in leave["text"]) == (ExitCode.UNFIT_NODE, True)
     assert crew.missing == [1, 2]
     wire.close()
+
+
+def leave(crew: Crew, node: int, why: str = "its GPU does not answer") -> None:
+    """As a node that takes its leave."""
+    assert crew.door is not None
+    error = UnfitNodeError(why)
+    before = crew.door.arrived.qsize()
+    farewell(Membership(node, 3, (crew.door.address, crew.door.port)), TOKEN, error)
+    until(lambda: crew.door.arrived.qsize() > before or crew._left)  # type: ignore[union-attr]
+
+
+def test_a_node_that_leaves_as_unfit_says_why_and_is_none_of_those_that_came(crew: Crew) -> None:
+    leave(crew, 2)
+    assert crew.admit() == []
+    (left,) = crew.partings()
+    assert left.words == f"node 2 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
+    assert crew.partings() == []
+
+
+def test_a_node_that_is_sent_away_counts_as_one_that_left(crew: Crew) -> None:
+    come(crew, 1, {"torch": "1.0"}).close()
+    crew.admit()
+    (left,) = crew.partings()
+    assert (left.index, left.code, "torch is 1.0 on" in left.words) == (1, ExitCode.UNFIT_NODE, True)
+
+
+def test_who_leaves_while_the_leader_makes_its_run_ready_is_reported_at_once_and_kept_for_its_events(
+    crew: Crew, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wire = come(crew, 1)
+    crew.attended = False
+    until(lambda: crew.missing == [2])
+    leave(crew, 1)
+    until(lambda: "node 1" in capsys.readouterr().err)
+    assert crew.missing == [1, 2]
+    assert [left.index for left in crew.partings()] == [1]
+    wire.close()
+
+
+def test_a_leader_that_is_not_there_gets_nothing_and_not_waited_for_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    times = iter((0.0, 1.0, 6.0))
+    farewell(Membership(1, 2, ("127.0.0.1", port)), TOKEN, UnfitNodeError("no"), lambda: next(times))
+    assert list(times) == []
 
 
 def test_a_node_that_comes_again_replaces_its_older_connection(crew: Crew) -> None:

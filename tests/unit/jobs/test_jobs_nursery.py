@@ -178,7 +178,9 @@ def exits(nursery: NurseryProcess, count: int) -> dict[int, int]:
     while len(found) < count:
         messages: Any = receive(nursery.control)
         for message in messages:
-            assert message["kind"] == "exited"
+            assert message["kind"] in ("started", "exited")
+            if message["kind"] == "started":
+                continue
             found[message["rank"]] = message["status"]
     return found
 

@@ -62,6 +62,12 @@ def test_a_worker_that_is_held_still_while_it_prepares_is_stuck_all_the_same() -
     assert (found.rank, found.certain) == (0, True)
 
 
+def test_all_that_are_held_still_while_they_prepare_are_reported_and_may_be_meant_to_be() -> None:
+    found = stuck({0: beat(3, place="starting")}, NOW, None, {0})
+    assert found is not None
+    assert (found.stopped, found.certain) == (True, False)
+
+
 def test_before_all_have_begun_nothing_is_said() -> None:
     assert stuck({0: beat(), 1: None}, NOW, 0.1, ()) is None
     assert stuck({}, NOW, 0.1, ()) is None

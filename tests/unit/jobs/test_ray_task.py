@@ -11,6 +11,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.jobs.code import Code, folder_code
 from phalanx.jobs.engines.ray import FILE, MODULE, TRAVELS, Ray
+from phalanx.jobs.engines.ray_driver import Driver, Unplaced
 from phalanx.jobs.engines.ray_node import Node
 from phalanx.jobs.engines.ray_task import Task, Told, own_lines, room, told, unfit, verdict
 from phalanx.jobs.spec import Job
@@ -169,6 +170,30 @@ def test_a_node_hands_on_all_lines_and_the_code(tmp_path: Path) -> None:
     )
     lines, code = run_node(tmp_path, sys.executable, "-c", script + "; sys.exit(75)")
     assert (lines[0], len(lines), code) == ("b token", 2502, 75)
+
+
+def test_what_a_command_leaves_behind_with_its_output_open_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.ray_node.LEAVING", 0.2)
+    lines, code = run_node(tmp_path, "sh", "-c", "setsid sleep 20 & echo said; exit 3")
+    assert (lines, code) == (["said"], 3)
+
+
+class Unanswering:
+    """A Ray whose nodes never begin."""
+
+    def wait(self, asked: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], asked
+
+
+def test_nodes_that_ray_never_starts_are_not_waited_for_without_end() -> None:
+    driver = Driver(Unanswering(), task(patience=0.0), "raysubmit_1", {})
+    with pytest.raises(Unplaced, match="Ray did not start its nodes within 0 s"):
+        driver._get([object()])
+    driver.stop()
+    with pytest.raises(Unplaced, match="it was asked to end"):
+        driver._get([object()])
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.engines.slurm import Slurm
+from phalanx.jobs.engines.slurm import Slurm, call
 from phalanx.jobs.engines.slurm_status import fields, live_status, past_status, read_result
 from phalanx.jobs.spec import Job, State
 
@@ -146,6 +146,24 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
     assert request.commands[1] == ("sbatch", "--parsable", str(tmp_path / "state" / "a-1" / "batch.sh"))
     assert "swordfish" not in str(request)
+
+
+def test_another_command_that_submits_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.slurm.SUBMITTING", 0.3)
+    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.05)
+    slurm, recorded = engine(tmp_path, {})
+    request = slurm.render(Job("a", ("true",), tmp_path))
+    with slurm._locked(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
+        slurm.submit(request)
+    assert capsys.readouterr().err.startswith("waiting for another command, which is submitting to Slurm in ")
+    assert not [line for line in recorded.asked if line.startswith("sbatch --parsable")]
+
+
+def test_a_program_of_slurms_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.slurm.ASKING", 0.2)
+    assert call(["sleep", "20"]) == (1, "", "sleep did not answer within 0 s")
 
 
 def test_a_folder_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:

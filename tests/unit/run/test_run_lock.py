@@ -43,3 +43,12 @@ def test_a_lock_on_storage_that_fails_is_no_missing_lock(run: Run, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OSError, match="Input/output error"), locked(run):
         pass
+
+
+def test_a_run_that_another_process_has_is_waited_for_with_words(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.05)
+    with locked(run), pytest.raises(UsageError, match="another process is training this run"), locked(run, 0.2):
+        pass
+    assert capsys.readouterr().err.startswith(f"waiting for {run.path}, which another process is training until ")

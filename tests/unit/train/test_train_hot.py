@@ -1,5 +1,6 @@
 """Hot copies of one worker, and who copies what where there are many."""
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from phalanx.train.parallel.divided import Held
 from phalanx.train.place import Place
 from phalanx.train.room import no_room, room_in
 from phalanx.train.state import Progress, state_tensors
+from phalanx.train.timing import Beating, HostStopwatch
 
 META = {"fingerprint": "f"}
 
@@ -174,15 +176,20 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
     assert list_copies(folder_of(again)) == []
 
 
-def test_short_runs_of_short_steps_copy_nothing_by_default(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize(("lap", "copies"), [(0.001, False), (0.1, True)], ids=["short steps", "long steps"])
+def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
+    tmp_path: Path, memory: Path, lap: float, copies: bool
+) -> None:
     parts = make_parts(tmp_path / "run", steps=30)
     assert parts.recipe.recovery.hot == "1%"
     gang = Gang(parts, Progress(), META)
+    laps = itertools.count()
+    gang.watch = Beating(HostStopwatch(lambda: lap * next(laps)), parts.pulse)  # however busy this machine is
     for _ in steps_of(gang):
         pass
     gang.finish()
-    assert not memory.exists()
-    assert [event["kind"] for event in parts.reporter.events if "hot" in event["kind"]] == []  # type: ignore[attr-defined]
+    assert memory.exists() == copies
+    assert [event["kind"] for event in parts.reporter.events if "hot" in event["kind"]][:1] == ["hot_interval"] * copies  # type: ignore[attr-defined]
 
 
 def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,21 +55,42 @@ def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code() -> None
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_a_leading_worker_that_is_lost_ends_the_others_with_75(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+@pytest.mark.parametrize("error", [dist.DistNetworkError, dist.DistStoreError], ids=["dead", "stopped"])
+def test_a_leading_worker_that_is_lost_ends_the_others_with_75(
+    monkeypatch: pytest.MonkeyPatch, agent: bool, error: type[dist.DistError]
+) -> None:
     class Gone:
         def check(self, *_: object) -> bool:
-            raise dist.DistNetworkError("Connection was likely closed")
+            raise error("Connection was likely closed")
 
     monkeypatch.setattr("phalanx.train.meeting.store_of", lambda place: Gone())
     if agent:
         monkeypatch.setenv("PHALANX_EVENTS", "5")
-        with pytest.raises(dist.DistNetworkError):  # which the agent knows for the loss of a peer
+        with pytest.raises(error):  # which the agent knows for the loss of a peer
             await_announcement(Place(rank=1, world=2), RUN)
         return
     monkeypatch.delenv("PHALANX_EVENTS", raising=False)
     with pytest.raises(PhalanxError, match="was lost before it said what to train") as caught:
         await_announcement(Place(rank=1, world=2), RUN)
     assert caught.value.code is ExitCode.UNFINISHED
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_a_leading_worker_that_says_nothing_is_waited_for_with_words_and_not_without_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local: int
+) -> None:
+    class Silent:
+        def check(self, *_: object) -> bool:
+            return False
+
+    monkeypatch.setattr("phalanx.train.meeting.store_of", lambda place: Silent())
+    monkeypatch.setattr("phalanx.train.meeting.PATIENCE", 0.5)
+    monkeypatch.setattr("phalanx.train.meeting.SAYING", 0.1)
+    with pytest.raises(PhalanxError, match="the leading worker has said nothing for 0 h; start again") as caught:
+        await_announcement(Place(rank=1, world=4, local_rank=local), RUN)
+    assert caught.value.code is ExitCode.UNFINISHED
+    said = capsys.readouterr().err
+    assert said.startswith("still waiting for the leading worker to make the run ready after") == (local == 0)
 
 
 @pytest.mark.usefixtures("port")

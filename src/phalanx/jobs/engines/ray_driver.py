@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.errors import ExitCode
 from phalanx.jobs.engines.ray_node import Node
 from phalanx.jobs.engines.ray_task import JOB, LOST, SPEAKS, Task, actor_name, room, secrets_file, unfit, verdict
+from phalanx.waits import Wait
 
 NAMESPACE = "phalanx"
 LOOK = 0.5
@@ -71,6 +72,9 @@ class Driver:
             try:
                 attempt = self._start(group, number)
                 code = self._follow(attempt)
+            except Unplaced as reason:
+                say(f"the job cannot start: {reason}")
+                return int(ExitCode.UNFINISHED)
             finally:
                 self._ray.util.remove_placement_group(group)
             if self._stopping or self._late():
@@ -108,6 +112,16 @@ class Driver:
             last = why
         return group
 
+    def _get(self, asked: list[Any]) -> list[Any]:
+        """What nodes answer. Raises Unplaced when they do not, or the job is to end."""
+        wait = Wait("Ray to start this job's nodes", self._task.patience, lambda text: say(f"waits: {text}"))
+        while len(self._ray.wait(asked, num_returns=len(asked), timeout=LOOK)[0]) < len(asked):
+            if self._stopping or wait.over():
+                silent = f"Ray did not start its nodes within {self._task.patience:.0f} s"
+                raise Unplaced("it was asked to end" if self._stopping else silent)
+        found: list[Any] = self._ray.get(asked)
+        return found
+
     def _start(self, group: Any, number: int) -> Attempt:
         """Start the command on each node of a group."""
         ray, task = self._ray, self._task
@@ -124,7 +138,7 @@ class Driver:
             .remote()
             for node in range(task.nodes)
         ]
-        port = ray.get(actors[0].port.remote())
+        (port,) = self._get([actors[0].port.remote()])
         table = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes()}
         where = ray.util.placement_group_table(group)["bundles_to_node_id"]
         machines = [where[node] for node in range(task.nodes)]
@@ -132,7 +146,7 @@ class Driver:
         token = secrets.token_hex(32)
         common = {**task.environment, **self._hidden, "PHALANX_NODES": str(task.nodes)}
         common["PHALANX_LEADER"] = f"{table[machines[0]]}:{port}"
-        ray.get(
+        self._get(
             [
                 actor.start.remote(task.command, task.folder, {**common, "PHALANX_NODE": str(node)}, token)
                 for node, actor in enumerate(actors)

@@ -20,6 +20,8 @@ from phalanx.jobs.code import unpack
 from phalanx.jobs.engines.ray_task import CODE_FILE
 from phalanx.recipe.travelled import CODE
 
+LEAVING = 10.0
+"""Seconds in which the output of a command that has ended must be read."""
 BATCH = 1000
 """Lines that are handed on at once."""
 
@@ -61,7 +63,9 @@ class Node:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        reader.start()
+        threading.Thread(target=self._reap, args=(self._process, reader), daemon=True).start()
 
     def read(self) -> tuple[list[str], int | None]:
         """Lines since the last call, as soon as there is one; and the exit code when there will be no more."""
@@ -92,6 +96,13 @@ class Node:
         with process.stdout:
             for raw in process.stdout:
                 self._lines.put(raw.decode(errors="replace").removesuffix("\n"))
+        self._lines.put(None)
+
+    def _reap(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+        """See the command to its end, also where something that it left behind keeps its output open."""
+        process.wait()
+        self.kill()
+        reader.join(LEAVING)
         self._lines.put(None)
 
     def _end(self) -> int:

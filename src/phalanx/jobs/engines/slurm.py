@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -43,6 +42,10 @@ Call = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""
 
 ID = "id"
+SUBMITTING = 300.0
+"""Seconds for which another command may be submitting."""
+ASKING = 600.0
+"""Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
 NOT_NOW = "Requested node configuration is not available"
 """What Slurm answers to more nodes than there are, and to more than are in service."""
 
@@ -50,9 +53,13 @@ NOT_NOW = "Requested node configuration is not available"
 def call(argv: Sequence[str]) -> tuple[int, str, str]:
     """Run a program here."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=ASKING
+        )
     except FileNotFoundError:
         return 127, "", f"{argv[0]}: not found"
+    except subprocess.TimeoutExpired:
+        return 1, "", f"{argv[0]} did not answer within {ASKING:.0f} s"
     return done.returncode, done.stdout, done.stderr
 
 
@@ -303,10 +310,16 @@ class Slurm:
         """Nobody else submits here meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "w") as lock, ExitStack() as stack:
+            what = f"another command, which is submitting to Slurm in {self.folder}"
             try:
-                taken(lock.fileno(), inf)
+                mine = taken(lock.fileno(), SUBMITTING, what)
             except NoLocksError:
-                stack.enter_context(alone_here(lock.fileno(), inf))
+                mine = stack.enter_context(alone_here(lock.fileno(), SUBMITTING, what))
+            if not mine:
+                raise UsageError(
+                    f"{self.folder}: another command has been submitting there for {SUBMITTING:.0f} s; "
+                    "`ps -ef | grep phalanx` shows it: end it if it hangs, and submit again"
+                )
             yield
 
 

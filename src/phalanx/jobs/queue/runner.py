@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from phalanx.compat import adopt_orphans, die_with_parent
+from phalanx.jobs.below import end_below
 from phalanx.run.directory import write_json
 from phalanx.run.steady import ticks
 
@@ -81,7 +80,7 @@ def main() -> None:
                 until = None
                 process.kill()
     code = process.returncode
-    end_all()
+    end_below()
     finish(home, attempt, begun, code, reason if code else None)
 
 
@@ -91,16 +90,6 @@ def secrets_in(home: Path) -> dict[str, str]:
         found: dict[str, str] = json.loads((home / "secrets.json").read_text())
         return found
     return {}
-
-
-def end_all() -> None:
-    """Kill and reap everything that the job left below this process."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
 
 
 @dataclass(frozen=True)

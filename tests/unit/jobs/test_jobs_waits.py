@@ -1,0 +1,209 @@
+"""What waits for the process that forks workers: it has an end, and says that it goes on. Real processes, stopped by
+SIGSTOP or in a loop that never ends; deadlines are short here."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import wait_until
+from phalanx.errors import ExitCode
+from phalanx.jobs.bouts import World, WorldFailed
+from phalanx.jobs.nursery_process import HELD, NurseryLost, NurseryProcess, answering
+from phalanx.probing import gather
+from phalanx.run import Run
+from phalanx.run.channel import TakesNothingError, bounded, pair, send
+from phalanx.waits import Wait
+
+Make = Callable[..., NurseryProcess]
+AGAIN = "start again with the same command"
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes one whose calls are those of `nursery_calls` and `bout_calls`."""
+    monkeypatch.setattr("phalanx.jobs.nursery_process.LOOK", 0.05)
+    monkeypatch.setattr("phalanx.jobs.bouts.LOOK", 0.05)
+    monkeypatch.setattr("phalanx.probing.LOOK", 0.05)
+    made: list[NurseryProcess] = []
+
+    def start(path: Path = Path(__file__).parent, **patience: Any) -> NurseryProcess:
+        monkeypatch.setenv("PYTHONPATH", str(path))
+        made.append(NurseryProcess(**{"tell": said.append, **patience}))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.__exit__()
+        assert process.gone()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+def stopping_again(nursery: NurseryProcess, said: list[str]) -> Callable[[str], None]:
+    """Stops it whenever it was continued."""
+
+    def tell(text: str) -> None:
+        said.append(text)
+        stop(nursery.process.pid)
+
+    return tell
+
+
+def again_and_again(act: Callable[[], None]) -> None:
+    """More often than what it sends fits a socket."""
+    for _ in range(10_000):
+        act()
+
+
+def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said: list[str]) -> None:
+    nursery = make()
+    who = f"the process that loads torch and starts workers (process {nursery.process.pid})"
+    stop(nursery.process.pid)
+    nursery.wait_ready()
+    assert said == [f"{who} was stopped (SIGSTOP): continued it"]
+    stop(nursery.process.pid)
+    assert nursery.call("nursery_calls:double", 4) == 8
+    assert said[1:] == said[:1]
+    assert nursery.call("nursery_calls:stop_oneself", 7) == 7
+    assert said[2].endswith(
+        "which the process that loads torch and starts workers has started, was stopped (SIGSTOP): continued it"
+    )
+    nursery.store("127.0.0.1")
+    stop(nursery.store_pid)
+    for _ in range(HELD):
+        assert nursery.revive() is None
+    wait_until(lambda: psutil.Process(nursery.store_pid).status() != psutil.STATUS_STOPPED)
+    assert said[3].startswith(f"process {nursery.store_pid}, which the process that")
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("what", ["ready", "call"])
+def test_one_that_stays_stopped_is_killed_and_reported_as_not_finished(make: Make, said: list[str], what: str) -> None:
+    nursery = make()
+    nursery.tell = stopping_again(nursery, said)
+    if what == "call":
+        nursery.wait_ready()
+    stop(nursery.process.pid)
+    why = f"is stopped (SIGSTOP), and stays so when it is continued; {AGAIN}"
+    with pytest.raises(NurseryLost, match=re.escape(why)) as lost:
+        nursery.call("nursery_calls:stay", "")
+    assert lost.value.code is ExitCode.UNFINISHED
+    assert nursery.gone()
+
+
+def test_one_that_takes_nothing_is_killed_and_reported(make: Make) -> None:
+    nursery = make()
+    stop(nursery.process.pid)
+    bounded(nursery.control, 0.05)
+    with pytest.raises(NurseryLost, match=f"took no message for 10 s: it hangs; {AGAIN}"):
+        again_and_again(lambda: nursery.ask({"kind": "signal", "number": 0}))
+    assert nursery.gone()
+
+
+def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
+    make: Make, said: list[str], tmp_path: Path
+) -> None:
+    for name in ("worker", "child"):
+        os.mkfifo(tmp_path / name)
+    nursery = make()
+    nursery.wait_ready()
+    command = {"function": "nursery_calls:wait_for_ever", "payload": str(tmp_path)}
+    start = {"kind": "start", "attempt": 0, "world": 1, "command": command, "environment": {}, "logs": str(tmp_path)}
+    nursery.ask(start)
+    pids = [int((tmp_path / name).read_text()) for name in ("worker", "child")]
+    stop(nursery.process.pid)
+    nursery.__exit__()
+    assert nursery.gone()
+    assert said == []
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
+    make: Make, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setattr(
+        "phalanx.jobs.nursery_process.Wait", lambda *given, **more: Wait(*given, **{"saying": 0.2, **more})
+    )
+    nursery = make(tmp_path, ready=0.5)
+    with pytest.raises(NurseryLost, match=f"^waited 0 s for the process .* to be ready: it hangs; {AGAIN}$"):
+        nursery.wait_ready()
+    assert nursery.gone()
+    assert said
+    assert said[0].startswith("still waiting for the process that loads torch and starts workers to be ready after 0 s")
+
+
+def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make, tmp_path: Path) -> None:
+    nursery = make(answer=0.5)
+    nursery.wait_ready()
+    with pytest.raises(NurseryLost, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"):
+        nursery.call("nursery_calls:stay", str(tmp_path))
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_world_whose_process_that_forks_stays_stopped_has_failed(make: Make, said: list[str], tmp_path: Path) -> None:
+    nursery, run = make(), Run(tmp_path)
+    run.create()
+    nursery.wait_ready()
+    nursery.tell = stopping_again(nursery, said)
+    command = {"function": "bout_calls:steps", "payload": {"folder": str(tmp_path), "seconds": 0.01}}
+    world = World(nursery, run, 1, command)
+    assert world.bout(0.02)
+    stop(nursery.process.pid)
+    with pytest.raises(WorldFailed, match="is stopped"):
+        world.close()
+    assert nursery.gone()
+    with pytest.raises(WorldFailed, match=r"was killed by SIGKILL|died, and they with it"):
+        world.start()
+
+
+def test_a_measurement_whose_process_that_forks_stays_stopped_ends(make: Make, said: list[str], tmp_path: Path) -> None:
+    nursery = make()
+    nursery.wait_ready()
+    nursery.tell = stopping_again(nursery, said)
+    stop(nursery.process.pid)
+    with pytest.raises(NurseryLost, match="is stopped"):
+        gather(nursery, tmp_path, "nursery_calls:double", {"seconds": 60.0}, 1)
+    assert nursery.gone()
+
+
+def test_a_message_to_one_that_reads_nothing_does_not_wait_without_end() -> None:
+    near, far = pair()
+    with near, far:
+        bounded(near, 0.05)
+        with pytest.raises(TakesNothingError):
+            again_and_again(lambda: send(near, {"kind": "signal"}))
+
+
+def test_a_trial_has_ten_minutes_or_as_long_as_the_recipe_says_of_silence() -> None:
+    assert [answering(silence) for silence in (6.0, 600.0, 7200.0)] == [600.0, 600.0, 7200.0]
+
+
+def test_a_wait_says_that_it_goes_on_and_has_an_end() -> None:
+    said, times = list[str](), iter(range(0, 1000, 4))
+    wait = Wait("the tide", 60.0, said.append, lambda: float(next(times)))
+    looks = 1
+    while not wait.over():
+        looks += 1
+    assert looks == 15
+    assert said == ["still waiting for the tide after 32 s, for 60 s at most"]
+
+
+def test_time_in_which_this_process_was_held_still_does_not_count() -> None:
+    times = iter([0.0, 1.0, 5000.0, 5001.0])
+    wait = Wait("the tide", 60.0, print, lambda: next(times))
+    assert [wait.over() for _ in range(3)] == [False, False, False]
