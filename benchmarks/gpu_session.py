@@ -331,13 +331,18 @@ def run_series(session: Session, tasks: list[dict[str, Any]]) -> list[dict[str, 
     return results
 
 
+def gpt2(session: Session) -> gpu.Case:
+    """The model of the phases that try one only, whichever cases are asked for."""
+    return (gpu.TOYS if session.emulated else gpu.CASES)["gpt2"]
+
+
 def peers(session: Session) -> dict[str, Any]:
     """The same of Fabric, Accelerate and the Trainer, with GPT-2."""
     found = session.results["speed"]["gpt2"]["contenders"] if "gpt2" in session.results.get("speed", {}) else {}
     for name in filter(can_run, PEERS):
         if session.left() < 30:
             break
-        task = task_of(session, "gpt2", session.cases()["gpt2"], name, 0.2 if session.emulated else 4.0, kernels=False)
+        task = task_of(session, "gpt2", gpt2(session), name, 0.2 if session.emulated else 4.0, kernels=False)
         result = gpu.run_child(task, Path(task["folder"]), session.left(), session.environment)
         found.setdefault(name, []).append(result)
         session.save()
@@ -346,7 +351,7 @@ def peers(session: Session) -> dict[str, Any]:
 
 def default(session: Session) -> dict[str, Any]:
     """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
-    case = (gpu.TOYS if session.emulated else gpu.CASES)["gpt2"]
+    case = gpt2(session)
     args = {name: getattr(case, name) for name in ("layers", "width", "heads", "activation", "vocab", "tie")}
     recipe = session.folder / "default.yaml"
     samples = case.samples * case.micro_batches
