@@ -19,9 +19,70 @@ static size_t total(void) {
     const char *s = getenv("NULLGPU_GIB");
     return (size_t)(s ? atoi(s) : 80) << 30;
 }
-static size_t used = 0;
+static size_t used = 0, pinned = 0;
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
+// A planned fault, NULLGPU_FAIL=ERROR,CALLS[,ATTEMPT]: from so many calls on that give the GPU work (of cudaMalloc for
+// error 2, out of memory), counted in the worker of that attempt (any process without one), each call gives the error,
+// as of a context that is lost. Error 2 is no loss: only cudaMalloc fails.
+enum { OUT_OF_MEMORY = 2 };
+static int planned = -1; // unknown; 0: nothing is
+static long remaining = 0;
+static int lost = 0;
+static void plan(void) {
+    const char *s = getenv("NULLGPU_FAIL"), *attempt = getenv("PHALANX_ATTEMPT");
+    int error = 0, only = -1;
+    long calls = 0;
+    planned = 0;
+    if (s && sscanf(s, "%d,%ld,%d", &error, &calls, &only) >= 2 && (only < 0 || (attempt && atoi(attempt) == only))) {
+        planned = error;
+        remaining = calls;
+    }
+}
+void nullgpu_fail(int error, long calls) { // plans one from now on, in place of what the environment says
+    planned = error;
+    remaining = calls;
+}
+static int due(int memory) {
+    if (planned < 0)
+        plan();
+    if (!planned || (planned == OUT_OF_MEMORY) != memory)
+        return 0;
+    return __sync_fetch_and_sub(&remaining, 1) <= 0;
+}
+static E work(void) { // a call that gives the GPU something to do
+    if (!lost && due(0))
+        lost = planned;
+    return lost;
+}
+// CUDA graphs: what a thread asks while it captures is recorded, and done each time that the graph is launched. Waiting
+// for the GPU, or a copy from or to memory that is not pinned, is an error meanwhile, as on a real one.
+enum { UNSUPPORTED = 900, LAUNCH = 0, PRODUCT, TRITON, COPY, SET };
+typedef struct {
+    int what;
+    void *to;
+    const void *from;
+    size_t n;
+    int value;
+} Node;
+typedef struct {
+    Node *nodes;
+    size_t n, room;
+    int parts; // the graph, and each of what was instantiated from it
+} Graph;
+static __thread Graph *capturing = 0;
+static __thread void *captured_stream = 0;
+long nullgpu_graphs = 0, nullgpu_replayed = 0;
+static int record(Node node) {
+    Graph *g = capturing;
+    if (!g)
+        return 0;
+    if (g->n == g->room)
+        g->nodes = realloc(g->nodes, (g->room = 2 * g->room + 64) * sizeof(Node));
+    g->nodes[g->n++] = node;
+    return 1;
+}
+int nullgpu_record_triton(void) { return record((Node){TRITON}); } // for libcuda
 typedef struct {
     char *p;
     size_t n;
@@ -42,8 +103,7 @@ static void *take(size_t n, int kind) {
             break;
         }
     }
-    if (kind == 2)
-        used += n;
+    *(kind == 2 ? &used : &pinned) += n;
     pthread_mutex_unlock(&mu);
     return p;
 }
@@ -54,8 +114,7 @@ static E drop(void *p) {
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p == p) {
             munmap(p, blocks[i].n ? blocks[i].n : 1);
-            if (blocks[i].kind == 2)
-                used -= blocks[i].n;
+            *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
             blocks[i].p = 0;
             break;
         }
@@ -87,7 +146,7 @@ E cudaSetDevice(int d) {
     dev = d;
     return 0;
 }
-static void fill(struct cudaDeviceProp *p) {
+static void fill(struct cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, "NVIDIA H100 80GB HBM3");
     p->totalGlobalMem = total();
@@ -116,10 +175,10 @@ static void fill(struct cudaDeviceProp *p) {
     p->clusterLaunch = 1;
     p->streamPrioritiesSupported = 1;
     for (int i = 0; i < 16; i++)
-        p->uuid.bytes[i] = i + 1;
+        p->uuid.bytes[i] = i + 1 + d;
 }
 E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
-    fill(p);
+    fill(p, d);
     return 0;
 }
 E cudaDeviceGetAttribute(int *v, int a, int d) {
@@ -218,8 +277,10 @@ E cudaDeviceCanAccessPeer(int *v, int a, int b) {
 }
 E cudaDeviceEnablePeerAccess(int a, unsigned b) { return 0; }
 E cudaDeviceSynchronize(void) {
+    if (capturing)
+        return UNSUPPORTED;
     nullgpu_syncs++;
-    return 0;
+    return lost;
 }
 E cudaDeviceGetDefaultMemPool(void **p, int d) {
     *p = (void *)1;
@@ -239,13 +300,15 @@ E cudaEventDestroy(void *e) {
 }
 E cudaEventRecord(void *e, void *s) {
     clock_gettime(CLOCK_MONOTONIC, &((Ev *)e)->t);
-    return 0;
+    return lost;
 }
 E cudaEventRecordWithFlags(void *e, void *s, unsigned f) { return cudaEventRecord(e, s); }
-E cudaEventQuery(void *e) { return 0; }
+E cudaEventQuery(void *e) { return lost; }
 E cudaEventSynchronize(void *e) {
+    if (capturing)
+        return UNSUPPORTED;
     nullgpu_syncs++;
-    return 0;
+    return lost;
 }
 E cudaEventElapsedTime(float *ms, void *a, void *b) {
     Ev *x = a, *y = b;
@@ -263,40 +326,82 @@ E cudaStreamGetPriority(void *s, int *p) {
     *p = 0;
     return 0;
 }
-E cudaStreamQuery(void *s) { return 0; }
+E cudaStreamQuery(void *s) { return lost; }
 E cudaStreamSynchronize(void *s) {
+    if (capturing)
+        return UNSUPPORTED;
     nullgpu_syncs++;
-    return 0;
+    return lost;
 }
-E cudaStreamWaitEvent(void *s, void *e, unsigned f) { return 0; }
+E cudaStreamWaitEvent(void *s, void *e, unsigned f) { return lost; }
 E cudaStreamIsCapturing(void *s, int *v) {
-    *v = 0;
+    *v = capturing && s == captured_stream;
     return 0;
 }
-E cudaStreamGetCaptureInfo(void *s, int *v, unsigned long long *id, void *g, void *d, void *e, size_t *n) {
-    *v = 0;
+E cudaStreamGetCaptureInfo(void *s, int *v, unsigned long long *id, void **g, void *d, void *e, size_t *n) {
+    *v = capturing && s == captured_stream;
     if (id)
-        *id = 0;
+        *id = *v ? (unsigned long long)capturing : 0;
+    if (g)
+        *g = *v ? capturing : 0;
     if (n)
         *n = 0;
     return 0;
 }
 E cudaThreadExchangeStreamCaptureMode(int *m) { return 0; }
-E cudaStreamBeginCapture(void *s, int m) { return 801; }
-E cudaStreamEndCapture(void *s, void **g) {
-    *g = (void *)1;
-    return 801;
+E cudaStreamBeginCapture(void *s, int m) {
+    if (capturing)
+        return UNSUPPORTED;
+    capturing = calloc(1, sizeof(Graph));
+    capturing->parts = 1;
+    captured_stream = s;
+    return 0;
+}
+E cudaStreamEndCapture(void *s, Graph **g) {
+    if (!capturing || s != captured_stream)
+        return UNSUPPORTED;
+    *g = capturing;
+    capturing = 0;
+    return 0;
 }
 E cudaGraphDebugDotPrint() { return 0; }
-E cudaGraphDestroy() { return 0; }
-E cudaGraphExecDestroy() { return 0; }
-E cudaGraphGetNodes() { return 0; }
-E cudaGraphInstantiateWithFlags() { return 0; }
-E cudaGraphLaunch() { return 0; }
+E cudaGraphDestroy(Graph *g) {
+    if (!__sync_sub_and_fetch(&g->parts, 1)) {
+        free(g->nodes);
+        free(g);
+    }
+    return 0;
+}
+E cudaGraphExecDestroy(Graph *g) { return cudaGraphDestroy(g); }
+E cudaGraphGetNodes(Graph *g, void *nodes, size_t *n) {
+    *n = g->n;
+    return 0;
+}
+E cudaGraphInstantiateWithFlags(Graph **e, Graph *g, unsigned long long f) {
+    __sync_add_and_fetch(&g->parts, 1);
+    *e = g;
+    return 0;
+}
+E cudaGraphInstantiate(Graph **e, Graph *g, unsigned long long f) { return cudaGraphInstantiateWithFlags(e, g, f); }
+E cudaGraphLaunch(Graph *g, void *s) {
+    nullgpu_graphs++;
+    for (size_t i = 0; i < g->n; i++) {
+        Node *node = g->nodes + i;
+        if (node->what == COPY)
+            memmove(node->to, node->from, node->n);
+        else if (node->what == SET)
+            memset(node->to, node->value, node->n);
+        else
+            nullgpu_replayed++;
+    }
+    return work();
+}
 E cudaGraphNodeGetDependencies() { return 0; }
 E cudaMalloc(void **p, size_t n) {
-    if (used + n > total())
-        return 2;
+    if (lost)
+        return lost;
+    if (used + n > total() || due(1))
+        return OUT_OF_MEMORY;
     *p = take(n, 2);
     return *p ? 0 : 2;
 }
@@ -308,29 +413,60 @@ E cudaHostAlloc(void **p, size_t n, unsigned f) {
     return *p ? 0 : 2;
 }
 E cudaFreeHost(void *p) { return drop(p); }
-E cudaHostRegister(void *p, size_t n, unsigned f) { return 0; }
-E cudaHostUnregister(void *p) { return 0; }
+static struct {
+    void *p;
+    size_t n;
+} registered[1 << 12];
+E cudaHostRegister(void *p, size_t n, unsigned f) {
+    pthread_mutex_lock(&mu);
+    for (int i = 0; i < 1 << 12; i++)
+        if (!registered[i].p) {
+            registered[i].p = p;
+            registered[i].n = n;
+            pinned += n;
+            break;
+        }
+    pthread_mutex_unlock(&mu);
+    return 0;
+}
+E cudaHostUnregister(void *p) {
+    pthread_mutex_lock(&mu);
+    for (int i = 0; i < 1 << 12; i++)
+        if (registered[i].p == p) {
+            registered[i].p = 0;
+            pinned -= registered[i].n;
+            break;
+        }
+    pthread_mutex_unlock(&mu);
+    return 0;
+}
 E cudaMemGetInfo(size_t *f, size_t *t) {
     *t = total();
     *f = total() - used;
     return 0;
 }
 E cudaMemcpy(void *d, const void *s, size_t n, int k) {
+    if (capturing)
+        return UNSUPPORTED;
     memmove(d, s, n);
     nullgpu_syncs++;
     if (k == 1)
         nullgpu_h2d++;
     if (k == 2)
         nullgpu_d2h++;
-    return 0;
+    return work();
 }
 E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) {
+    if (capturing && (!kind_of(d) || !kind_of(s)))
+        return UNSUPPORTED;
+    if (record((Node){COPY, d, s, n}))
+        return 0;
     memmove(d, s, n);
     if (k == 1)
         nullgpu_h2d++;
     if (k == 2)
         nullgpu_d2h++;
-    return 0;
+    return work();
 }
 E cudaMemcpyPeerAsync(void *d, int a, const void *s, int b, size_t n, void *st) {
     memmove(d, s, n);
@@ -352,6 +488,8 @@ E cudaMemset(void *p, int v, size_t n) {
     return 0;
 }
 E cudaMemsetAsync(void *p, int v, size_t n, void *s) {
+    if (record((Node){SET, p, 0, n, v}))
+        return 0;
     memset(p, v, n);
     return 0;
 }
@@ -393,27 +531,54 @@ E cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, 
 }
 const char *cudaGetErrorName(int e) { return e ? "cudaErrorNullGpu" : "cudaSuccess"; }
 const char *cudaGetErrorString(int e) {
-    return e == 2 ? "out of memory" : e == 101 ? "invalid device ordinal" : e ? "null gpu error" : "no error";
+    switch (e) {
+    case 0:
+        return "no error";
+    case OUT_OF_MEMORY:
+        return "out of memory";
+    case 46:
+        return "CUDA-capable device(s) is/are busy or unavailable";
+    case 101:
+        return "invalid device ordinal";
+    case 214:
+        return "uncorrectable ECC error encountered";
+    case 220:
+        return "uncorrectable NVLink error detected during the execution";
+    case 700:
+        return "an illegal memory access was encountered";
+    case 719:
+        return "unspecified launch failure";
+    default:
+        return "null gpu error";
+    }
 }
-E cudaGetLastError(void) { return 0; }
-E cudaPeekAtLastError(void) { return 0; }
+E cudaGetLastError(void) { return lost; }
+E cudaPeekAtLastError(void) { return lost; }
 E cudaProfilerStart() { return 0; }
 E cudaProfilerStop() { return 0; }
 E cudaLaunchKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E cudaLaunchKernelExC() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E cudaLaunchCooperativeKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E __cudaLaunchKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E __cudaGetKernel(void **k, const void *f) {
     *k = (void *)f;
@@ -457,8 +622,10 @@ E cublasGetPointerMode_v2(void *h, int *m) {
 long nullgpu_gemms = 0;
 #define G(n)                                                                                                           \
     E n() {                                                                                                            \
+        if (record((Node){PRODUCT}))                                                                                   \
+            return 0;                                                                                                  \
         nullgpu_gemms++;                                                                                               \
-        return 0;                                                                                                      \
+        return work() ? 13 : 0;                                                                                        \
     }
 G(cublasGemmEx)
 G(cublasGemmStridedBatchedEx) G(cublasSgemm_v2) G(cublasSgemmEx) G(cublasSgemmStridedBatched) G(cublasDgemm_v2)
@@ -494,12 +661,12 @@ Z(cublasSetSmCountTarget) Z(cublasLtCreate) Z(cublasLtDestroy) __attribute__((de
                 nullgpu_launches, nullgpu_gemms, nullgpu_h2d, nullgpu_d2h, nullgpu_syncs, used >> 20);
 }
 E nullgpu_count(int what) {
-    long *a[] = {&nullgpu_launches, &nullgpu_gemms, &nullgpu_h2d, &nullgpu_d2h, &nullgpu_syncs};
+    long *a[] = {&nullgpu_launches, &nullgpu_gemms, &nullgpu_h2d,   &nullgpu_d2h,
+                 &nullgpu_syncs,    &nullgpu_graphs, &nullgpu_replayed};
     return (int)*a[what];
 }
-E nullgpu_used_mb(void) { return (int)(used >> 20); }
-E nullgpu_kind(const void *p) { return kind_of(p); }
-E nullgpu_devset(void) { return dev; }
+long nullgpu_used(void) { return (long)used; }
+long nullgpu_pinned(void) { return (long)pinned; }
 
 E cudaStreamGetDevice(void *s, int *d) {
     *d = dev;
