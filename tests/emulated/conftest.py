@@ -23,6 +23,13 @@ class OnGpus(Lab):
         return with_paths(super().variables(), emulated)
 
 
+class OnLateGpus(OnGpus):
+    """Their copies and events are done as late as CUDA allows."""
+
+    def variables(self) -> dict[str, str]:
+        return {**super().variables(), "NULLGPU_DELAY": "1"}
+
+
 class OnCpu(Lab):
     """The same build of torch without a GPU, with the attention of `hostgpu.py`."""
 
@@ -51,4 +58,14 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("cpu")
     with OnCpu(folder, folder / "runs") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def late_gpus(gpus: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """What the trials of `gpus` found holds here as well."""
+    folder = tmp_path_factory.mktemp("late")
+    lab = OnLateGpus(folder, folder / "runs")
+    lab.cache = gpus.cache
+    with lab:
         yield lab

@@ -120,6 +120,29 @@ def graphs(shape: str) -> dict[str, object]:
     return compiled(shape, "graphs")
 
 
+def late(_: str) -> dict[str, object]:
+    """What a computation sees of a copy on another stream, with the delay queue: before it waits for it, and after; and
+    what arrives of pinned memory that is used again at once."""
+    import hostgpu
+
+    hostgpu.install()
+    side, sent, done = torch.cuda.Stream(), torch.ones(4).pin_memory(), torch.cuda.Event()
+    there = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        there.copy_(sent, non_blocking=True)
+        done.record()
+    asked = done.query()
+    early = float(there.sum())
+    done.wait()
+    seen = float(there.sum())
+    with torch.cuda.stream(side):
+        there.copy_(sent, non_blocking=True)
+    sent.fill_(3)
+    torch.cuda.synchronize()
+    return {"asked": asked, "early": early, "seen": seen, "used again": float(there.sum())}
+
+
 def imports(_: str) -> dict[str, object]:
     """Calls of CUDA by what the fork server imports, and whether CUDA works in a fork afterwards."""
     import os

@@ -6,8 +6,8 @@
 Device memory is the host's, copies are memcpy, kernels and matrix products do nothing: numbers are garbage, unless
 `hostgpu.py` has the CPU compute. Real are the caching allocator, streams, pinned memory, autograd's threads,
 torch.compile with Triton and ptxas, and all host code; launches, products, copies and waits are counted (`Counts`).
-CUDA graphs are recorded and replayed; the runtime fails as NULLGPU_FAIL plans it (nullrt.c). Not emulated: cuDNN, races
-of kernels, what NCCL does when a peer dies, speed.
+CUDA graphs are recorded and replayed; copies and events are late with NULLGPU_DELAY, and the runtime fails as
+NULLGPU_FAIL plans it (nullrt.c). Not emulated: cuDNN, races of kernels, what NCCL does when a peer dies, speed.
 """
 
 import ctypes
@@ -48,8 +48,10 @@ def build(folder: Path = BUILD) -> Path:
         path = folder / name
         if path.exists() and path.stat().st_mtime > (HERE / source).stat().st_mtime:
             continue
-        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", *include, "-o", str(path), str(HERE / source), *options]
+        made = folder / f"{name}.{os.getpid()}"  # not in its place: a process may have that loaded
+        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", *include, "-o", str(made), str(HERE / source), *options]
         subprocess.run(command, check=True)
+        made.replace(path)
     return folder
 
 

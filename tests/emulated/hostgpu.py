@@ -3,10 +3,12 @@
 `install()` enters a mode for this thread, and for autograd's: tensors "on cuda" keep their storage, which is the host's
 memory, and an operation sees it as tensors of the CPU. So numbers are right, bit for bit those of the CPU, while the
 allocator, streams, pinned copies and host code are the GPU's. Eager only: compiled code would call kernels that do
-nothing, so `environment` has torch.compile do nothing. Attention is `math`; fp8 products are computed in fp32.
+nothing, so `environment` has torch.compile do nothing. Attention is `math`; fp8 products are computed in fp32. With
+NULLGPU_DELAY what is computed waits for what its stream was given before, and for nothing else (nullrt.c).
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -53,9 +55,16 @@ def on_host(tensor: Tensor) -> Tensor:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU in memory of the emulated GPU."""
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    wait_for_stream(device)
     if tensor.numel():
         on_host(made).copy_(tensor)
     return made
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Have copies done that were given to the stream on which something is computed now."""
+    if "NULLGPU_DELAY" in os.environ:
+        ctypes.CDLL(None).nullgpu_compute(ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream))
 
 
 def scaled_mm(
@@ -125,6 +134,7 @@ class HostGpu(TorchDispatchMode):
                     return given
             return on_device(x, device)
 
+        wait_for_stream(device)
         args, kwargs = tree_map(lower, (args, kwargs))
         try:
             found = OURS.get(str(func), func)(*args, **kwargs)

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "driver_types.h"
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -87,13 +88,10 @@ typedef struct {
     char *p;
     size_t n;
     int kind;
-} Block; // 1 host, 2 device
+} Block; // 1 host, 2 device, 3 the caller's, registered
 static Block blocks[1 << 16];
 static int nblocks = 0;
-static void *take(size_t n, int kind) {
-    char *p = mmap(0, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED)
-        return 0;
+static void note(char *p, size_t n, int kind) {
     pthread_mutex_lock(&mu);
     for (int i = 0;; i++) {
         if (i == nblocks)
@@ -105,6 +103,12 @@ static void *take(size_t n, int kind) {
     }
     *(kind == 2 ? &used : &pinned) += n;
     pthread_mutex_unlock(&mu);
+}
+static void *take(size_t n, int kind) {
+    char *p = mmap(0, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED)
+        return 0;
+    note(p, n, kind);
     return p;
 }
 static E drop(void *p) {
@@ -113,7 +117,8 @@ static E drop(void *p) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p == p) {
-            munmap(p, blocks[i].n ? blocks[i].n : 1);
+            if (blocks[i].kind != 3)
+                munmap(p, blocks[i].n ? blocks[i].n : 1);
             *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
             blocks[i].p = 0;
             break;
@@ -276,19 +281,118 @@ E cudaDeviceCanAccessPeer(int *v, int a, int b) {
     return 0;
 }
 E cudaDeviceEnablePeerAccess(int a, unsigned b) { return 0; }
-E cudaDeviceSynchronize(void) {
-    if (capturing)
-        return UNSUPPORTED;
-    nullgpu_syncs++;
-    return lost;
-}
 E cudaDeviceGetDefaultMemPool(void **p, int d) {
     *p = (void *)1;
     return 0;
 }
 typedef struct {
     struct timespec t;
+    void *stream; // of the last record, and the place of that in its queue
+    long at;
+    int asked;
 } Ev;
+// With NULLGPU_DELAY copies between pinned memory and the GPU, and events, are done as late as CUDA allows: when something
+// waits for them. Each stream is a queue; what is computed, on the host (`nullgpu_compute`), waits for its own stream
+// alone. So a wait that is missing, or memory that is used again too early, shows in the numbers.
+enum { WAIT = 100, RECORD };
+enum { NOT_READY = 600, PATIENCE = 3 };
+typedef struct {
+    int what;
+    void *to;
+    const void *from;
+    size_t n;
+    int value;
+    void *stream; // that WAIT waits for, up to `at`
+    long at;
+} Late;
+typedef struct {
+    void *id;
+    Late *ops;
+    long first, end, room; // numbers of the ops: ops[number - base]
+    long base;
+} Queue;
+static Queue queues[256];
+static int nqueues = 0;
+static pthread_mutex_t late = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+long nullgpu_late = 0;
+static int delays(void) {
+    static int known = -1;
+    if (known < 0)
+        known = getenv("NULLGPU_DELAY") != 0;
+    return known;
+}
+static Queue *queue_of(void *stream) {
+    for (int i = 0; i < nqueues; i++)
+        if (queues[i].id == stream)
+            return &queues[i];
+    if (nqueues == 256)
+        abort();
+    queues[nqueues].id = stream;
+    return &queues[nqueues++];
+}
+static void finish(void *stream, long end) { // what the stream has before `end`
+    pthread_mutex_lock(&late);
+    Queue *q = queue_of(stream);
+    while (q->first < end && q->first < q->end) {
+        Late op = q->ops[q->first++ - q->base];
+        if (op.what == COPY)
+            memmove(op.to, op.from, op.n);
+        else if (op.what == SET)
+            memset(op.to, op.value, op.n);
+        else if (op.what == WAIT)
+            finish(op.stream, op.at);
+        if (op.what == COPY && op.value) // a copy of what was pageable
+            free((void *)op.from);
+    }
+    pthread_mutex_unlock(&late);
+}
+static void finish_all(void) {
+    pthread_mutex_lock(&late);
+    for (int i = 0; i < nqueues; i++)
+        finish(queues[i].id, LONG_MAX);
+    pthread_mutex_unlock(&late);
+}
+static long later(void *stream, Late op) { // the number behind it
+    pthread_mutex_lock(&late);
+    Queue *q = queue_of(stream);
+    if (q->first == q->end)
+        q->base = q->first;
+    if (q->end - q->base == q->room)
+        q->ops = realloc(q->ops, (q->room = 2 * q->room + 64) * sizeof(Late));
+    q->ops[q->end++ - q->base] = op;
+    nullgpu_late += op.what == COPY || op.what == SET;
+    long end = q->end;
+    pthread_mutex_unlock(&late);
+    return end;
+}
+void nullgpu_compute(void *stream) { // something is computed on it now
+    if (delays())
+        finish(stream, LONG_MAX);
+}
+static void dawdle(void) { // a thread beside the main one that waits does so for long: the main one is ahead of it then
+    if (delays() && gettid() != getpid())
+        usleep(500000);
+}
+static void move(void *d, const void *s, size_t n, void *stream) {
+    if (!delays())
+        memmove(d, s, n);
+    else if (!kind_of(d)) { // to pageable memory: done when the call returns
+        nullgpu_compute(stream);
+        memmove(d, s, n);
+    } else if (!kind_of(s)) { // from it: read when the call returns
+        void *own = malloc(n);
+        memcpy(own, s, n);
+        later(stream, (Late){COPY, d, own, n, 1});
+    } else
+        later(stream, (Late){COPY, d, s, n});
+}
+E cudaDeviceSynchronize(void) {
+    finish_all();
+    if (capturing)
+        return UNSUPPORTED;
+    nullgpu_syncs++;
+    return lost;
+}
 E cudaEventCreate(void **e) {
     *e = calloc(1, sizeof(Ev));
     return 0;
@@ -299,12 +403,32 @@ E cudaEventDestroy(void *e) {
     return 0;
 }
 E cudaEventRecord(void *e, void *s) {
-    clock_gettime(CLOCK_MONOTONIC, &((Ev *)e)->t);
+    Ev *event = e;
+    clock_gettime(CLOCK_MONOTONIC, &event->t);
+    if (delays() && !capturing) {
+        event->stream = s;
+        event->at = later(s, (Late){RECORD});
+        event->asked = 0;
+    }
     return lost;
 }
 E cudaEventRecordWithFlags(void *e, void *s, unsigned f) { return cudaEventRecord(e, s); }
-E cudaEventQuery(void *e) { return lost; }
+E cudaEventQuery(void *e) {
+    Ev *event = e;
+    if (delays() && event->at) {
+        pthread_mutex_lock(&late);
+        int done = queue_of(event->stream)->first >= event->at;
+        pthread_mutex_unlock(&late);
+        if (!done && event->asked++ < PATIENCE)
+            return NOT_READY;
+        finish(event->stream, event->at);
+    }
+    return lost;
+}
 E cudaEventSynchronize(void *e) {
+    dawdle();
+    if (delays() && ((Ev *)e)->at)
+        finish(((Ev *)e)->stream, ((Ev *)e)->at);
     if (capturing)
         return UNSUPPORTED;
     nullgpu_syncs++;
@@ -326,14 +450,23 @@ E cudaStreamGetPriority(void *s, int *p) {
     *p = 0;
     return 0;
 }
-E cudaStreamQuery(void *s) { return lost; }
+E cudaStreamQuery(void *s) {
+    nullgpu_compute(s);
+    return lost;
+}
 E cudaStreamSynchronize(void *s) {
+    dawdle();
+    nullgpu_compute(s);
     if (capturing)
         return UNSUPPORTED;
     nullgpu_syncs++;
     return lost;
 }
-E cudaStreamWaitEvent(void *s, void *e, unsigned f) { return lost; }
+E cudaStreamWaitEvent(void *s, void *e, unsigned f) {
+    if (delays() && !capturing && ((Ev *)e)->at)
+        later(s, (Late){WAIT, .stream = ((Ev *)e)->stream, .at = ((Ev *)e)->at});
+    return lost;
+}
 E cudaStreamIsCapturing(void *s, int *v) {
     *v = capturing && s == captured_stream;
     return 0;
@@ -384,6 +517,7 @@ E cudaGraphInstantiateWithFlags(Graph **e, Graph *g, unsigned long long f) {
 }
 E cudaGraphInstantiate(Graph **e, Graph *g, unsigned long long f) { return cudaGraphInstantiateWithFlags(e, g, f); }
 E cudaGraphLaunch(Graph *g, void *s) {
+    nullgpu_compute(s);
     nullgpu_graphs++;
     for (size_t i = 0; i < g->n; i++) {
         Node *node = g->nodes + i;
@@ -406,40 +540,24 @@ E cudaMalloc(void **p, size_t n) {
     return *p ? 0 : 2;
 }
 E cudaMallocAsync(void **p, size_t n, void *s) { return cudaMalloc(p, n); }
-E cudaFree(void *p) { return drop(p); }
+E cudaFree(void *p) {
+    finish_all();
+    return drop(p);
+}
 E cudaFreeAsync(void *p, void *s) { return drop(p); }
 E cudaHostAlloc(void **p, size_t n, unsigned f) {
     *p = take(n, 1);
     return *p ? 0 : 2;
 }
-E cudaFreeHost(void *p) { return drop(p); }
-static struct {
-    void *p;
-    size_t n;
-} registered[1 << 12];
+E cudaFreeHost(void *p) {
+    finish_all();
+    return drop(p);
+}
 E cudaHostRegister(void *p, size_t n, unsigned f) {
-    pthread_mutex_lock(&mu);
-    for (int i = 0; i < 1 << 12; i++)
-        if (!registered[i].p) {
-            registered[i].p = p;
-            registered[i].n = n;
-            pinned += n;
-            break;
-        }
-    pthread_mutex_unlock(&mu);
+    note(p, n, 3);
     return 0;
 }
-E cudaHostUnregister(void *p) {
-    pthread_mutex_lock(&mu);
-    for (int i = 0; i < 1 << 12; i++)
-        if (registered[i].p == p) {
-            registered[i].p = 0;
-            pinned -= registered[i].n;
-            break;
-        }
-    pthread_mutex_unlock(&mu);
-    return 0;
-}
+E cudaHostUnregister(void *p) { return cudaFreeHost(p); }
 E cudaMemGetInfo(size_t *f, size_t *t) {
     *t = total();
     *f = total() - used;
@@ -448,6 +566,7 @@ E cudaMemGetInfo(size_t *f, size_t *t) {
 E cudaMemcpy(void *d, const void *s, size_t n, int k) {
     if (capturing)
         return UNSUPPORTED;
+    finish_all();
     memmove(d, s, n);
     nullgpu_syncs++;
     if (k == 1)
@@ -461,7 +580,7 @@ E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) {
         return UNSUPPORTED;
     if (record((Node){COPY, d, s, n}))
         return 0;
-    memmove(d, s, n);
+    move(d, s, n, st);
     if (k == 1)
         nullgpu_h2d++;
     if (k == 2)
@@ -469,12 +588,12 @@ E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) {
     return work();
 }
 E cudaMemcpyPeerAsync(void *d, int a, const void *s, int b, size_t n, void *st) {
-    memmove(d, s, n);
+    move(d, s, n, st);
     return 0;
 }
 E cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, int k, void *st) {
     for (size_t i = 0; i < h; i++)
-        memmove((char *)d + i * dp, (char *)s + i * sp, w);
+        move((char *)d + i * dp, (char *)s + i * sp, w, st);
     return 0;
 }
 E cudaMemcpyToSymbol() { return 0; }
@@ -484,13 +603,17 @@ E cudaGetSymbolAddress(void **p, const void *s) {
     return 0;
 }
 E cudaMemset(void *p, int v, size_t n) {
+    finish_all();
     memset(p, v, n);
     return 0;
 }
 E cudaMemsetAsync(void *p, int v, size_t n, void *s) {
     if (record((Node){SET, p, 0, n, v}))
         return 0;
-    memset(p, v, n);
+    if (delays())
+        later(s, (Late){SET, p, 0, n, v});
+    else
+        memset(p, v, n);
     return 0;
 }
 E cudaMemPoolGetAttribute() { return 0; }
@@ -505,10 +628,10 @@ E cudaIpcOpenMemHandle() { return 801; }
 E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
     memset(a, 0, sizeof *a);
     int k = kind_of(p);
-    a->type = k == 2 ? 2 : k == 1 ? 1 : 0;
+    a->type = k == 2 ? 2 : k ? 1 : 0;
     a->device = dev;
     a->devicePointer = k ? (void *)p : 0;
-    a->hostPointer = k == 1 ? (void *)p : 0;
+    a->hostPointer = k == 1 || k == 3 ? (void *)p : 0;
     return 0;
 }
 E cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
@@ -586,10 +709,12 @@ E __cudaGetKernel(void **k, const void *f) {
 }
 char __cudaInitModule(void **h) { return 1; }
 E cudaLaunchHostFunc(void *s, void (*f)(void *), void *d) {
+    nullgpu_compute(s);
     f(d);
     return 0;
 }
 E cudaStreamAddCallback(void *s, void (*f)(void *, int, void *), void *d, unsigned fl) {
+    nullgpu_compute(s);
     f(s, 0, d);
     return 0;
 }

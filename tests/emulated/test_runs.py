@@ -138,3 +138,24 @@ def test_fp8_computes_something_else_than_bf16_and_learns(gpus: Lab) -> None:
     assert fp8.code == 0, fp8.message
     assert fp8.losses != bf16.losses
     assert fp8.losses == pytest.approx(bf16.losses, rel=1e-2)
+
+
+QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
+"""The next update comes while a checkpoint is still copied."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "world"),
+    [
+        pytest.param({}, 1, id="one GPU"),
+        pytest.param({"memory": {"offload": "optimizer"}}, 1, id="offload"),
+        pytest.param({"batch": {"micro": 6}, "layout": {"shard": 2}}, 2, id="shards"),
+    ],
+)
+def test_copies_that_are_late_leave_the_bits(gpus: Lab, late_gpus: Lab, changes: Values, world: int) -> None:
+    """No wait is missing, and no memory used again too early: also in what a killed worker reads again."""
+    expected = gpus.reference(short(merged(QUICK, {} if world == 1 else changes)), world)
+    killed = fault(4, when="told", delay=0.7, ranks=[0])
+    ended = late_gpus.train(short(merged(QUICK, changes)), world, faults=[killed])
+    assert ended.result["restarts"] == 1
+    assert ended.digest == expected.digest
