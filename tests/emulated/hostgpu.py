@@ -68,7 +68,14 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: None = None,
+    scale_result: None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     return ((a.float() * scale_a.float()) @ (b.float() * scale_b.float())).to(out_dtype or torch.bfloat16)
 
