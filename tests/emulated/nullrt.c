@@ -369,7 +369,7 @@ void nullgpu_compute(void *stream) { // something is computed on it now
     if (delays())
         finish(stream, LONG_MAX);
 }
-static void dawdle(void) { // a thread beside the main one that waits does so for long: the main one is ahead of it then
+static void dawdle(void) { // a background thread that waits does so for long, so the main one is ahead of it
     if (delays() && gettid() != getpid())
         usleep(500000);
 }

@@ -29,10 +29,10 @@ def test_a_gpu_that_fails_in_a_step_is_named_and_the_run_goes_on_to_the_same_bit
     gpus: Lab, error: int, what: str, detail: str
 ) -> None:
     ended = gpus.train(SHORT, faults=[fault(4, "gpu", error=error, calls=7)])
-    (told,) = ended.kind("fault")
-    assert told["what"] == what
-    assert detail in told["detail"]
-    assert "CUDA_LAUNCH_BLOCKING" not in told["detail"]
+    (event,) = ended.kind("fault")
+    assert event["what"] == what
+    assert detail in event["detail"]
+    assert "CUDA_LAUNCH_BLOCKING" not in event["detail"]
     assert ended.digest == gpus.reference(SHORT).digest
 
 
