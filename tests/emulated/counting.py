@@ -1,16 +1,19 @@
 """What the tests of the emulated GPU run in a process of its own: prints one JSON object."""
 
+import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from emulator import Counts  # noqa: E402
+from emulator import Counts, held  # noqa: E402
 
 from phalanx.compat import graph_breaks  # noqa: E402
 
@@ -79,8 +82,17 @@ def accumulated(casts: str) -> dict[str, object]:
     return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
 
 
-def steps(micro_batches: str) -> dict[str, object]:
-    """Counts of a step of the engine with so many micro-batches, eager."""
+SHAPES = {  # title, layers, width, heads, kv_heads, ffn, activation, vocab, tie, sequence, samples, micro-batches
+    "gpt2": ("two layers of GPT-2", 2, 768, 12, 12, 3072, "relu2", 50304, True, 1024, 8, 2),
+    "llama": ("two layers of Llama-8B", 2, 4096, 32, 8, 14336, "swiglu", 32768, False, 4096, 1, 2),
+    "tiny-1": ("tiny, one micro-batch", 2, 64, 2, 2, 128, "relu2", 256, True, 64, 2, 1),
+    "tiny-4": ("tiny, four of them", 2, 64, 2, 2, 128, "relu2", 256, True, 64, 2, 4),
+}
+
+
+@contextlib.contextmanager
+def training(shape: str, compiled: bool | str) -> Iterator[tuple[int, Iterator[Any]]]:
+    """The matrices' parameters of a model of this shape, and its steps in the engine."""
     import gpu
     from engine_overhead import Job, make_dataset, phalanx, quiet
 
@@ -92,18 +104,78 @@ def steps(micro_batches: str) -> dict[str, object]:
     quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        case = gpu.Case("x", 2, 64, 2, 2, 128, "relu2", 256, True, 64, 2, int(micro_batches))
-        recipe = gpu.recipe_of(case, "bf16", make_dataset(folder, megabytes=1), compiled=False)
+        case = gpu.Case(*SHAPES[shape])
+        recipe = gpu.recipe_of(case, "bf16", make_dataset(folder, megabytes=1), compiled=compiled)
         place = from_environment({})
         prepare_torch(recipe, place)
         join(place)
         Run(folder / "run").create()
         _, trained = phalanx(Job(recipe, 1, 0, place.device), folder / "run", ToRun(Run(folder / "run"), leads=True))
+        yield gpu.matmul_parameters(case) + (0 if case.tie else case.vocab * case.width), iter(trained)
+
+
+def steps(shape: str) -> dict[str, object]:
+    """Counts of an eager step of the engine."""
+    with training(shape, compiled=False) as (_, trained):
         for _ in range(STEPS):
             next(trained)
         before = Counts.now()
         next(trained)
         return asdict(Counts.now().since(before))
+
+
+def compiled(shape: str, how: bool | str = True) -> dict[str, object]:
+    """Counts of two compiled steps of the engine, and bytes of the allocators."""
+    with training(shape, how) as (parameters, trained):
+        for _ in range(STEPS):
+            next(trained)
+        torch.cuda.reset_peak_memory_stats()
+        state = torch.cuda.memory_allocated()
+        found, reserved, allocations = [], [], []
+        for _ in range(2):
+            before = Counts.now()
+            next(trained)
+            found.append(asdict(Counts.now().since(before)))
+            reserved.append(held())
+            allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+        peak = torch.cuda.max_memory_allocated()
+        return {
+            "steps": found,
+            "breaks": graph_breaks(),
+            "parameters": parameters,
+            "state": state,
+            "peak": peak,
+            "held": reserved,
+            "allocations": allocations,
+        }
+
+
+def graphs(shape: str) -> dict[str, object]:
+    """The same with CUDA graphs."""
+    return compiled(shape, "graphs")
+
+
+def late(_: str) -> dict[str, object]:
+    """What a computation sees of a copy on another stream, with the delay queue: before it waits for it, and after; and
+    what arrives of pinned memory that is used again at once."""
+    import hostgpu
+
+    hostgpu.install()
+    side, sent, done = torch.cuda.Stream(), torch.ones(4).pin_memory(), torch.cuda.Event()
+    there = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        there.copy_(sent, non_blocking=True)
+        done.record()
+    asked = done.query()
+    early = float(there.sum())
+    done.wait()
+    seen = float(there.sum())
+    with torch.cuda.stream(side):
+        there.copy_(sent, non_blocking=True)
+    sent.fill_(3)
+    torch.cuda.synchronize()
+    return {"asked": asked, "early": early, "seen": seen, "used again": float(there.sum())}
 
 
 def imports(_: str) -> dict[str, object]:

@@ -3,9 +3,11 @@
     python tests/emulated/emulator.py            # builds it, prints the environment as shell assignments
     env $(python tests/emulated/emulator.py) python ...
 
-Device memory is the host's, copies are memcpy, kernels and matrix products do nothing: numbers are garbage. Real are
-the caching allocator, streams, pinned memory, autograd's threads, torch.compile with Triton and ptxas, and all host
-code; launches, products, copies and waits are counted (`Counts`). Not emulated: cuDNN, CUDA graphs, races, speed.
+Device memory is the host's, copies are memcpy, kernels and matrix products do nothing: numbers are garbage, unless
+`hostgpu.py` has the CPU compute. Real are the caching allocator, streams, pinned memory, autograd's threads,
+torch.compile with Triton and ptxas, and all host code; launches, products, copies and waits are counted (`Counts`).
+CUDA graphs are recorded and replayed; copies and events are late with NULLGPU_DELAY, and the runtime fails as
+NULLGPU_FAIL plans it (nullrt.c). Not emulated: cuDNN, races of kernels, what NCCL does when a peer dies, speed.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "emulated"
 LIBRARIES = {
     "libnullrt.so": ("nullrt.c", ("-ldl", "-lpthread")),
-    "libcuda.so.1": ("nullcu.c", ("-Wl,-soname,libcuda.so.1",)),
+    "libcuda.so.1": ("nullcu.c", ("-Wl,-soname,libcuda.so.1", "-ldl")),
     "libnullnccl.so": ("nullnccl.c", ()),
 }
 
@@ -46,8 +48,10 @@ def build(folder: Path = BUILD) -> Path:
         path = folder / name
         if path.exists() and path.stat().st_mtime > (HERE / source).stat().st_mtime:
             continue
-        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", *include, "-o", str(path), str(HERE / source), *options]
+        made = folder / f"{name}.{os.getpid()}"  # not in its place: a process may have that loaded
+        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", *include, "-o", str(made), str(HERE / source), *options]
         subprocess.run(command, check=True)
+        made.replace(path)
     return folder
 
 
@@ -56,12 +60,13 @@ ROCM = {"NULLGPU_NAME": "AMD Instinct MI300X", "NULLGPU_CAPABILITY": "9.4", "NUL
 MI300X. Torch stays the CUDA build."""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Variables under which a process finds one emulated H100, and Phalanx it."""
+def environment(folder: Path, host: bool = False) -> dict[str, str]:
+    """Variables under which a process finds one emulated H100, and Phalanx it. `host`: it computes, as `hostgpu.py`
+    says, in workers and trials of Phalanx."""
     cache = folder / "cache"
     paths = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "NULLGPU": "1",
+        "NULLGPU": "host" if host else "1",
         "LD_PRELOAD": str(folder / "libnullrt.so"),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
@@ -71,6 +76,7 @@ def environment(folder: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "XDG_CACHE_HOME": str(cache),
         "PYTHONPATH": os.pathsep.join(paths),
+        **({"TORCHDYNAMO_DISABLE": "1"} if host else {}),
     }
 
 
@@ -83,6 +89,8 @@ class Counts:
     copies_to: int
     copies_from: int
     waits: int
+    graphs: int
+    replayed: int
     triton: int
 
     @classmethod
@@ -90,11 +98,18 @@ class Counts:
         """Read the counters of the preloaded libraries."""
         folder = Path(os.environ["LD_LIBRARY_PATH"])
         runtime, driver = (ctypes.CDLL(str(folder / name)) for name in ("libnullrt.so", "libcuda.so.1"))
-        return cls(*(runtime.nullgpu_count(index) for index in range(5)), driver.nullcu_count())
+        return cls(*(runtime.nullgpu_count(index) for index in range(7)), driver.nullcu_count())
 
     def since(self, before: "Counts") -> "Counts":
         """The difference to an earlier count."""
         return Counts(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
+
+
+def held() -> tuple[int, int]:
+    """Bytes of the emulated GPU and pinned bytes of the host that this process holds."""
+    runtime = ctypes.CDLL(str(Path(os.environ["LD_LIBRARY_PATH"]) / "libnullrt.so"))
+    runtime.nullgpu_used.restype = runtime.nullgpu_pinned.restype = ctypes.c_long
+    return runtime.nullgpu_used(), runtime.nullgpu_pinned()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "driver_types.h"
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,20 +25,78 @@ static int capability(int minor) { // "9.0"
     s = s ? s : "9.0";
     return minor ? (strchr(s, '.') ? atoi(strchr(s, '.') + 1) : 0) : atoi(s);
 }
-static size_t used = 0;
+static size_t used = 0, pinned = 0;
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
+// A planned fault, NULLGPU_FAIL=ERROR,CALLS[,ATTEMPT]: from so many calls on that give the GPU work (of cudaMalloc for
+// error 2, out of memory), counted in the worker of that attempt (any process without one), each call gives the error,
+// as of a context that is lost. Error 2 is no loss: only cudaMalloc fails.
+enum { OUT_OF_MEMORY = 2 };
+static int planned = -1; // unknown; 0: nothing is
+static long remaining = 0;
+static int lost = 0;
+static void plan(void) {
+    const char *s = getenv("NULLGPU_FAIL"), *attempt = getenv("PHALANX_ATTEMPT");
+    int error = 0, only = -1;
+    long calls = 0;
+    planned = 0;
+    if (s && sscanf(s, "%d,%ld,%d", &error, &calls, &only) >= 2 && (only < 0 || (attempt && atoi(attempt) == only))) {
+        planned = error;
+        remaining = calls;
+    }
+}
+void nullgpu_fail(int error, long calls) { // plans one from now on, in place of what the environment says
+    planned = error;
+    remaining = calls;
+}
+static int due(int memory) {
+    if (planned < 0)
+        plan();
+    if (!planned || (planned == OUT_OF_MEMORY) != memory)
+        return 0;
+    return __sync_fetch_and_sub(&remaining, 1) <= 0;
+}
+static E work(void) { // a call that gives the GPU something to do
+    if (!lost && due(0))
+        lost = planned;
+    return lost;
+}
+// CUDA graphs: what a thread asks while it captures is recorded, and done each time that the graph is launched. Waiting
+// for the GPU, or a copy from or to memory that is not pinned, is an error meanwhile, as on a real one.
+enum { UNSUPPORTED = 900, LAUNCH = 0, PRODUCT, TRITON, COPY, SET };
+typedef struct {
+    int what;
+    void *to;
+    const void *from;
+    size_t n;
+    int value;
+} Node;
+typedef struct {
+    Node *nodes;
+    size_t n, room;
+    int parts; // the graph, and each of what was instantiated from it
+} Graph;
+static __thread Graph *capturing = 0;
+static __thread void *captured_stream = 0;
+long nullgpu_graphs = 0, nullgpu_replayed = 0;
+static int record(Node node) {
+    Graph *g = capturing;
+    if (!g)
+        return 0;
+    if (g->n == g->room)
+        g->nodes = realloc(g->nodes, (g->room = 2 * g->room + 64) * sizeof(Node));
+    g->nodes[g->n++] = node;
+    return 1;
+}
+int nullgpu_record_triton(void) { return record((Node){TRITON}); } // for libcuda
 typedef struct {
     char *p;
     size_t n;
     int kind;
-} Block; // 1 host, 2 device
+} Block; // 1 host, 2 device, 3 the caller's, registered
 static Block blocks[1 << 16];
 static int nblocks = 0;
-static void *take(size_t n, int kind) {
-    char *p = mmap(0, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED)
-        return 0;
+static void note(char *p, size_t n, int kind) {
     pthread_mutex_lock(&mu);
     for (int i = 0;; i++) {
         if (i == nblocks)
@@ -47,9 +106,14 @@ static void *take(size_t n, int kind) {
             break;
         }
     }
-    if (kind == 2)
-        used += n;
+    *(kind == 2 ? &used : &pinned) += n;
     pthread_mutex_unlock(&mu);
+}
+static void *take(size_t n, int kind) {
+    char *p = mmap(0, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED)
+        return 0;
+    note(p, n, kind);
     return p;
 }
 static E drop(void *p) {
@@ -58,9 +122,9 @@ static E drop(void *p) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p == p) {
-            munmap(p, blocks[i].n ? blocks[i].n : 1);
-            if (blocks[i].kind == 2)
-                used -= blocks[i].n;
+            if (blocks[i].kind != 3)
+                munmap(p, blocks[i].n ? blocks[i].n : 1);
+            *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
             blocks[i].p = 0;
             break;
         }
@@ -92,7 +156,7 @@ E cudaSetDevice(int d) {
     dev = d;
     return 0;
 }
-static void fill(struct cudaDeviceProp *p) {
+static void fill(struct cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
     const char *name = getenv("NULLGPU_NAME");
     strncpy(p->name, name ? name : "NVIDIA H100 80GB HBM3", sizeof p->name - 1);
@@ -122,10 +186,10 @@ static void fill(struct cudaDeviceProp *p) {
     p->clusterLaunch = 1;
     p->streamPrioritiesSupported = 1;
     for (int i = 0; i < 16; i++)
-        p->uuid.bytes[i] = i + 1;
+        p->uuid.bytes[i] = i + 1 + d;
 }
 E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
-    fill(p);
+    fill(p, d);
     return 0;
 }
 E cudaDeviceGetAttribute(int *v, int a, int d) {
@@ -223,17 +287,118 @@ E cudaDeviceCanAccessPeer(int *v, int a, int b) {
     return 0;
 }
 E cudaDeviceEnablePeerAccess(int a, unsigned b) { return 0; }
-E cudaDeviceSynchronize(void) {
-    nullgpu_syncs++;
-    return 0;
-}
 E cudaDeviceGetDefaultMemPool(void **p, int d) {
     *p = (void *)1;
     return 0;
 }
 typedef struct {
     struct timespec t;
+    void *stream; // of the last record, and the place of that in its queue
+    long at;
+    int asked;
 } Ev;
+// With NULLGPU_DELAY copies between pinned memory and the GPU, and events, are done as late as CUDA allows: when something
+// waits for them. Each stream is a queue; what is computed, on the host (`nullgpu_compute`), waits for its own stream
+// alone. So a wait that is missing, or memory that is used again too early, shows in the numbers.
+enum { WAIT = 100, RECORD };
+enum { NOT_READY = 600, PATIENCE = 3 };
+typedef struct {
+    int what;
+    void *to;
+    const void *from;
+    size_t n;
+    int value;
+    void *stream; // that WAIT waits for, up to `at`
+    long at;
+} Late;
+typedef struct {
+    void *id;
+    Late *ops;
+    long first, end, room; // numbers of the ops: ops[number - base]
+    long base;
+} Queue;
+static Queue queues[256];
+static int nqueues = 0;
+static pthread_mutex_t late = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+long nullgpu_late = 0;
+static int delays(void) {
+    static int known = -1;
+    if (known < 0)
+        known = getenv("NULLGPU_DELAY") != 0;
+    return known;
+}
+static Queue *queue_of(void *stream) {
+    for (int i = 0; i < nqueues; i++)
+        if (queues[i].id == stream)
+            return &queues[i];
+    if (nqueues == 256)
+        abort();
+    queues[nqueues].id = stream;
+    return &queues[nqueues++];
+}
+static void finish(void *stream, long end) { // what the stream has before `end`
+    pthread_mutex_lock(&late);
+    Queue *q = queue_of(stream);
+    while (q->first < end && q->first < q->end) {
+        Late op = q->ops[q->first++ - q->base];
+        if (op.what == COPY)
+            memmove(op.to, op.from, op.n);
+        else if (op.what == SET)
+            memset(op.to, op.value, op.n);
+        else if (op.what == WAIT)
+            finish(op.stream, op.at);
+        if (op.what == COPY && op.value) // a copy of what was pageable
+            free((void *)op.from);
+    }
+    pthread_mutex_unlock(&late);
+}
+static void finish_all(void) {
+    pthread_mutex_lock(&late);
+    for (int i = 0; i < nqueues; i++)
+        finish(queues[i].id, LONG_MAX);
+    pthread_mutex_unlock(&late);
+}
+static long later(void *stream, Late op) { // the number behind it
+    pthread_mutex_lock(&late);
+    Queue *q = queue_of(stream);
+    if (q->first == q->end)
+        q->base = q->first;
+    if (q->end - q->base == q->room)
+        q->ops = realloc(q->ops, (q->room = 2 * q->room + 64) * sizeof(Late));
+    q->ops[q->end++ - q->base] = op;
+    nullgpu_late += op.what == COPY || op.what == SET;
+    long end = q->end;
+    pthread_mutex_unlock(&late);
+    return end;
+}
+void nullgpu_compute(void *stream) { // something is computed on it now
+    if (delays())
+        finish(stream, LONG_MAX);
+}
+static void dawdle(void) { // a background thread that waits does so for long, so the main one is ahead of it
+    if (delays() && gettid() != getpid())
+        usleep(500000);
+}
+static void move(void *d, const void *s, size_t n, void *stream) {
+    if (!delays())
+        memmove(d, s, n);
+    else if (!kind_of(d)) { // to pageable memory: done when the call returns
+        nullgpu_compute(stream);
+        memmove(d, s, n);
+    } else if (!kind_of(s)) { // from it: read when the call returns
+        void *own = malloc(n);
+        memcpy(own, s, n);
+        later(stream, (Late){COPY, d, own, n, 1});
+    } else
+        later(stream, (Late){COPY, d, s, n});
+}
+E cudaDeviceSynchronize(void) {
+    finish_all();
+    if (capturing)
+        return UNSUPPORTED;
+    nullgpu_syncs++;
+    return lost;
+}
 E cudaEventCreate(void **e) {
     *e = calloc(1, sizeof(Ev));
     return 0;
@@ -244,14 +409,36 @@ E cudaEventDestroy(void *e) {
     return 0;
 }
 E cudaEventRecord(void *e, void *s) {
-    clock_gettime(CLOCK_MONOTONIC, &((Ev *)e)->t);
-    return 0;
+    Ev *event = e;
+    clock_gettime(CLOCK_MONOTONIC, &event->t);
+    if (delays() && !capturing) {
+        event->stream = s;
+        event->at = later(s, (Late){RECORD});
+        event->asked = 0;
+    }
+    return lost;
 }
 E cudaEventRecordWithFlags(void *e, void *s, unsigned f) { return cudaEventRecord(e, s); }
-E cudaEventQuery(void *e) { return 0; }
+E cudaEventQuery(void *e) {
+    Ev *event = e;
+    if (delays() && event->at) {
+        pthread_mutex_lock(&late);
+        int done = queue_of(event->stream)->first >= event->at;
+        pthread_mutex_unlock(&late);
+        if (!done && event->asked++ < PATIENCE)
+            return NOT_READY;
+        finish(event->stream, event->at);
+    }
+    return lost;
+}
 E cudaEventSynchronize(void *e) {
+    dawdle();
+    if (delays() && ((Ev *)e)->at)
+        finish(((Ev *)e)->stream, ((Ev *)e)->at);
+    if (capturing)
+        return UNSUPPORTED;
     nullgpu_syncs++;
-    return 0;
+    return lost;
 }
 E cudaEventElapsedTime(float *ms, void *a, void *b) {
     Ev *x = a, *y = b;
@@ -269,82 +456,150 @@ E cudaStreamGetPriority(void *s, int *p) {
     *p = 0;
     return 0;
 }
-E cudaStreamQuery(void *s) { return 0; }
+E cudaStreamQuery(void *s) {
+    nullgpu_compute(s);
+    return lost;
+}
 E cudaStreamSynchronize(void *s) {
+    dawdle();
+    nullgpu_compute(s);
+    if (capturing)
+        return UNSUPPORTED;
     nullgpu_syncs++;
-    return 0;
+    return lost;
 }
-E cudaStreamWaitEvent(void *s, void *e, unsigned f) { return 0; }
+E cudaStreamWaitEvent(void *s, void *e, unsigned f) {
+    if (delays() && !capturing && ((Ev *)e)->at)
+        later(s, (Late){WAIT, .stream = ((Ev *)e)->stream, .at = ((Ev *)e)->at});
+    return lost;
+}
 E cudaStreamIsCapturing(void *s, int *v) {
-    *v = 0;
+    *v = capturing && s == captured_stream;
     return 0;
 }
-E cudaStreamGetCaptureInfo(void *s, int *v, unsigned long long *id, void *g, void *d, void *e, size_t *n) {
-    *v = 0;
+E cudaStreamGetCaptureInfo(void *s, int *v, unsigned long long *id, void **g, void *d, void *e, size_t *n) {
+    *v = capturing && s == captured_stream;
     if (id)
-        *id = 0;
+        *id = *v ? (unsigned long long)capturing : 0;
+    if (g)
+        *g = *v ? capturing : 0;
     if (n)
         *n = 0;
     return 0;
 }
 E cudaThreadExchangeStreamCaptureMode(int *m) { return 0; }
-E cudaStreamBeginCapture(void *s, int m) { return 801; }
-E cudaStreamEndCapture(void *s, void **g) {
-    *g = (void *)1;
-    return 801;
+E cudaStreamBeginCapture(void *s, int m) {
+    if (capturing)
+        return UNSUPPORTED;
+    capturing = calloc(1, sizeof(Graph));
+    capturing->parts = 1;
+    captured_stream = s;
+    return 0;
+}
+E cudaStreamEndCapture(void *s, Graph **g) {
+    if (!capturing || s != captured_stream)
+        return UNSUPPORTED;
+    *g = capturing;
+    capturing = 0;
+    return 0;
 }
 E cudaGraphDebugDotPrint() { return 0; }
-E cudaGraphDestroy() { return 0; }
-E cudaGraphExecDestroy() { return 0; }
-E cudaGraphGetNodes() { return 0; }
-E cudaGraphInstantiateWithFlags() { return 0; }
-E cudaGraphLaunch() { return 0; }
+E cudaGraphDestroy(Graph *g) {
+    if (!__sync_sub_and_fetch(&g->parts, 1)) {
+        free(g->nodes);
+        free(g);
+    }
+    return 0;
+}
+E cudaGraphExecDestroy(Graph *g) { return cudaGraphDestroy(g); }
+E cudaGraphGetNodes(Graph *g, void *nodes, size_t *n) {
+    *n = g->n;
+    return 0;
+}
+E cudaGraphInstantiateWithFlags(Graph **e, Graph *g, unsigned long long f) {
+    __sync_add_and_fetch(&g->parts, 1);
+    *e = g;
+    return 0;
+}
+E cudaGraphInstantiate(Graph **e, Graph *g, unsigned long long f) { return cudaGraphInstantiateWithFlags(e, g, f); }
+E cudaGraphLaunch(Graph *g, void *s) {
+    nullgpu_compute(s);
+    nullgpu_graphs++;
+    for (size_t i = 0; i < g->n; i++) {
+        Node *node = g->nodes + i;
+        if (node->what == COPY)
+            memmove(node->to, node->from, node->n);
+        else if (node->what == SET)
+            memset(node->to, node->value, node->n);
+        else
+            nullgpu_replayed++;
+    }
+    return work();
+}
 E cudaGraphNodeGetDependencies() { return 0; }
 E cudaMalloc(void **p, size_t n) {
-    if (used + n > total())
-        return 2;
+    if (lost)
+        return lost;
+    if (used + n > total() || due(1))
+        return OUT_OF_MEMORY;
     *p = take(n, 2);
     return *p ? 0 : 2;
 }
 E cudaMallocAsync(void **p, size_t n, void *s) { return cudaMalloc(p, n); }
-E cudaFree(void *p) { return drop(p); }
+E cudaFree(void *p) {
+    finish_all();
+    return drop(p);
+}
 E cudaFreeAsync(void *p, void *s) { return drop(p); }
 E cudaHostAlloc(void **p, size_t n, unsigned f) {
     *p = take(n, 1);
     return *p ? 0 : 2;
 }
-E cudaFreeHost(void *p) { return drop(p); }
-E cudaHostRegister(void *p, size_t n, unsigned f) { return 0; }
-E cudaHostUnregister(void *p) { return 0; }
+E cudaFreeHost(void *p) {
+    finish_all();
+    return drop(p);
+}
+E cudaHostRegister(void *p, size_t n, unsigned f) {
+    note(p, n, 3);
+    return 0;
+}
+E cudaHostUnregister(void *p) { return cudaFreeHost(p); }
 E cudaMemGetInfo(size_t *f, size_t *t) {
     *t = total();
     *f = total() - used;
     return 0;
 }
 E cudaMemcpy(void *d, const void *s, size_t n, int k) {
+    if (capturing)
+        return UNSUPPORTED;
+    finish_all();
     memmove(d, s, n);
     nullgpu_syncs++;
     if (k == 1)
         nullgpu_h2d++;
     if (k == 2)
         nullgpu_d2h++;
-    return 0;
+    return work();
 }
 E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) {
-    memmove(d, s, n);
+    if (capturing && (!kind_of(d) || !kind_of(s)))
+        return UNSUPPORTED;
+    if (record((Node){COPY, d, s, n}))
+        return 0;
+    move(d, s, n, st);
     if (k == 1)
         nullgpu_h2d++;
     if (k == 2)
         nullgpu_d2h++;
-    return 0;
+    return work();
 }
 E cudaMemcpyPeerAsync(void *d, int a, const void *s, int b, size_t n, void *st) {
-    memmove(d, s, n);
+    move(d, s, n, st);
     return 0;
 }
 E cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, int k, void *st) {
     for (size_t i = 0; i < h; i++)
-        memmove((char *)d + i * dp, (char *)s + i * sp, w);
+        move((char *)d + i * dp, (char *)s + i * sp, w, st);
     return 0;
 }
 E cudaMemcpyToSymbol() { return 0; }
@@ -354,11 +609,17 @@ E cudaGetSymbolAddress(void **p, const void *s) {
     return 0;
 }
 E cudaMemset(void *p, int v, size_t n) {
+    finish_all();
     memset(p, v, n);
     return 0;
 }
 E cudaMemsetAsync(void *p, int v, size_t n, void *s) {
-    memset(p, v, n);
+    if (record((Node){SET, p, 0, n, v}))
+        return 0;
+    if (delays())
+        later(s, (Late){SET, p, 0, n, v});
+    else
+        memset(p, v, n);
     return 0;
 }
 E cudaMemPoolGetAttribute() { return 0; }
@@ -373,10 +634,10 @@ E cudaIpcOpenMemHandle() { return 801; }
 E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
     memset(a, 0, sizeof *a);
     int k = kind_of(p);
-    a->type = k == 2 ? 2 : k == 1 ? 1 : 0;
+    a->type = k == 2 ? 2 : k ? 1 : 0;
     a->device = dev;
     a->devicePointer = k ? (void *)p : 0;
-    a->hostPointer = k == 1 ? (void *)p : 0;
+    a->hostPointer = k == 1 || k == 3 ? (void *)p : 0;
     return 0;
 }
 E cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
@@ -399,27 +660,54 @@ E cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, 
 }
 const char *cudaGetErrorName(int e) { return e ? "cudaErrorNullGpu" : "cudaSuccess"; }
 const char *cudaGetErrorString(int e) {
-    return e == 2 ? "out of memory" : e == 101 ? "invalid device ordinal" : e ? "null gpu error" : "no error";
+    switch (e) {
+    case 0:
+        return "no error";
+    case OUT_OF_MEMORY:
+        return "out of memory";
+    case 46:
+        return "CUDA-capable device(s) is/are busy or unavailable";
+    case 101:
+        return "invalid device ordinal";
+    case 214:
+        return "uncorrectable ECC error encountered";
+    case 220:
+        return "uncorrectable NVLink error detected during the execution";
+    case 700:
+        return "an illegal memory access was encountered";
+    case 719:
+        return "unspecified launch failure";
+    default:
+        return "null gpu error";
+    }
 }
-E cudaGetLastError(void) { return 0; }
-E cudaPeekAtLastError(void) { return 0; }
+E cudaGetLastError(void) { return lost; }
+E cudaPeekAtLastError(void) { return lost; }
 E cudaProfilerStart() { return 0; }
 E cudaProfilerStop() { return 0; }
 E cudaLaunchKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E cudaLaunchKernelExC() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E cudaLaunchCooperativeKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E __cudaLaunchKernel() {
+    if (record((Node){LAUNCH}))
+        return 0;
     nullgpu_launches++;
-    return 0;
+    return work();
 }
 E __cudaGetKernel(void **k, const void *f) {
     *k = (void *)f;
@@ -427,10 +715,12 @@ E __cudaGetKernel(void **k, const void *f) {
 }
 char __cudaInitModule(void **h) { return 1; }
 E cudaLaunchHostFunc(void *s, void (*f)(void *), void *d) {
+    nullgpu_compute(s);
     f(d);
     return 0;
 }
 E cudaStreamAddCallback(void *s, void (*f)(void *, int, void *), void *d, unsigned fl) {
+    nullgpu_compute(s);
     f(s, 0, d);
     return 0;
 }
@@ -463,8 +753,10 @@ E cublasGetPointerMode_v2(void *h, int *m) {
 long nullgpu_gemms = 0;
 #define G(n)                                                                                                           \
     E n() {                                                                                                            \
+        if (record((Node){PRODUCT}))                                                                                   \
+            return 0;                                                                                                  \
         nullgpu_gemms++;                                                                                               \
-        return 0;                                                                                                      \
+        return work() ? 13 : 0;                                                                                        \
     }
 G(cublasGemmEx)
 G(cublasGemmStridedBatchedEx) G(cublasSgemm_v2) G(cublasSgemmEx) G(cublasSgemmStridedBatched) G(cublasDgemm_v2)
@@ -500,12 +792,12 @@ Z(cublasSetSmCountTarget) Z(cublasLtCreate) Z(cublasLtDestroy) __attribute__((de
                 nullgpu_launches, nullgpu_gemms, nullgpu_h2d, nullgpu_d2h, nullgpu_syncs, used >> 20);
 }
 E nullgpu_count(int what) {
-    long *a[] = {&nullgpu_launches, &nullgpu_gemms, &nullgpu_h2d, &nullgpu_d2h, &nullgpu_syncs};
+    long *a[] = {&nullgpu_launches, &nullgpu_gemms, &nullgpu_h2d,   &nullgpu_d2h,
+                 &nullgpu_syncs,    &nullgpu_graphs, &nullgpu_replayed};
     return (int)*a[what];
 }
-E nullgpu_used_mb(void) { return (int)(used >> 20); }
-E nullgpu_kind(const void *p) { return kind_of(p); }
-E nullgpu_devset(void) { return dev; }
+long nullgpu_used(void) { return (long)used; }
+long nullgpu_pinned(void) { return (long)pinned; }
 
 E cudaStreamGetDevice(void *s, int *d) {
     *d = dev;

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,64 @@ def test_weights_are_cast_once_a_step_and_their_gradients_added_up_by_products(e
 def test_the_host_waits_once_a_step_however_many_micro_batches_it_has(
     emulated: dict[str, str], micro_batches: str
 ) -> None:
-    found = counted(emulated, "steps", micro_batches)
+    found = counted(emulated, "steps", f"tiny-{micro_batches}")
     assert (found["waits"], found["copies_from"]) == (1, 1)
+
+
+@dataclass(frozen=True)
+class Most:
+    """What a step of two micro-batches may take: kernels of torch's own and of the compiler (they depend on what it
+    fuses), and bytes."""
+
+    launches: int
+    triton: int
+    state: float  # bytes a parameter between two steps
+    activations: int  # bytes at the peak above that
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "matrices", "most"),
+    [
+        # fp32 weights, gradients and two moments: 16 bytes a parameter.
+        ("gpt2", 2, 6, Most(165, 112, 17.6, 2_300_000_000)),
+        ("llama", 2, 7, Most(370, 132, 16.1, 3_100_000_000)),
+    ],
+)
+def test_a_compiled_step_takes_no_more_than_it_needs(
+    emulated: dict[str, str], shape: str, layers: int, matrices: int, most: Most
+) -> None:
+    found = counted(emulated, "compiled", shape)
+    first, second = found["steps"]
+    assert first == second
+    assert found["breaks"] == 0
+    assert first["products"] == 2 * 3 * (layers * matrices + 1)  # micro-batches; forward and two of the backward
+    assert (first["waits"], first["copies_from"]) == (1, 1)
+    assert first["copies_to"] == 2 * 2  # tokens and targets of each micro-batch
+    assert first["launches"] <= most.launches
+    assert first["triton"] <= most.triton
+    assert 16 <= found["state"] / found["parameters"] <= most.state
+    assert found["peak"] - found["state"] <= most.activations
+    assert found["held"][0] == found["held"][1]  # the allocators asked the driver for nothing
+    assert found["held"][1][1] <= 4096  # pinned
+
+
+def test_cuda_graphs_take_all_kernels_of_blocks(emulated: dict[str, str]) -> None:
+    """Four micro-batches of two blocks; a wait, or a copy from memory that is not pinned, while they are captured would
+    be an error."""
+    found = counted(emulated, "graphs", "tiny-4")
+    first, second = found["steps"]
+    assert first == second
+    assert first["graphs"] == 4 * 2 * 2  # forward and backward
+    assert first["products"] == 4 * 3  # the head
+    assert first["replayed"] >= 4 * 2 * 3 * 6 + first["graphs"]  # products, and at least a kernel in each
+    assert (first["waits"], first["copies_from"]) == (1, 1)
+    assert found["held"][0] == found["held"][1]
+
+
+def test_late_copies_show_a_missing_wait_and_pinned_memory_that_is_used_again(emulated: dict[str, str]) -> None:
+    found = counted({**emulated, "NULLGPU_DELAY": "1"}, "late", "")
+    assert found == {"asked": False, "early": 0.0, "seen": 4.0, "used again": 12.0}
+    assert counted(emulated, "late", "") == {"asked": True, "early": 4.0, "seen": 4.0, "used again": 4.0}
 
 
 def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:

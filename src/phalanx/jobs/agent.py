@@ -168,6 +168,9 @@ class Agent:
                     barren, saved = 0, attempt.begun  # one before it saved that, and was killed before it could tell
                 barren = 0 if attempt.saved > saved else barren + 1
             saved = max(saved, attempt.saved)
+            if barren >= self.attempts and attempt.broken and self.crew.count == 1:
+                text = f"{message}; no progress in {barren} attempts: train on another machine, or reset the GPU"
+                return Outcome(ExitCode.UNFIT_NODE, None, text)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
             self.emit("warning", text="starting again from the last good checkpoint")

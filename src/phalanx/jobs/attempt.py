@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import Hang
 from phalanx.jobs.nodes import Node
-from phalanx.jobs.nursery import LOST_PEER, STORAGE, signal_name
+from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE, signal_name
 from phalanx.run.channel import Message
 from phalanx.run.pulse import Beat
 
@@ -112,6 +112,11 @@ class Attempt:
         """Whether it ended because storage failed."""
         return self.ending is None and not self.lost and first_to_fall(self.codes, self.early)[1] == STORAGE
 
+    @property
+    def broken(self) -> bool:
+        """Whether it ended because a GPU failed."""
+        return self.ending is None and not self.lost and first_to_fall(self.codes, self.early)[1] == GPU
+
     def step_of(self, rank: int) -> int | None:
         """The step of a worker's last sign, where it gave one."""
         for node, ranks in self.places.items():
@@ -164,6 +169,8 @@ def how_ended(code: int) -> str:
         how = "lost the connection to another worker"
     if code == STORAGE:
         how = "ended because storage failed"
+    if code == GPU:
+        how = "ended because its GPU failed"
     if code == -signal.SIGBUS:
         how += " (if nobody did that, a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
@@ -188,7 +195,7 @@ def fault(attempt: Attempt) -> dict[str, Any]:
     for node in attempt.lost:
         return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
     rank, code = first_to_fall(attempt.codes, attempt.early)
-    what = {LOST_PEER: "lost peer", STORAGE: "storage"}.get(code, f"exit {code}")
+    what = {LOST_PEER: "lost peer", STORAGE: "storage", GPU: "gpu"}.get(code, f"exit {code}")
     return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from phalanx.compat import adopt_orphans, die_with_parent, load_torch
-from phalanx.errors import PhalanxError, storage_failed
+from phalanx.errors import ExitCode, PhalanxError, storage_failed
 from phalanx.jobs.below import end_below
 from phalanx.recipe import told
 from phalanx.recipe.travelled import code_of
@@ -47,6 +47,8 @@ process closes its sockets first."""
 STORAGE = 74
 """Exit status of a worker that ended because storage failed: a file of the run, its data or its code could not be read
 or written. EX_IOERR of sysexits.h."""
+GPU = 71
+"""Exit status of a worker whose GPU failed. EX_OSERR of sysexits.h."""
 STORE = -1
 CALL = -2
 """Ranks of the children that are not workers; that of the Nth call is CALL - N."""
@@ -213,6 +215,8 @@ class Nursery:
         except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
             text = f"{type(error).__name__}: {error}"
             reply = {"kind": "raised", "text": text, "code": None, "trace": traceback.format_exc()[-8000:]}
+            if _broken_gpu(error):
+                reply |= {"text": f"a GPU of this machine failed: {told(error)}", "code": int(ExitCode.UNFIT_NODE)}
         send(self.agent, {**reply, "number": number})
         raise SystemExit(ANSWERED)
 
@@ -340,7 +344,7 @@ def _become(
             print(leave.code, file=sys.stderr)
         code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
-        code = LOST_PEER if _lost_peer(error) else STORAGE if storage_failed(error) else 1
+        code = _status(error)
         traceback.print_exc()
         with contextlib.suppress(OSError):  # the agent is gone
             report(error)
@@ -361,10 +365,19 @@ def _print_to(log: Path) -> None:
     os.close(fd)
 
 
-def _lost_peer(error: BaseException) -> bool:
+def _status(error: BaseException) -> int:
+    """The exit status of a worker that an exception ends."""
     from phalanx.train.place import lost_peer
 
-    return lost_peer(error)
+    if _broken_gpu(error):  # NCCL tells of it as it does of lost peers
+        return GPU
+    return LOST_PEER if lost_peer(error) else STORAGE if storage_failed(error) else 1
+
+
+def _broken_gpu(error: BaseException) -> bool:
+    from phalanx.train.place import broken_gpu
+
+    return broken_gpu(error)
 
 
 def main() -> None:

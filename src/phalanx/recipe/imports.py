@@ -98,7 +98,10 @@ def _import_from(folder: Path, name: str, key: str) -> None:
 
 def told(error: BaseException, folder: Path | None = None) -> str:
     """`NameError: name 'x' is not defined (my_model.py:3)`: type, message and the user's line, in one line."""
-    text = " ".join(str(error).split()) or "no message"
+    said = str(error)
+    if type(error).__name__ == "AcceleratorError":  # what follows is torch's advice to who wrote the kernel
+        said = said.partition("\n")[0]
+    text = " ".join(said.split()) or "no message"
     text = text if len(text) <= MESSAGE else f"{text[: MESSAGE - 4]} ..."
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"

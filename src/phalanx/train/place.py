@@ -281,6 +281,24 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_SAYS)
 
 
+GPU_SAYS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "devices unavailable",
+    "device(s) is/are busy or unavailable",
+    "no CUDA-capable device is detected",
+    "GPU is lost",
+    "fell off the bus",
+)
+"""What CUDA and HIP say, by way of torch, Triton or NCCL, of a GPU that failed or is gone."""
+
+
+def broken_gpu(error: BaseException) -> bool:
+    """Whether a GPU of this machine failed: a process that begins again may have it back, or only another machine. An
+    illegal address or a failed launch is a mistake of a program, most often."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GPU_SAYS)
+
+
 def part() -> None:
     """Leave a process group of which others may be gone, to enter another: nothing waits for anybody."""
     if dist.is_initialized():

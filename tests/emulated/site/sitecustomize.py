@@ -1,6 +1,8 @@
 """Have Phalanx look for the emulated GPUs, in each process whose PYTHONPATH holds this folder.
 
-There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists.
+There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists. With
+NULLGPU=host what the fork server forks computes as `hostgpu.py` says: without Triton's kernels, and gradients travel
+over gloo. With NULLGPU=cpu it trains on the CPU, with the same attention.
 """
 
 import importlib.abc
@@ -11,6 +13,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+HOST = os.environ.get("NULLGPU") == "host"
+
 
 def _device_files(module: Any) -> None:
     module.DEVICE_FILES = ("proc/self/status",)
@@ -20,13 +24,60 @@ def _hip(module: Any) -> None:
     module.hip = os.environ["NULLGPU_HIP"]
 
 
+def _small_products(module: Any) -> None:
+    if HOST:
+        module.SIZES = {**module.SIZES, "cuda": (128,)}
+
+
 def _no_triton(module: Any) -> None:
-    module.HAS_TRITON = False  # it would ask ROCm's runtime, which is not emulated
+    if HOST or os.environ.get("NULLGPU_HIP"):  # it would ask ROCm's runtime, which is not emulated
+        module.HAS_TRITON = False
 
 
-PATCHES: dict[str, Callable[[Any], None]] = {"phalanx.cluster.discover": _device_files}
+def _mask(module: Any) -> None:
+    """The bias that CUDA's kernels take cannot be made under any mode of torch."""
+    if HOST:
+        module.causal_lower_right = lambda queries, keys: _lower_right(queries, keys)
+
+
+def _lower_right(queries: int, keys: int) -> Any:
+    import torch
+
+    places = torch.arange(keys, device=torch.device("cuda", torch.cuda.current_device()))
+    return places[keys - queries :, None] >= places
+
+
+def _compute_on_the_host(_: Any) -> None:
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if os.environ["NULLGPU"] == "cpu":
+        import hostgpu
+
+        os.register_at_fork(after_in_child=hostgpu.plain_attention)
+    if not HOST:
+        return
+    import hostgpu
+    import torch.distributed as dist
+
+    join = dist.init_process_group
+
+    def over_gloo(backend: str, *args: Any, **kwargs: Any) -> None:
+        join(backend.replace("nccl", "gloo"), *args, **{**kwargs, "device_id": None})
+
+    dist.init_process_group = over_gloo
+    os.register_at_fork(after_in_child=hostgpu.install)
+
+
+PATCHES: dict[str, Callable[[Any], None]] = {
+    "phalanx.cluster.discover": _device_files,
+    "phalanx.cluster.matmul": _small_products,
+    "phalanx.models.transformer": _no_triton,
+    "phalanx.train.vocab": _no_triton,
+    "phalanx.train.ops": _no_triton,
+    "phalanx.train.parallel.attention": _mask,
+    "phalanx.train.worker": _compute_on_the_host,
+}
 if os.environ.get("NULLGPU_HIP"):  # torch says so where it was built for AMD's GPUs
-    PATCHES |= {"torch.version": _hip, "phalanx.train.ops": _no_triton, "phalanx.models.transformer": _no_triton}
+    PATCHES["torch.version"] = _hip
 
 
 class _Patching(importlib.abc.MetaPathFinder):

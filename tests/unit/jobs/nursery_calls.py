@@ -51,6 +51,11 @@ def fail_at_length(_: str) -> None:
     raise RuntimeError("CUDA error: it went wrong\nConsider this.\n\nCompile with that.\n")
 
 
+def lose_gpu(_: str) -> None:
+    """As torch's: no other way to make one than a GPU's failure."""
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nSearch for more.\n")
+
+
 def speak(path: str) -> None:
     print("into the log, or nowhere", flush=True)
     print("or there", file=sys.stderr)

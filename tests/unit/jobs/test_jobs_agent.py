@@ -19,7 +19,7 @@ from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_f
 from phalanx.jobs.hang import ended
 from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
-from phalanx.jobs.nursery import LOST_PEER, STORAGE
+from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
@@ -72,6 +72,7 @@ EARLY = "before the run was done: something in it ended the process (os._exit, s
             "worker 1 ended because storage failed: a: Input/output error",
         ),
         (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
+        (attempt({0: LOST_PEER, 1: GPU}), None, "worker 1 ended because its GPU failed"),
     ],
 )
 def test_what_the_end_of_an_attempt_means(
@@ -249,6 +250,21 @@ def test_where_an_attempt_began_is_told_by_its_first_start(agent: Agent, stage: 
 def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
+
+
+def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
+    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: GPU, 0: -9}), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert (shown[0]["rank"], shown[0]["what"]) == (1, "gpu")
+
+
+def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: GPU}, steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.UNFIT_NODE, [0, 1, 2])
+    assert outcome.message is not None
+    assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(

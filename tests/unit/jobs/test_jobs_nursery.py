@@ -12,7 +12,7 @@ import pytest
 
 from lab import wait_until
 from phalanx.errors import ExitCode, TrialError
-from phalanx.jobs.nursery import STORAGE, describe
+from phalanx.jobs.nursery import GPU, STORAGE, describe
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, with_huge_pages
 from phalanx.run.channel import drain, receive, send
 
@@ -241,6 +241,17 @@ def test_a_worker_whose_storage_fails_has_a_status_of_its_own(nursery: NurseryPr
     (tmp_path / "lost").symlink_to(tmp_path / "lost")
     start(nursery, "read", tmp_path / "lost", 1)  # its log cannot be opened either
     assert exits(nursery, 1) == {0: STORAGE}
+
+
+def test_a_worker_whose_gpu_fails_has_a_status_of_its_own(nursery: NurseryProcess, tmp_path: Path) -> None:
+    start(nursery, "lose_gpu", tmp_path, 1)
+    assert exits(nursery, 1) == {0: GPU}
+
+
+def test_a_trial_whose_gpu_fails_finds_the_machine_unfit(nursery: NurseryProcess) -> None:
+    with pytest.raises(Raised, match=r"a GPU of this machine failed: RuntimeError: CUDA error: uncorr.* ECC") as caught:
+        nursery.call("nursery_calls:lose_gpu", "")
+    assert caught.value.code == ExitCode.UNFIT_NODE
 
 
 def test_a_worker_that_cannot_read_its_file_says_so_in_its_log(nursery: NurseryProcess, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from phalanx.errors import RecipeError, UsageError
 from phalanx.train.place import (
     Place,
+    broken_gpu,
     check_interfaces,
     device_of,
     from_environment,
@@ -105,6 +106,21 @@ def test_a_broken_connection_is_told_from_a_mistake() -> None:
     assert lost_peer(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_peer(ConnectionResetError("of the user's own database"))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), True),
+        (dist.DistBackendError("NCCL error ... Cuda failure 'uncorrectable ECC error encountered'"), True),
+        (RuntimeError("Triton Error [CUDA]: uncorrectable NVLink error detected during the execution"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError("uncorrectable ECC error, says the user's own code"), False),
+    ],
+)
+def test_a_gpu_that_failed_is_known_by_what_its_driver_says(error: Exception, expected: bool) -> None:
+    assert broken_gpu(error) is expected
 
 
 def seeing(count: int, kind: str = "cuda") -> Callable[[], tuple[str, int]]:

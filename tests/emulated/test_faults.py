@@ -1,0 +1,74 @@
+"""What a run does when its GPU fails: errors that the emulated CUDA runtime gives as planned."""
+
+import pytest
+import torch
+
+from lab import Lab, Values, fault
+from phalanx.errors import ExitCode
+
+if not torch.version.cuda:
+    pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
+
+ILLEGAL_ADDRESS, ECC, OUT_OF_MEMORY = 700, 214, 2
+SHORT: Values = {
+    "steps": 6,
+    "checkpoint": {"every": 3},
+    "evaluate": {"every": 6},
+    "memory": {"recompute": "none", "loss": "whole"},
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "detail"),
+    [
+        (ILLEGAL_ADDRESS, "exit 1", "exit code 1: AcceleratorError: CUDA error: an illegal memory access"),
+        (ECC, "gpu", "ended because its GPU failed: AcceleratorError: CUDA error: uncorrectable ECC error"),
+    ],
+)
+def test_a_gpu_that_fails_in_a_step_is_named_and_the_run_goes_on_to_the_same_bits(
+    gpus: Lab, error: int, what: str, detail: str
+) -> None:
+    ended = gpus.train(SHORT, faults=[fault(4, "gpu", error=error, calls=7)])
+    (event,) = ended.kind("fault")
+    assert event["what"] == what
+    assert detail in event["detail"]
+    assert "CUDA_LAUNCH_BLOCKING" not in event["detail"]
+    assert ended.digest == gpus.reference(SHORT).digest
+
+
+def test_a_gpu_that_fails_in_every_attempt_makes_the_node_unfit(gpus: Lab) -> None:
+    changes: Values = {**SHORT, "recovery": {"attempts": 2}}
+    ended = gpus.train(changes, faults=[fault(1, "gpu", error=ECC, attempt=None)])
+    assert ended.code == ExitCode.UNFIT_NODE
+    assert ended.message is not None
+    assert ended.message.endswith("no progress in 2 attempts: train on another machine, or reset the GPU")
+
+
+LONG: Values = {"data": {"source": {"text": "many.txt"}, "sequence": 128}}
+"""Activations of 12 samples take more than what the allocator holds for small tensors."""
+
+
+def test_a_micro_batch_without_memory_is_the_recipes_fault_and_a_smaller_one_is_named(gpus: Lab) -> None:
+    changes: Values = {**SHORT, **LONG, "batch": {"micro": 12}}
+    ended = gpus.train(changes, faults=[fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
+    assert ended.code == ExitCode.RECIPE
+    assert ended.message is not None
+    assert ended.message.startswith("batch.micro: out of memory with micro-batches of 12; 6 would fit")
+
+
+def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: Lab) -> None:
+    changes: Values = {**SHORT, **LONG, "batch": {"micro": "auto"}}
+    ended = gpus.train(changes, faults=[fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
+    assert ended.digest
+    assert any("going on with micro-batches of" in event["text"] for event in ended.kind("warning"))
+
+
+def test_a_gpu_that_fails_before_a_run_begins_is_told_in_a_sentence(gpus: Lab) -> None:
+    """In the trials of a model that has not been tried yet, as the environment plans it."""
+    recipe = gpus.recipe_file({**SHORT, "model": {"args": {"layers": 1, "width": 48, "heads": 2}}})
+    variables = {"NULLGPU_FAIL": f"{ECC},3"}
+    with gpus.start("train", recipe, "--run", gpus.place().path, variables=variables) as process:
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == ExitCode.UNFIT_NODE
+    assert "error: a GPU of this machine failed: AcceleratorError: CUDA error: uncorrectable ECC error" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,161 @@
+"""Runs on emulated GPUs that compute as the CPU does: each way to train gives what one process gives."""
+
+import json
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from lab import Lab, Values, fault, merged, plan_faults
+from phalanx.run import Run
+
+if not torch.version.cuda:
+    pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
+
+SHORT: Values = {
+    "steps": 6,
+    "checkpoint": {"every": 3},
+    "evaluate": {"every": 6},
+    "memory": {"recompute": "none", "loss": "whole"},
+}
+EXPERTS: Values = {
+    "model": {
+        "build": "phalanx.models:moe",
+        "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1},
+    }
+}
+STAGES: Values = {"model": {"args": {"layers": 2}}}
+DOCUMENTS: Values = {"data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"}}
+LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
+    "replicate 2": ({}, {"replicate": 2}, 2),
+    "shard 2": ({}, {"shard": 2}, 2),
+    "shard 2 with 8-bit AdamW": ({"optim": {"state": "8bit"}}, {"shard": 2}, 2),
+    "shard 2 x replicate 2": ({}, {"shard": 2, "replicate": 2}, 4),
+    "tensor 2": ({}, {"tensor": 2}, 2),
+    "pipeline 2": (STAGES, {"pipeline": 2}, 2),
+    "context 2": ({}, {"context": 2}, 2),
+    "expert 2 x shard 2": (EXPERTS, {"expert": 2, "shard": 2}, 2),
+}
+EXACT = ("ring", "tree", "halving", "server", "sharded-server", "hierarchical")
+LOSSY: Mapping[str, Values] = {
+    "bf16": {},
+    "int8": {},
+    "powersgd": {"start": 1},
+    "local": {"every": 3, "start": 1},
+    "diloco": {"every": 3, "start": 1},
+}
+
+
+def short(changes: Values | None = None) -> Values:
+    return merged(SHORT, changes or {})
+
+
+def device_of(run: Run) -> str:
+    return str(run.read_lossy(run.cluster)["device"])
+
+
+def with_documents(lab: Lab) -> None:
+    rng = random.Random(3)
+    lines = ({"text": "".join(rng.choices("abcdef ", k=rng.randint(5, 40)))} for _ in range(150))
+    (lab.folder / "documents.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_the_same_bits(gpus: Lab) -> None:
+    changes = short({"precision": "bf16", "steps": 9})
+    alone = gpus.train(changes, 1)
+    assert device_of(alone.run) == "cuda"
+    run = gpus.place()
+    plan_faults(run, [fault(5)])
+    done = gpus.command("train", gpus.recipe_file(changes), "--run", run.path, "--nproc", "1")
+    ended = gpus.ended(run, done.returncode)
+    assert ended.code == 0, done.stderr[-3000:]
+    assert ended.result["restarts"] == 1
+    assert ended.digest == alone.digest
+    assert ended.losses == alone.losses
+    scores = [event["loss"] for event in ended.kind("eval")]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[-1] < 5.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"precision": "fp16"}, id="fp16"),
+        pytest.param({"precision": "bf16"}, id="bf16"),
+        pytest.param(merged(DOCUMENTS, {"memory": {"loss": "chunked"}}), id="documents, chunked loss"),
+        pytest.param({"adapter": {"rank": 4}}, id="adapter"),
+    ],
+)
+def test_one_gpu_has_the_losses_of_a_cpu(gpus: Lab, cpu: Lab, changes: Values) -> None:
+    with_documents(gpus), with_documents(cpu)
+    changes = short(changes)
+    ended, expected = gpus.reference(changes), cpu.reference(changes)
+    assert (device_of(ended.run), device_of(expected.run)) == ("cuda", "cpu")
+    exact = changes.get("precision", "fp32") == "fp32"  # a CPU keeps some operations in fp32 that a GPU does not
+    assert ended.losses == pytest.approx(expected.losses, rel=1e-6 if exact else 1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_losses_of_one_gpu(gpus: Lab, name: str) -> None:
+    changes, layout, world = LAYOUTS[name]
+    alone = gpus.reference(short(changes))
+    ended = gpus.train(short({**changes, "layout": layout}), world)
+    assert ended.code == 0, ended.message
+    assert ended.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def test_one_and_two_gpus_have_the_same_bits_where_replicas_are_exact(gpus: Lab) -> None:
+    changes = short({"exchange": {"exact": "replicas"}})
+    assert gpus.train(changes, 2).digest == gpus.train(changes, 1).digest
+
+
+def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bits(gpus: Lab) -> None:
+    alone = gpus.reference(short())
+    assert gpus.train(short({"memory": {"offload": "optimizer"}})).digest == alone.digest
+    assert gpus.train(short({"memory": {"recompute": "full"}})).digest == alone.digest
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, strategy: str) -> None:
+    allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
+    assert gpus.train(short({"exchange": {"exact": "world", "strategy": strategy}}), 2).digest == allreduce.digest
+
+
+@pytest.mark.parametrize("strategy", LOSSY)
+def test_a_lossy_exchange_learns_as_allreduce_does(gpus: Lab, strategy: str) -> None:
+    allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
+    ended = gpus.train(short({"exchange": {"exact": "no", "strategy": strategy, **LOSSY[strategy]}}), 2)
+    assert ended.code == 0, ended.message
+    assert ended.losses != allreduce.losses
+    assert ended.losses == pytest.approx(allreduce.losses, rel=2e-2)
+
+
+def test_fp8_computes_something_else_than_bf16_and_learns(gpus: Lab) -> None:
+    bf16 = gpus.reference(short({**STAGES, "precision": "bf16"}))
+    fp8 = gpus.train(short({**STAGES, "precision": "fp8"}))
+    assert fp8.code == 0, fp8.message
+    assert fp8.losses != bf16.losses
+    assert fp8.losses == pytest.approx(bf16.losses, rel=1e-2)
+
+
+QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
+"""The next update comes while a checkpoint is still copied."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "world"),
+    [
+        pytest.param({}, 1, id="one GPU"),
+        pytest.param({"memory": {"offload": "optimizer"}}, 1, id="offload"),
+        pytest.param({"batch": {"micro": 6}, "layout": {"shard": 2}}, 2, id="shards"),
+    ],
+)
+def test_copies_that_are_late_leave_the_bits(gpus: Lab, late_gpus: Lab, changes: Values, world: int) -> None:
+    """No wait is missing, and no memory used again too early: also in what a killed worker reads again."""
+    expected = gpus.reference(short(merged(QUICK, {} if world == 1 else changes)), world)
+    killed = fault(4, when="told", delay=0.7, ranks=[0])
+    ended = late_gpus.train(short(merged(QUICK, changes)), world, faults=[killed])
+    assert ended.result["restarts"] == 1
+    assert ended.digest == expected.digest
