@@ -57,12 +57,15 @@ test-all: venv ## Run all tests, also those that take minutes each.
 test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
 	$(BIN)/python -m pytest tests/cluster
 
-test-emulated: ## Test the GPU path on an emulated GPU; downloads torch's CUDA build for it (4.7 GB) the first time.
-	@test -d build/emulated/venv || echo "downloading torch 2.11 for CUDA into build/emulated/venv: 4.7 GB"
-	test -f build/emulated/venv/.installed || { $(PYTHON) -m venv build/emulated/venv && \
-		build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]' && \
-		touch build/emulated/venv/.installed; }
-	build/emulated/venv/bin/python -m pytest tests/emulated
+# PART=1 leaves out what is marked as slow: .ci/run has ten minutes for it.
+test-emulated: build/emulated/venv/.installed ## Test the GPU path on an emulated GPU; takes torch's CUDA build (4.7 GB).
+	build/emulated/venv/bin/python -m pytest $(if $(PART),-m "not slow") tests/emulated
+
+build/emulated/venv/.installed:
+	@echo "downloading torch 2.11 for CUDA into build/emulated/venv: 4.7 GB"
+	$(PYTHON) -m venv build/emulated/venv
+	build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]'
+	@touch $@
 
 cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the shell ends.
 	@$(BIN)/python tests/cluster/rig.py
