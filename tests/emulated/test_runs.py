@@ -97,6 +97,7 @@ def test_one_gpu_has_the_losses_of_a_cpu(gpus: Lab, cpu: Lab, changes: Values) -
     assert ended.losses == pytest.approx(expected.losses, rel=1e-6 if exact else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_has_the_losses_of_one_gpu(gpus: Lab, name: str) -> None:
     changes, layout, world = LAYOUTS[name]
@@ -117,12 +118,14 @@ def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bi
     assert gpus.train(short({"memory": {"recompute": "full"}})).digest == alone.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", EXACT)
 def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, strategy: str) -> None:
     allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
     assert gpus.train(short({"exchange": {"exact": "world", "strategy": strategy}}), 2).digest == allreduce.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LOSSY)
 def test_a_lossy_exchange_learns_as_allreduce_does(gpus: Lab, strategy: str) -> None:
     allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
@@ -144,6 +147,7 @@ QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
 """The next update comes while a checkpoint is still copied."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "world"),
     [
