@@ -113,8 +113,8 @@ def test_one_and_two_gpus_have_the_same_bits_where_replicas_are_exact(gpus: Lab)
 
 
 def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bits(gpus: Lab) -> None:
-    alone = gpus.reference(short())
-    assert gpus.train(short({"memory": {"offload": "optimizer"}})).digest == alone.digest
+    alone, scaled_first = gpus.reference(short()), gpus.reference(short(SCALED_FIRST))
+    assert gpus.train(short(merged(SCALED_FIRST, {"memory": {"offload": "optimizer"}}))).digest == scaled_first.digest
     assert gpus.train(short({"memory": {"recompute": "full"}})).digest == alone.digest
 
 
@@ -143,6 +143,8 @@ def test_fp8_computes_something_else_than_bf16_and_learns(gpus: Lab) -> None:
     assert fp8.losses == pytest.approx(bf16.losses, rel=1e-2)
 
 
+SCALED_FIRST: Values = {"exchange": {"exact": "replicas"}}
+"""Gradients are multiplied before the update, as where it is done in host memory; else the update divides them."""
 QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
 """The next update comes while a checkpoint is still copied."""
 
@@ -152,13 +154,13 @@ QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
     ("changes", "world"),
     [
         pytest.param({}, 1, id="one GPU"),
-        pytest.param({"memory": {"offload": "optimizer"}}, 1, id="offload"),
+        pytest.param(merged(SCALED_FIRST, {"memory": {"offload": "optimizer"}}), 1, id="offload"),
         pytest.param({"batch": {"micro": 6}, "layout": {"shard": 2}}, 2, id="shards"),
     ],
 )
 def test_copies_that_are_late_leave_the_bits(gpus: Lab, late_gpus: Lab, changes: Values, world: int) -> None:
     """No wait is missing, and no memory used again too early: also in what a killed worker reads again."""
-    expected = gpus.reference(short(merged(QUICK, {} if world == 1 else changes)), world)
+    expected = gpus.reference(short(merged(QUICK, {**changes, "memory": {}})), world)
     killed = fault(4, when="told", delay=0.7, ranks=[0])
     ended = late_gpus.train(short(merged(QUICK, changes)), world, faults=[killed])
     assert ended.result["restarts"] == 1
