@@ -173,6 +173,6 @@ def _join_ties(model: nn.Module, others: Sequence[nn.Module]) -> None:
 
 def _foreign(kept_by: Mapping[str, int], mine: Sequence[int], models: Sequence[nn.Module]) -> frozenset[str]:
     """Buffers and extra state that stages on other ranks save."""
-    names = {name: name.rpartition(".")[0] for model in models for name, _ in model.named_buffers()}
-    names |= {EXTRA + name: name for model in models for name in extra_modules(model)}
-    return frozenset(name for name, module in names.items() if kept_by[module] not in mine)
+    names = {name for model in models for name, _ in model.named_buffers()}
+    names |= {EXTRA + name for model in models for name in extra_modules(model)}
+    return frozenset(name for name in names if kept_by[name] not in mine)
