@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
+from phalanx.recipe.schema import Layout
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.pipeline import check_micro_batches, fitting, owners
 from phalanx.train.parallel.stages import Division, Stage, Tie, cut, cut_points, divide, keepers
+from phalanx.train.parallel.staging import need_one_keeper
 from phalanx.train.parallel.survey import Objective, survey
 
 WIDTH, VOCAB, LAYERS = 8, 11, 4
@@ -397,6 +401,22 @@ def test_a_buffer_that_several_stages_would_change_is_refused_by_name() -> None:
     model = BothEnds()
     with pytest.raises(RecipeError, match=r"layout\.pipeline: forwards change centre in stage 0 and in stage 1"):
         keepers(model, division_of(model, 2))
+
+
+def test_a_changed_buffer_of_which_two_stages_of_a_rank_have_a_copy_is_refused_by_name() -> None:
+    model = Centred()
+    division = division_of(model, 4)
+    models = [made.model for made in cut(model, division, [0, 2]).values()]
+    with pytest.raises(RecipeError, match=r"layout\.schedule: forwards change behind, of which stages 0 and 2"):
+        need_one_keeper(division, [0, 2], models)
+    need_one_keeper(division, [0], models[:1])
+
+
+def test_copies_of_what_another_stage_saves_are_read_and_not_saved() -> None:
+    model = Normed()
+    divided = Divided(Mesh(Layout(), {}), (model,), foreign=frozenset({"seen"}))
+    assert "seen" not in divided.buffers()
+    assert "seen" in dict(divided.buffer_copies())
 
 
 def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> None:
