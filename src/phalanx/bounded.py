@@ -52,6 +52,20 @@ def open_regular(path: Path | str, follow: bool = True) -> int:
         if not follow and os.path.islink(path):
             raise DataError(f"{path}: expected a file, found a link") from None
         raise
+    return _regular(descriptor, path)
+
+
+def open_to_append(path: Path | str) -> int:
+    """A descriptor to read a file by and to write at its end; it is made where there is none. DataError for anything
+    but a regular file; OSError where it cannot be opened."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return _regular(os.open(path, flags, 0o644), path)
+    except IsADirectoryError:
+        raise DataError(f"{path}: expected a file, found a folder") from None
+
+
+def _regular(descriptor: int, path: Path | str) -> int:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

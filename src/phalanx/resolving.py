@@ -242,7 +242,13 @@ def measured_needs(
 
 
 def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
-    """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them."""
+    """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them; or
+    where the loss is to be taken in chunks and cannot."""
+    if given.memory.loss == "chunked" and profile and "chunked" not in profile["peaks"]:
+        raise RecipeError(
+            "memory.loss: chunked needs a language model whose logits are what an nn.Linear without bias and adapter "
+            "gives, and nothing else; use auto or whole"
+        )
     layout, changed = given.layout, profile.get(WRITES)
     if changed and isinstance(layout, Layout) and layout.shard * layout.context > 1:
         raise RecipeError(

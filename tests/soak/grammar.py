@@ -96,7 +96,8 @@ def drawn(rng: random.Random) -> Drawn:
     if images:
         recipe["task"] = "classification"
     else:
-        recipe["memory"]["loss"] = weighted(rng, {"auto": 2, "whole": 1, "chunked": 1})
+        ours = build == "phalanx.models:transformer"  # whose output layer has no bias
+        recipe["memory"]["loss"] = weighted(rng, {"auto": 2, "whole": 1, "chunked": 1 if ours else 0})
         if build == "phalanx.models:transformer" and rng.random() < 0.15:
             recipe["adapter"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
     offloaded = rng.random() < 0.2

@@ -110,3 +110,9 @@ def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
     profile, needs = measured_needs(given, Room("cpu", memory, 1), 2, {}, call)
     assert called == expected
     assert (profile, needs.trainable, needs.peaks) == (PROFILED, 1000, NEEDS.peaks)
+
+
+def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) -> None:
+    given = recipe(memory={"loss": "chunked"}, data={"source": {"prepared": str(prepared)}})
+    with pytest.raises(RecipeError, match=r"^memory\.loss: chunked needs a language model .*; use auto or whole$"):
+        measured_needs(given, Room("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
@@ -50,19 +51,21 @@ def find_files(globs: str | list[str], exclude: str | list[str], folder: Path) -
 
 
 def stat_file(path: str | Path) -> File:
-    """A file's size and time; RecipeError when it is not there."""
+    """A file's size and time; RecipeError when it is not there, or is a pipe, a device or a folder."""
     try:
-        stat = os.stat(path)
+        about = os.stat(path)
     except OSError as error:
         raise RecipeError(f"data.source: {path}: {error.strerror}") from None
-    return File(str(path), stat.st_size, stat.st_mtime_ns)
+    if not stat.S_ISREG(about.st_mode):
+        raise RecipeError(f"data.source: {path}: not a regular file")
+    return File(str(path), about.st_size, about.st_mtime_ns)
 
 
 def _identity(path: str, real: Callable[[str], str]) -> object:
     """What is the same for all names of a file: of one with several hard links its number, else its real path."""
-    stat = os.stat(path)
-    if stat.st_nlink > 1:
-        return stat.st_dev, stat.st_ino
+    about = os.stat(path)
+    if about.st_nlink > 1:
+        return about.st_dev, about.st_ino
     return (
         os.path.realpath(path)
         if os.path.islink(path)

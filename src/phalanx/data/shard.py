@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from phalanx.bounded import read_bytes
 from phalanx.data.manifest import MANIFEST, ShardEntry
 from phalanx.errors import DataError, storage_failed
 from phalanx.run.directory import sync
@@ -117,7 +118,9 @@ def read_sidecar(folder: Path, entry: ShardEntry) -> Sidecar:
     blocks = -(-entry.bytes // BLOCK)
     where = f"{path}: blocks 0 to {max(blocks - 1, 0)} of {entry.file} cannot be checked:"
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, _HEADER.size + 8 * (blocks + entry.documents))
+    except DataError as error:
+        raise DataError(f"{where} {error}") from None
     except OSError as error:
         if storage_failed(error):
             raise

@@ -179,7 +179,7 @@ def _encode(text: Any, field: str, where: str) -> bytes:
         return b""
     if not isinstance(text, str):
         raise DataError(f"{where}: {field!r} should be text, found {type(text).__name__}")
-    return text.encode(errors="replace")
+    return text.encode(errors="surrogatepass")  # halves of pairs are no UTF-8, which is counted
 
 
 def _names(names: Iterable[str]) -> str:

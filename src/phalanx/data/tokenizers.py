@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.bounded import read_json, read_text
+from phalanx.bounded import read_bytes, read_json, read_text
 from phalanx.data.manifest import TOKENIZER, is_dataset, read_manifest, token_dtype
 from phalanx.data.shard import Values
 from phalanx.errors import DataError, RecipeError, UsageError
@@ -208,7 +208,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if "file" not in described:
         return ByteTokenizer()
     stored = path / described["file"]
-    if not stored.is_file() or xxh3_128_hexdigest(stored.read_bytes()) != described["xxh3"]:
+    if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, LARGEST)) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
     return FileTokenizer(stored, described["name"], described.get("separator"))
 

@@ -36,7 +36,7 @@ from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Left, Node, There
 from phalanx.jobs.nursery import LOST_PEER, signal_name
-from phalanx.jobs.nursery_process import AGAIN, NurseryLost, NurseryProcess
+from phalanx.jobs.nursery_process import AGAIN, AskedToStop, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
 from phalanx.jobs.replicas import Replicas
@@ -114,6 +114,7 @@ class Agent:
     def __enter__(self) -> Self:
         self.signals.__enter__()
         self._say, self.nursery.tell = self.nursery.tell, self._warn
+        self.nursery.asked = lambda: bool(self.signals.received)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -122,12 +123,18 @@ class Agent:
                 remove_copies(self.run)
                 forget(self.run)
         finally:
-            self.nursery.tell = self._say
+            self.nursery.tell, self.nursery.asked = self._say, lambda: False
             self.signals.__exit__(*exception)
             self.log.close()
 
     def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
+        try:
+            return self._supervise(world, command, environment, first_attempt)
+        except AskedToStop as error:
+            return Outcome(error.code, None, str(error))
+
+    def _supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         try:
             self.nursery.wait_ready()
         except NurseryLost as error:

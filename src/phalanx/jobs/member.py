@@ -17,7 +17,7 @@ from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.attempt import OVERDUE
 from phalanx.jobs.hang import ended
 from phalanx.jobs.nodes import PING, Here, Left, introduction, network_of, signs
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import AskedToStop, NurseryProcess
 from phalanx.jobs.signals import Signals
 from phalanx.run import Run
 from phalanx.run.channel import Message, drain, receive, send
@@ -95,7 +95,12 @@ class Member:
         until = self.clock() + COMING
         while True:
             with NurseryProcess(tell=self._say) as nursery:
-                nursery.wait_ready()
+                nursery.asked = lambda: bool(self.signals.received)
+                try:
+                    nursery.wait_ready()
+                except AskedToStop as error:
+                    self._say(str(error))
+                    return error.code
                 here = Here(nursery.control, nursery.events, nursery.pulses, self.token)
                 while nursery.process.poll() is None:
                     wire = self._reach(until)

@@ -52,6 +52,12 @@ class NurseryLost(PhalanxError):
     code = ExitCode.UNFINISHED
 
 
+class AskedToStop(PhalanxError):
+    """This process was asked to stop while it waited, and no worker was there that could save anything."""
+
+    code = ExitCode.UNFINISHED
+
+
 class Raised(PhalanxError):
     """A PhalanxError of another process, with its code."""
 
@@ -69,7 +75,8 @@ class NurseryProcess:
     """The agent's handle on the nursery. A context manager: leaving it leaves no process behind.
 
     Every wait for it has an end: `ready` seconds for its start, `answer` for a trial, and twice `held` looks where it
-    is stopped (SIGSTOP). What has to be said of it goes to `tell`.
+    is stopped (SIGSTOP). What has to be said of it goes to `tell`. Who owns the signals sets `asked`: whether one asked
+    to stop, which ends a wait for an answer as well.
     """
 
     store_pid = 0
@@ -82,7 +89,9 @@ class NurseryProcess:
         held: int = HELD,
         tell: Callable[[str], None] = say,
     ) -> None:
+        folder = os.getcwd()  # FileNotFoundError where it is gone: torch cannot be loaded there
         self._patience, self._held, self.tell = (ready, answer), held, tell
+        self.asked: Callable[[], bool] = lambda: False
         self._stopped = 0  # looks in a row
         self.pulses = Pulses()
         self.control, control_far = pair()
@@ -94,6 +103,7 @@ class NurseryProcess:
         self.process = subprocess.Popen(
             command + arguments,
             pass_fds=inherited,
+            cwd=folder,
             env=_without_token() | {"GLIBC_TUNABLES": with_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
@@ -216,11 +226,14 @@ class NurseryProcess:
 
     def _answer(self, *kinds: str, wait: Wait, hint: str = "") -> Message:
         """The next message of one of these kinds. What else comes is of workers that are no longer followed.
-        NurseryLost when it does not come: then it is killed."""
+        NurseryLost when it does not come, AskedToStop when that is not to be waited for: then it is killed."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             while True:
                 if not selector.select(LOOK):
+                    if self.asked():
+                        self.kill()
+                        raise AskedToStop(f"asked to stop while it waited for {wait.what}")
                     if (why := self.revive(below=True)) is None and wait.over():
                         why = f"waited {wait.limit:.0f} s for {wait.what}: it hangs; {AGAIN}"
                         why += hint

@@ -269,8 +269,8 @@ class Memory(Part):
     matrix products, attention and communication; `full` keeps only what enters a block. `auto`: as few as lets a
     sample fit."""
     loss: Literal["auto", "whole", "chunked"] = "auto"
-    """`chunked` computes the loss of a language model without ever holding all logits. `auto`: where those of a
-    micro-batch would take more than 256 MB in fp32."""
+    """`chunked` computes the loss of a language model without ever holding all logits; one whose output layer has a
+    bias has none. `auto`: where those of a micro-batch would take more than 256 MB in fp32."""
     offload: Literal["none", "optimizer"] = "none"
     """What is kept in host memory. `optimizer`: the state of adamw or sgd, updated by the CPU. Without a GPU it changes
     nothing."""

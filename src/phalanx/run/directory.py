@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.bounded import read_json
+from phalanx.bounded import from_json, open_regular, read_json
 from phalanx.errors import DataError, UsageError
 
 RESULT_FORMAT = 1
@@ -176,10 +176,10 @@ def check_output(option: str, path: Path, marks: Sequence[str]) -> None:
 def _is_event_log(path: Path) -> bool:
     """Whether a file is empty or begins with an event."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             line = file.readline(_HEAD)
-        return not line or json.loads(line).keys() >= {"t", "kind"}
-    except (OSError, ValueError, AttributeError):
+        return not line or from_json(line.decode()).keys() >= {"t", "kind"}
+    except (OSError, ValueError, AttributeError, DataError):
         return False
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.bounded import from_json, open_regular
+from phalanx.bounded import from_json, open_regular, open_to_append
 from phalanx.errors import storage_failed
 from phalanx.run.steady import unix_now
 
@@ -57,7 +57,7 @@ class EventLog:
             os.close(self._fd)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        return open_to_append(self._path)
 
     def _write(self) -> None:
         if self._failed and self._waiting:

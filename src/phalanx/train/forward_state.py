@@ -182,10 +182,20 @@ class ForwardState:
 
 
 def _same(value: Tensor, now: Tensor | None) -> bool:
-    """NaN counts as itself."""
-    if now is None or value.shape != now.shape:
+    """Bit by bit, so NaN counts as itself, and each dtype can be compared."""
+    if now is None or value.shape != now.shape or value.dtype != now.dtype:
         return False
-    return torch.equal(value.nan_to_num(), now.nan_to_num()) if value.is_floating_point() else torch.equal(value, now)
+    return torch.equal(_bytes(value), _bytes(now))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _comparable(tensor: Tensor) -> bool:
+    """Whether it is plain memory with values; a sparse, nested or quantised tensor is not."""
+    strided = tensor.layout == torch.strided and not tensor.is_nested
+    return strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def what_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
@@ -223,7 +233,9 @@ def _plain(value: object) -> bool:
         value = list(value.values())
     if isinstance(value, list | tuple | deque):
         return len(value) <= MANY and all(_plain(each) for each in value)
-    return value is None or isinstance(value, bool | int | float | str | Tensor)
+    if isinstance(value, Tensor):
+        return _comparable(value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _copied(value: Any) -> Any:
@@ -236,7 +248,7 @@ def _copied(value: Any) -> Any:
 
 def _equal(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return before.dtype == now.dtype and _same(before, now)
+        return _same(before, now)
     if type(before) is not type(now):
         return False
     if isinstance(before, dict):

@@ -34,8 +34,10 @@ class _Live:
         self._known: set[int] = set()
 
     def see(self, result: Any) -> None:
-        """Count the storages of an operation's results."""
+        """Count the storages of an operation's results. A sparse tensor has none, but what it is made of has."""
         for tensor in _tensors(result):
+            if tensor.layout != torch.strided:
+                continue
             storage = tensor.untyped_storage()
             key = id(storage)
             if key in self._known or not storage.nbytes():

@@ -20,7 +20,12 @@ from phalanx.train.checkpoint.format import DTYPE_NAMES, EXTRA
 
 def check_model(model: nn.Module) -> None:
     """RecipeError naming the first parameter, buffer or module that cannot be trained or saved."""
+    drawn = not all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
+        if drawn and parameter.is_meta:
+            raise RecipeError(
+                f"model.build: parameter {name!r} has no values (it is on the meta device); give it some in the builder"
+            )
         if is_lazy(parameter):
             raise RecipeError(
                 f"model.build: parameter {name!r} has no shape yet (a Lazy module); run one forward in the builder, or "
@@ -33,9 +38,15 @@ def check_model(model: nn.Module) -> None:
                 f"model.build: parameter {name!r} is {kind}, which cannot be trained here; use a floating-point dtype "
                 "of 16 bits or more (for a complex one torch.view_as_real in the model), or requires_grad_(False)"
             )
-    for name, buffer in persistent_buffers(model).items():
+    buffers = persistent_buffers(model)
+    real = drawn or not all(buffer.is_meta for buffer in buffers.values())
+    for name, buffer in buffers.items():
         if is_lazy(buffer):
             raise RecipeError(f"model.build: buffer {name!r} has no shape yet; run one forward in the builder")
+        if real and buffer.is_meta:
+            raise RecipeError(
+                f"model.build: buffer {name!r} has no values (it is on the meta device); give it some in the builder"
+            )
         _check_tensor("buffer", name, buffer)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -203,7 +203,7 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
         if name not in manifest.tensors:
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         want(name, divided.held(name, parameter))
-    for name, buffer in divided.buffers().items():
+    for name, buffer in divided.buffer_copies():
         want(name, divided.whole(buffer.detach()))
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():

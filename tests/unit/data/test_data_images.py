@@ -1,6 +1,7 @@
 """Images: IDX files and folders become records, records become batches."""
 
 import gzip
+import os
 import struct
 import sys
 from pathlib import Path
@@ -287,3 +288,11 @@ def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
     assert (facts["count"], facts["classes"], facts["shape"]) == (9, 3, (4, 4, 3))
     with pytest.raises(UsageError, match="images has no tokenizer"):
         load_tokenizer(out)
+
+
+def test_a_pipe_among_pictures_is_refused_by_name(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        os.mkfifo(tmp_path / "root" / name / "x.png")
+    with pytest.raises(RecipeError, match=r"a/x\.png: not a regular file"):
+        prepare(tmp_path, tmp_path / "out", {"images": "root", "size": [8, 8]})

@@ -1,6 +1,7 @@
 """The format on disk: what is written comes back, and whatever is not what was written is named."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -122,6 +123,24 @@ def test_a_missing_shard_is_named(folder, check):
 def test_a_damaged_or_missing_sidecar_is_named_with_the_blocks_it_was_for(folder, harm, check):
     harm(folder / "shard-00001.idx")
     with pytest.raises(DataError, match=r"shard-00001\.idx: blocks 0 to 6 of shard-00001\.bin cannot be checked"):
+        check(folder)
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("harm", [pipe, device, lambda path: os.truncate(path, 1 << 40)])
+@pytest.mark.parametrize("check", [read_everything, verify])
+def test_of_a_sidecar_only_the_bytes_of_a_file_are_read_that_it_may_have(folder, harm, check):
+    harm(folder / "shard-00001.idx")
+    with pytest.raises(DataError, match=r"shard-00001\.idx: (expected a file|has more than)"):
         check(folder)
 
 

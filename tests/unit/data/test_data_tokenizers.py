@@ -240,6 +240,15 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
     assert re.match(expected, warning)
 
 
+def test_half_of_a_surrogate_pair_in_json_is_counted_as_what_is_no_text(tmp_path, bpe):
+    write_texts(tmp_path / "texts", {"1.jsonl": rb'{"text": "cut \ud83d"}'})
+    notes = []
+    options = {"progress": lambda now: notes.append(now.note)}
+    prepare(tmp_path / "texts", tmp_path / "out", {"jsonl": "*.jsonl"}, str(bpe), **options)
+    (warning,) = filter(None, notes)
+    assert re.match(r"warning: .*/1\.jsonl: bytes that are not UTF-8 became U\+FFFD in", warning)
+
+
 def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
     write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})

@@ -20,7 +20,7 @@ from phalanx.jobs.hang import ended
 from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE
-from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
+from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.membership import Membership
@@ -142,6 +142,7 @@ class Stage(NurseryProcess):
         self.events, self.workers = pair()
         self.ended, self.stopped = False, None
         self.tell = lambda text: None
+        self.asked = lambda: False
 
     def gone(self) -> bool:
         return self.ended
@@ -473,6 +474,21 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     outcome = agent.supervise(2, {}, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "fault"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
+    agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def waits() -> None:
+        os.kill(os.getpid(), number)
+        wait_until(stage.asked)
+        raise AskedToStop("asked to stop while it waited")
+
+    monkeypatch.setattr(stage, "wait_ready", waits)
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
+    assert shown == []
 
 
 @pytest.mark.parametrize("leaves", [True, False])

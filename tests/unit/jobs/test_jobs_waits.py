@@ -14,7 +14,7 @@ import pytest
 from lab import wait_until
 from phalanx.errors import ExitCode
 from phalanx.jobs.bouts import World, WorldFailed
-from phalanx.jobs.nursery_process import HELD, NurseryLost, NurseryProcess, answering
+from phalanx.jobs.nursery_process import HELD, AskedToStop, NurseryLost, NurseryProcess, answering
 from phalanx.probing import gather
 from phalanx.run import Run
 from phalanx.run.channel import TakesNothingError, bounded, pair, send
@@ -145,6 +145,25 @@ def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
     assert nursery.gone()
     assert said
     assert said[0].startswith("still waiting for the process that loads torch and starts workers to be ready after 0 s")
+
+
+def test_a_wait_ends_at_once_when_this_process_is_asked_to_stop(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
+    nursery = make(tmp_path)
+    nursery.asked = lambda: True
+    with pytest.raises(AskedToStop, match=r"^asked to stop while it waited for the process .* to be ready$"):
+        nursery.wait_ready()
+    assert nursery.gone()
+
+
+def test_a_working_folder_that_is_gone_is_told_before_torch_is_loaded(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError):
+        make()
 
 
 def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.errors import DataError
 from phalanx.run import EventLog, read_events, steps_of
 
 
@@ -55,6 +57,18 @@ def test_opening_again_appends(path: Path) -> None:
     write(path, ("start", {}))
     write(path, ("step", {}), ("end", {}))
     assert kinds(path) == ["start", "step", "end"]
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+def test_events_are_only_written_to_a_file(path: Path, kind: str) -> None:
+    makes: dict[str, Callable[[], None]] = {
+        "a pipe": lambda: os.mkfifo(path),
+        "a folder": path.mkdir,
+        "a device": lambda: path.symlink_to("/dev/zero"),
+    }
+    makes[kind]()
+    with pytest.raises(DataError, match=f"expected a file, found {kind}"):
+        EventLog(path)
 
 
 def test_a_torn_last_line_is_ended_before_the_next_event(path: Path) -> None:

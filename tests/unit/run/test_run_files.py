@@ -148,6 +148,18 @@ def test_a_run_is_not_kept_in_a_folder_of_the_users(tmp_path: Path, files: list[
         check_place(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_folder_whose_events_are_none_is_no_run(tmp_path: Path, kind: str) -> None:
+    run = Run(tmp_path)
+    run.create()
+    run.events.unlink()
+    if kind == "pipe":
+        os.mkfifo(run.events)
+    else:
+        run.events.write_text("[" * 60_000)
+    assert run.foreign_file() == "events.jsonl"
+
+
 def test_events_of_something_else_make_no_run(tmp_path: Path) -> None:
     for name in ("logs", "checkpoints"):
         (tmp_path / name).mkdir()

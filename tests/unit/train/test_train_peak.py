@@ -111,6 +111,12 @@ def test_no_gradient_is_left_behind() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_forward_with_a_sparse_matrix_is_followed() -> None:
+    graph, weight = torch.eye(4).to_sparse(), torch.ones(4, 2, requires_grad=True)
+    course = follow(lambda: torch.sparse.mm(graph, weight).sum(), torch.device("cpu"))
+    assert course.kept > 0
+
+
 def test_storages_count_until_they_are_gone_and_views_do_not() -> None:
     def forward() -> Tensor:
         weight = torch.ones(1, requires_grad=True)

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
+from phalanx.recipe.schema import Layout
+from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.pipeline import check_micro_batches, fitting, owners
 from phalanx.train.parallel.stages import Division, Stage, Tie, cut, cut_points, divide, keepers
+from phalanx.train.parallel.staging import need_one_keeper
 from phalanx.train.parallel.survey import Objective, survey
 
 WIDTH, VOCAB, LAYERS = 8, 11, 4
@@ -318,15 +322,101 @@ def test_what_a_forward_changes_is_kept_by_one_stage_which_has_it(stages: int) -
     model = Normed()
     division = division_of(model, stages)
     found = keepers(model, division)
-    assert (found["first"], found["blocks.2.norm"], found["last"], found[""]) == (
-        0,
-        stages // 2,
-        stages - 1,
-        stages - 1,
-    )
+    assert {name: found[f"{name}.running_mean"] for name in ("first", "blocks.2.norm", "last")} == {
+        "first": 0,
+        "blocks.2.norm": stages // 2,
+        "last": stages - 1,
+    }
+    assert found["seen"] == stages - 1
     for name, _ in model.named_buffers():
-        made = cut(model, division, [found[name.rpartition(".")[0]]])
+        made = cut(model, division, [found[name]])
         assert name in {other for part in made.values() for other, _ in part.model.named_buffers()}
+
+
+class Centred(Model):
+    """Changes what has no parameters where only some stage has values: before, between and behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, affine=False)
+        for name in ("front", "between", "replaced", "behind", "idle"):
+            self.register_buffer(name, torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.norm(self.embedding(tokens))
+        self.front.add_(h.detach().mean((0, 1)))
+        for index, block in enumerate(self.blocks):
+            h = block(h)
+            if index == 1:
+                self.between.add_(h.detach().mean((0, 1)))
+        self.replaced = self.replaced + h.detach().mean((0, 1))
+        self.behind.add_(h.detach().mean((0, 1)))
+        logits: Tensor = self.head(h - self.behind)
+        return logits
+
+
+def through(division: Division, model: nn.Module, batch: dict[str, Tensor]) -> dict[int, Stage]:
+    """The stages after one forward through all of them."""
+    stages, hidden = {}, None
+    for index, made in cut(model, division, range(division.stages)).items():
+        stages[index] = Stage(made, division, index, objective)
+        stages[index].begin([batch])
+        hidden = stages[index](hidden)
+    return stages
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 3, 4), (0, 3, 4)])
+def test_the_stage_that_keeps_a_buffer_has_changed_it_as_the_whole_model_does(bounds: tuple[int, ...]) -> None:
+    model, batch = Centred(), tokens()
+    division = divide(survey(model, BLOCKS, objective, batch), bounds)
+    found = keepers(model, division)
+    whole = copy.deepcopy(model)
+    objective(whole, batch)
+    stages = through(division, model, batch)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(dict(stages[found[name]].model.named_buffers())[name], expected)
+
+
+def test_what_is_changed_only_in_training_is_kept_where_that_happens() -> None:
+    model = Centred().eval()
+    assert keepers(model, division_of(model, 2))["norm.running_mean"] == 0
+    assert not model.training
+
+
+class BothEnds(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        self.centre.add_(h.detach().mean((0, 1)))
+        h = self.body(h)
+        self.centre.add_(h.detach().mean((0, 1)))
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def test_a_buffer_that_several_stages_would_change_is_refused_by_name() -> None:
+    model = BothEnds()
+    with pytest.raises(RecipeError, match=r"layout\.pipeline: forwards change centre in stage 0 and in stage 1"):
+        keepers(model, division_of(model, 2))
+
+
+def test_a_changed_buffer_of_which_two_stages_of_a_rank_have_a_copy_is_refused_by_name() -> None:
+    model = Centred()
+    division = division_of(model, 4)
+    models = [made.model for made in cut(model, division, [0, 2]).values()]
+    with pytest.raises(RecipeError, match=r"layout\.schedule: forwards change behind, of which stages 0 and 2"):
+        need_one_keeper(division, [0, 2], models)
+    need_one_keeper(division, [0], models[:1])
+
+
+def test_copies_of_what_another_stage_saves_are_read_and_not_saved() -> None:
+    model = Normed()
+    divided = Divided(Mesh(Layout(), {}), (model,), foreign=frozenset({"seen"}))
+    assert "seen" not in divided.buffers()
+    assert "seen" in dict(divided.buffer_copies())
 
 
 def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> None:

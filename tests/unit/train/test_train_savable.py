@@ -66,6 +66,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nested": (nested, "buffer 'odd' is a tensor of layout nested"),
     "complex parameter": (lambda: with_parameter(torch.ones(2, dtype=torch.complex64)), "'odd' is complex64.*trained"),
     "float8 parameter": (lambda: with_parameter(torch.ones(2).to(torch.float8_e5m2)), "'odd' is float8_e5m2.*trained"),
+    "without values": (lambda: with_buffer(torch.ones(2, device="meta")), "buffer 'odd' has no values"),
+    "parameter without values": (lambda: with_parameter(torch.ones(2, device="meta")), "parameter 'odd' has no values"),
     "lazy": (lazy, "parameter '0.weight' has no shape yet"),
     "sparse gradients": (sparse_gradients, "'0' makes sparse gradients"),
     "extra state": (lambda: nn.Sequential(Extra(object())), "get_extra_state of '0' holds object"),

@@ -90,6 +90,10 @@ class Divided:
             found |= persistent_buffers(module)
         return {name: buffer for name, buffer in found.items() if name not in self.foreign}
 
+    def buffer_copies(self) -> list[tuple[str, Tensor]]:
+        """Persistent buffers of all modules here, also those that another stage saves: who goes on needs them all."""
+        return [(name, buffer) for module in self.modules for name, buffer in persistent_buffers(module).items()]
+
     def held(
         self, name: str, parameter: nn.Parameter, value: Tensor | None = None, shape: Sequence[int] | None = None
     ) -> Held:

@@ -7,6 +7,7 @@ from how values flow (`survey.py`): embeddings land on the first stage, the head
 table that every block reads on all of them, whatever the model calls these. Running the stages is `pipeline.py`.
 """
 
+import bisect
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.parallel.standins import Ghost, Inlet, Outlet, Passage, StageEnd, hollow, tensors_in
 from phalanx.train.parallel.survey import Objective, Survey
+from phalanx.train.savable import extra_modules
 
 END = 0.25  # what embedding and head count for, in blocks, where no weights are given: only enough to break ties
 
@@ -97,6 +100,10 @@ class Division:
         """Names of a stage's own blocks."""
         return self.survey.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
+    def stage_of(self, block: int) -> int:
+        """The stage that computes a block."""
+        return bisect.bisect_right(self.bounds, block) - 1
+
     def parameters(self, stage: int) -> frozenset[str]:
         """Names of the parameters that a stage holds. Those that nothing uses are on the last."""
         last = stage == self.stages - 1
@@ -134,19 +141,35 @@ def divide(found: Survey, bounds: Sequence[int]) -> Division:
 
 
 def keepers(model: nn.Module, division: Division) -> dict[str, int]:
-    """The stage that keeps what a module of the whole model has besides parameters, by the module's name: for modules
-    in a block the block's, for others the last that has them, which alone comes to the end of the forward."""
-    named = dict(model.named_modules())
+    """The stage that keeps what a module of the whole model has besides parameters: buffers by their names, extra state
+    by its logical name. In a block it is the block's; a buffer that forwards change outside belongs to the stage that
+    has values there; others to the last that has the module, which alone comes to the end of the forward. RecipeError
+    for a buffer that several stages would change."""
+    named = dict(model.named_modules(remove_duplicate=False))
     blocks = {id(named[name]) for name in division.survey.blocks}
-    found: dict[str, int] = {}
+    having: dict[str, list[int]] = {name: [] for name in named}
     for stage in range(division.stages):
         kept = division.parameters(stage)
         needed = {id(parameter) for name, parameter in model.named_parameters() if name in kept}
         left_out = {id(m) for part in _parts(model, blocks, division.survey.blocks, needed) for m in part.modules()}
-        found |= {name: stage for name, module in named.items() if id(module) not in left_out}
+        for name, module in named.items():
+            if id(module) not in left_out:
+                having[name].append(stage)
     for stage in range(division.stages):
         for block in division.blocks(stage):
-            found |= {name: stage for name in named if name == block or name.startswith(f"{block}.")}
+            having |= {name: [stage] for name in named if name == block or name.startswith(f"{block}.")}
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    found = {EXTRA + name: having[name][-1] for name in extra_modules(model)}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        there = having[name.rpartition(".")[0]]
+        places = division.survey.changed.get(first[id(buffer)], ())
+        stages = sorted({division.stage_of(place) for place in places} & set(there))
+        if len(stages) > 1:
+            raise RecipeError(
+                f"layout.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and neither "
+                "has what the other does to it; use layout.pipeline=1, or a buffer for each of the two places"
+            )
+        found[name] = (stages or there)[-1]
     return found
 
 

@@ -124,6 +124,7 @@ def divide_stages(
         cuts, partial = cuts | more, partial | some
         if scoring.head is not None and vocabulary is not None:
             scoring.head = scoring.head.over(vocabulary)
+    need_one_keeper(division, mine, [stage.model for stage in stages.values()])
     foreign = _foreign(kept_by, mine, [stage.model for stage in stages.values()])
     divided = Divided(mesh, tuple(stage.model for stage in stages.values()), cuts, frozenset(partial), tied, foreign)
     pipeline = Pipeline(
@@ -173,6 +174,18 @@ def _join_ties(model: nn.Module, others: Sequence[nn.Module]) -> None:
 
 def _foreign(kept_by: Mapping[str, int], mine: Sequence[int], models: Sequence[nn.Module]) -> frozenset[str]:
     """Buffers and extra state that stages on other ranks save."""
-    names = {name: name.rpartition(".")[0] for model in models for name, _ in model.named_buffers()}
-    names |= {EXTRA + name: name for model in models for name in extra_modules(model)}
-    return frozenset(name for name, module in names.items() if kept_by[module] not in mine)
+    names = {name for model in models for name, _ in model.named_buffers()}
+    names |= {EXTRA + name for model in models for name in extra_modules(model)}
+    return frozenset(name for name in names if kept_by[name] not in mine)
+
+
+def need_one_keeper(division: Division, mine: Sequence[int], models: Sequence[nn.Module]) -> None:
+    """RecipeError for a buffer that forwards change and that several stages of this rank have: each would have another
+    under one name."""
+    for name in sorted(division.survey.changed):
+        having = [stage for stage, model in zip(mine, models, strict=True) if name in dict(model.named_buffers())]
+        if len(having) > 1:
+            raise RecipeError(
+                f"layout.schedule: forwards change {name}, of which stages {having[0]} and {having[1]} of one rank "
+                "would each have their own; use a schedule with one stage a rank, such as 1f1b"
+            )

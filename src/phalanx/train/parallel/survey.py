@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from phalanx.compat import fake_tensors
+from phalanx.compat import fake_tensors, version_of
 from phalanx.errors import RecipeError
+from phalanx.train.forward_state import keeps_statistics
 from phalanx.train.parallel.standins import first_argument, map_tensors, tensors_in
 
 # What a step does with a model and a batch (of tensors): (sum of losses, number of terms, ...).
@@ -46,6 +47,9 @@ class Survey:
     joined: tuple[bool, ...]  # [n - 1] whether a block gets as its first argument the very output of the one before
     returned: tuple[Returned, ...]  # [n]
     idle: frozenset[str]  # parameters that nothing depends on
+    changed: Mapping[str, frozenset[int]]
+    """Buffers outside the blocks that a forward in training changes, by the first name of each, and where: in which
+    block, or behind which and before the next. What comes before the first block counts as in it."""
 
 
 def survey(model: nn.Module, blocks: Sequence[str], objective: Objective, batch: Any, *, real: bool = False) -> Survey:
@@ -72,7 +76,9 @@ def survey(model: nn.Module, blocks: Sequence[str], objective: Objective, batch:
         for parameter in parameters.values():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         buffers = {name: lent(buffer) for name, buffer in model.named_buffers()}
-        watch = _Watch(model, blocks, parameters)
+        training = [(module, module.training) for module in model.modules()]
+        model.train()
+        watch = _Watch(model, blocks, parameters, buffers)
         try:
             outcome = torch.func.functional_call(
                 _Whole(model, objective),
@@ -89,6 +95,8 @@ def survey(model: nn.Module, blocks: Sequence[str], objective: Objective, batch:
             ) from error
         finally:
             watch.stop()
+            for module, mode in training:
+                module.training = mode
         return watch.survey(outcome)
 
 
@@ -107,8 +115,10 @@ class _Whole(nn.Module):
 class _Watch:
     """Hooks that follow one forward."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], parameters: Mapping[str, Tensor]):
-        self._blocks = tuple(blocks)
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ):
+        self._model, self._blocks = model, tuple(blocks)
         modules = [model.get_submodule(name) for name in blocks]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._own = [frozenset(names[id(p)] for p in module.parameters()) for module in modules]
@@ -135,6 +145,15 @@ class _Watch:
             own = {names[id(p)] for p in module.parameters(recurse=False)}
             if own and id(module) not in inside:
                 self._handles.append(module.register_forward_hook(self._seeing(own)))
+        self._changed: dict[str, set[int]] = {}
+        within = {id(buffer) for module in modules for buffer in module.buffers()}
+        self._buffers = {name for name, buffer in model.named_buffers() if id(buffer) not in within}
+        self._versions = self._seen(buffers)
+        for name, module in model.named_modules():
+            if id(module) not in inside and keeps_statistics(module):
+                own = {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers(recurse=False)}
+                self._handles.append(module.register_forward_hook(self._counting(own & self._buffers)))
+        self._handles.append(model.register_forward_hook(lambda *_: self._look()))
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -161,7 +180,33 @@ class _Watch:
             tuple(self._joined),
             tuple(self._returned),
             idle,
+            {name: frozenset(places) for name, places in self._changed.items()},
         )
+
+    def _seen(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {name: (buffer, version_of(buffer)) for name, buffer in buffers.items() if name in self._buffers}
+
+    def _place(self) -> int:
+        """Where the forward is now."""
+        return max(0, len(self._returned) - 1)
+
+    def _look(self, place: int | None = None) -> None:
+        """Note which buffers were written to, or replaced, since the last look."""
+        now = self._seen(dict(self._model.named_buffers()))
+        for name, (buffer, version) in now.items():
+            before, count = self._versions.get(name, (None, 0))
+            if buffer is not before or version != count:
+                self._changed.setdefault(name, set()).add(self._place() if place is None else place)
+        self._versions = now
+
+    def _counting(self, own: set[str]) -> Callable[..., None]:
+        """Running statistics are written to without being counted."""
+
+        def hook(*_: Any) -> None:
+            for name in own:
+                self._changed.setdefault(name, set()).add(self._place())
+
+        return hook
 
     def _entering(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,6 +215,7 @@ class _Watch:
                     f"layout.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
                     f"cannot be cut; use layout.pipeline=1"
                 )
+            self._look()
             if index:
                 self._joined.append(first_argument(args, kwargs) is self._last)
 
@@ -177,6 +223,7 @@ class _Watch:
 
     def _leaving(self, index: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            self._look(index)
             self._needs.append(self._followed(output) | self._own[index])
             returned = _returned(output, first_argument(args, kwargs))
             self._returned.append(returned)
