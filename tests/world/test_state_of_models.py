@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lab import Lab, Values, fault
 from phalanx.errors import RecipeError
 from phalanx.train import forward_state
 from phalanx.train.forward_state import ForwardState
+from phalanx.train.parallel.shard import shard_model
 from phalanx.train.place import Place
 from worlds import World
 
@@ -142,3 +144,15 @@ def follows(rank: int, world: int) -> list[float]:
 
 def test_parameters_that_are_not_trained_and_change_are_shared_like_buffers(world: World) -> None:
     assert world.run(2, follows) == [[1.0, 1.0]] * 2
+
+
+def sharded(rank: int, world: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 2)))
+    shard_model(model, [], init_device_mesh("cpu", (world,)), precision="bf16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(6, 4)).float().square().sum().backward()
+    return sorted({str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None})
+
+
+def test_weights_beside_statistics_are_gathered_in_fp32_as_autocast_leaves_them(world: World) -> None:
+    assert world.run(2, sharded) == [["torch.float32"]] * 2

@@ -37,10 +37,14 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     check_ties(root, blocks)
     for parameter in root.parameters():
         if not parameter.is_contiguous():  # a transposed weight, or channels_last
             parameter.data = parameter.data.contiguous()
+    for module in list(root.modules()) if policy.param_dtype is not None else []:
+        if module not in experts and _beside_statistics(module):
+            fully_shard(module, mesh=mesh, mp_policy=whole, reshard_after_forward=reshard)
     for module in experts:  # a mesh of one, too: optimizers want all parameters to be of one kind
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for block in blocks:
@@ -51,6 +55,14 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     refuse_changes(root)
+
+
+def _beside_statistics(module: nn.Module) -> bool:
+    """Whether its weights compute with buffers in fp32, as those of BatchNorm and spectral norm do: these autocast
+    leaves as they are."""
+    own = list(module.parameters(recurse=False))
+    computes = any(buffer.is_floating_point() for buffer in module.buffers())
+    return bool(own) and computes and len(own) == len(list(module.parameters()))
 
 
 def refuse_changes(root: nn.Module) -> None:
