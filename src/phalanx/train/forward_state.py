@@ -55,13 +55,14 @@ def changes(before: dict[str, Seen], now: dict[str, Tensor]) -> list[str]:
     return [name for name, buffer in now.items() if known.get(name) != version_of(buffer)]
 
 
-def weights_now(model: nn.Module, values: bool = True) -> dict[str, tuple[int, int]]:
+def weights_now(model: nn.Module, values: bool = True, frozen: bool = False) -> dict[str, tuple[int, int]]:
     """What shows whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
-    what is written to `weight.data` is not counted. Those that are sharded are left out."""
+    what is written to `weight.data` is not counted. Those that are sharded are left out; `frozen`: those that are
+    trained, too."""
     return {
         name: (version_of(parameter), _bits(parameter) if values else 0)
         for name, parameter in model.named_parameters()
-        if not isinstance(parameter, DTensor)
+        if not isinstance(parameter, DTensor) and not (frozen and parameter.requires_grad)
     }
 
 

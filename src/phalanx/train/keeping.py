@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.train.forward_state import weights_now
 from phalanx.train.hot import HotCopies
 from phalanx.train.interval import DurableInterval, Times
 from phalanx.train.parallel.divided import Held
@@ -46,6 +47,8 @@ class Keeping:
             self.saving.take_along(standing.unfinished)
         self._owes = progress.missed > progress.saved  # a save in place of one that was lost
         self._buffers = list(parts.divided.buffers())
+        self._frozen = self._frozen_now(values=True)
+        self._moved: set[str] | None = None  # of these, what forwards change; to be found
         self._prepared = place.device.type == "cpu"  # there memory is quickly had
 
     def save_if_due(self, improved: bool) -> None:
@@ -108,10 +111,22 @@ class Keeping:
         self.saving.start(self._progress, self._state(), self._changing_early(), improved)
 
     def _changing_early(self) -> list[str]:
-        """What a step changes before its update, while a snapshot may still be copied: buffers, and what the exchange
-        holds back."""
+        """What a step changes before its update, while a snapshot may still be copied: buffers, what the exchange
+        holds back, and parameters that are not trained if forwards have changed them."""
         residuals = self._parts.divided.residuals
-        return self._buffers + ([] if residuals is None else list(residuals.held()))
+        first = self._moved is None  # what is written to `weight.data` shows in values only, which are looked at once
+        now = self._frozen_now(values=first)
+        moved = {name for name, (version, _) in now.items() if version != self._frozen[name][0]}
+        self._moved = (self._moved or set()) | moved
+        if first:
+            self._moved |= {name for name, (_, bits) in now.items() if bits != self._frozen[name][1]}
+        return [*self._buffers, *sorted(self._moved), *([] if residuals is None else residuals.held())]
+
+    def _frozen_now(self, values: bool) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for module in self._parts.divided.modules:
+            found |= weights_now(module, values, frozen=True)
+        return found
 
     def _miss(self, step: int) -> None:
         """The checkpoint of this step is missing if a guard has to go back to it: what it was before it stays."""

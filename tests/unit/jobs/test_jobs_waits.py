@@ -167,11 +167,12 @@ def test_a_working_folder_that_is_gone_is_told_before_torch_is_loaded(
 
 
 def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make, tmp_path: Path) -> None:
+    others = psutil.Process().children(recursive=True)
     nursery = make(answer=0.5)
     nursery.wait_ready()
     with pytest.raises(NurseryLost, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"):
         nursery.call("nursery_calls:stay", str(tmp_path))
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
 def test_a_world_whose_process_that_forks_stays_stopped_has_failed(make: Make, said: list[str], tmp_path: Path) -> None:

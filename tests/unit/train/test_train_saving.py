@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_train import mesh_of
+from small_train import make_parts, mesh_of
 from torch import Tensor
 
 from phalanx.errors import UsageError
@@ -17,6 +17,7 @@ from phalanx.run import Run
 from phalanx.train import saving as saving_module
 from phalanx.train.checkpoint import Saver, list_checkpoints, load_tensors, read_manifest, step_of
 from phalanx.train.checkpoint import save as save_module
+from phalanx.train.gang import Gang
 from phalanx.train.parallel.cuts import Holding
 from phalanx.train.parallel.divided import Held
 from phalanx.train.place import Place
@@ -402,3 +403,19 @@ def test_what_is_undone_was_never_saved(run: Run) -> None:
         save(saving, step)
     saving.undo(2)
     assert steps_on_disk(run) == [1]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_frozen_parameters_that_forwards_change_are_copied_before_training_goes_on(
+    tmp_path: Path, counted: bool
+) -> None:
+    parts = make_parts(tmp_path)
+    (model,) = parts.divided.modules
+    for name in ("embedding", "hidden"):
+        model.get_submodule(name).requires_grad_(False)
+    gang = Gang(parts, Progress(), {})
+    weight = model.get_submodule("embedding").weight
+    assert isinstance(weight, torch.Tensor)
+    with torch.no_grad():
+        (weight if counted else weight.data).mul_(0.5)
+    assert [name for name in gang.keeping._changing_early() if "weight" in name] == ["embedding.weight"]
