@@ -116,10 +116,11 @@ class Keeping:
         residuals = self._parts.divided.residuals
         first = self._moved is None  # what is written to `weight.data` shows in values only, which are looked at once
         now = self._frozen_now(values=first)
-        moved = {name for name, (version, _) in now.items() if version != self._frozen[name][0]}
+        known = now.keys() & self._frozen.keys()  # FSDP may have some gathered at one time only
+        moved = {name for name in known if now[name][0] != self._frozen[name][0]}
         self._moved = (self._moved or set()) | moved
         if first:
-            self._moved |= {name for name, (_, bits) in now.items() if bits != self._frozen[name][1]}
+            self._moved |= {name for name in known if now[name][1] != self._frozen[name][1]}
         return [*self._buffers, *sorted(self._moved), *([] if residuals is None else residuals.held())]
 
     def _frozen_now(self, values: bool) -> dict[str, tuple[int, int]]:
