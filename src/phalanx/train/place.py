@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -124,9 +125,10 @@ def join(
     place: Place,
     environment: Mapping[str, str] = os.environ,
     connections: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
+    before: Callable[[Place], None] = lambda place: None,
 ) -> None:
     """Enter the process group of this attempt; nothing to do for a world of one. `connections` is entered while the
-    group opens its own.
+    group opens its own; `before` is called when nothing else can go wrong in this worker.
 
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
     nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
@@ -145,6 +147,7 @@ def join(
     os.environ.update(local_network(environment))
     check_interfaces(place, environment)
     store = store_of(place, environment)
+    before(place)
     _watching[:] = [connections]
     with connections:
         dist.init_process_group(
@@ -235,7 +238,8 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> Sto
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
-    hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
+    # torchrun leaves it to the leading worker where it is configured so, or meets in another store than torch's.
+    hosted = "PHALANX_EVENTS" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = CONNECTING if hosted else PATIENCE
     hosts = place.leads and not hosted
     return _connect(address, int(port), hosts, is_local(environment), _key(environment), patience)
@@ -355,3 +359,13 @@ def leave() -> None:
     gc.unfreeze()  # or the model of this run would stay for as long as the process
     if joined:
         gc.collect()
+
+
+def end_at_once(code: int) -> int:
+    """The exit code; or the end of this process, where its group could not be left in order: what threads of that still
+    do would end it with another code."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
