@@ -45,6 +45,7 @@ from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
+from phalanx.run.lock import is_wanted
 from phalanx.waits import Wait, at
 
 LOOK = 1.0
@@ -222,6 +223,8 @@ class Agent:
                 self.obey_signals()
                 if self.stopping:
                     return "; ".join((f"asked to stop while {_named(self.crew.missing)} was not there", *self.whys()))
+                if is_wanted(self.run):  # whoever starts nodes has given this one up, which may be the one cut off
+                    return f"another start of this run waits for it, and {_named(self.crew.missing)} is not here"
                 self.part()
                 if any(index in self.left for index in self.crew.missing) and wait.limit > wait.waited + RETURNING:
                     wait.limit = wait.waited + RETURNING

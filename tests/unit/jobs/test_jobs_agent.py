@@ -515,6 +515,15 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     assert kinds(shown) == ["warning", "fault"]
 
 
+def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: Agent) -> None:
+    """It is cut off, and the engine has started the run again elsewhere."""
+    agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
+    (agent.run.path / "wanted").touch()
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code is ExitCode.UNFINISHED
+    assert outcome.message == "another start of this run waits for it, and node 1 is not here"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
     agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
