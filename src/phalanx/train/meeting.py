@@ -37,7 +37,7 @@ LISTENING = 30.0
 _KEY, _ALL, _COME, _HEARD = "run", "all", "come", "heard"
 
 
-class ToldError(PhalanxError):
+class RelayedError(PhalanxError):
     """What another worker said that ends this one, too."""
 
 
@@ -76,10 +76,10 @@ def telling_others(place: Place) -> Iterator[None]:
     """Around what a worker does before it enters the group: where it fails, the others learn why."""
     try:
         yield
-    except ToldError:
+    except RelayedError:
         raise
     except Exception as error:
-        with contextlib.suppress(dist.DistError, PhalanxError):  # there is no store, and nobody who waits at it
+        with contextlib.suppress(dist.DistError, PhalanxError):  # there is no store at which others could wait
             _say_why(place, error)
         raise
 
@@ -100,7 +100,7 @@ def _say_why(place: Place, error: Exception) -> None:
 
 
 def come_together(place: Place) -> None:
-    """Wait until all workers are about to enter the group; the ToldError of who cannot. Under our agent nobody needs
+    """Wait until all workers are about to enter the group; the RelayedError of who cannot. Under our agent none needs
     to: it ends all when one fails."""
     if place.world == 1 or _supervised():
         return
@@ -109,7 +109,7 @@ def come_together(place: Place) -> None:
     if store.add(_COME, 1) == place.world:
         store.set(_ALL, Announced().text())
     what, patience = f"all {place.world} workers to come", COMING.total_seconds()
-    _heed(_read(_awaited(launched, _ALL, what, patience, _too_few)), launched)
+    _end_if_failed(_read(_awaited(launched, _ALL, what, patience, _too_few)), launched)
 
 
 def _too_few(place: Place, limit: float) -> str:
@@ -126,14 +126,14 @@ def _supervised() -> bool:
     return "PHALANX_EVENTS" in os.environ
 
 
-def _heed(found: Announced, place: Place) -> None:
+def _end_if_failed(found: Announced, place: Place) -> None:
     """End this worker where another says so."""
     if not found.error:
         return
     who = (
         f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
     )
-    error = ToldError(f"{who}: {found.error}")
+    error = RelayedError(f"{who}: {found.error}")
     error.code = ExitCode(found.code)
     store_of(place).add(_HEARD, 1)
     raise error
@@ -145,7 +145,7 @@ def await_announcement(place: Place, run: Path) -> Announced:
     try:
         content = _awaited(place, _KEY, "the leading worker to make the run ready", PATIENCE, _silent)
         found = _read(content)
-        _heed(found, place)
+        _end_if_failed(found, place)
     except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the latter where it does not answer any more
         if _supervised():
             raise

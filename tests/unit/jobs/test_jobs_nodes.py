@@ -207,7 +207,7 @@ def test_the_others_are_told_how_the_run_ended(here: Here) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "unfit", "told"),
+    ("code", "unfit", "expected"),
     [
         (ExitCode.UNFINISHED, {1: "its GPU failed"}, {1: (77, "its GPU failed"), 2: (75, None)}),
         (ExitCode.UNFIT_NODE, {}, {1: (75, None), 2: (75, None)}),
@@ -215,11 +215,11 @@ def test_the_others_are_told_how_the_run_ended(here: Here) -> None:
     ids=["another", "the leading one"],
 )
 def test_only_the_node_that_is_unfit_leaves_as_unfit(
-    here: Here, code: ExitCode, unfit: dict[int, str], told: dict[int, tuple[int, str | None]]
+    here: Here, code: ExitCode, unfit: dict[int, str], expected: dict[int, tuple[int, str | None]]
 ) -> None:
     with Door(("127.0.0.1", 0), TOKEN) as door:
         with Crew(here, 3, door) as crew:
-            wires = {index: come(crew, index) for index in told}
+            wires = {index: come(crew, index) for index in expected}
             crew.code, crew.unfit = code, unfit
         for index, wire in wires.items():
             left: list[dict[str, Any]] = []
@@ -229,7 +229,7 @@ def test_only_the_node_that_is_unfit_leaves_as_unfit(
                 return bool(left) and left[-1]["kind"] == "leave"
 
             until(gone)
-            assert (left[-1]["code"], left[-1].get("text")) == told[index]
+            assert (left[-1]["code"], left[-1].get("text")) == expected[index]
             wire.close()
 
 

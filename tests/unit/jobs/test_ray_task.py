@@ -14,7 +14,7 @@ from phalanx.jobs.code import Code, folder_code
 from phalanx.jobs.engines.ray import FILE, MODULE, TRAVELS, Ray
 from phalanx.jobs.engines.ray_driver import Attempt, Driver, Unplaced, pass_on
 from phalanx.jobs.engines.ray_node import Node
-from phalanx.jobs.engines.ray_task import LOST, NOBODY, Task, Told, own_lines, room, told, unfit, verdict
+from phalanx.jobs.engines.ray_task import LOST, NO_NODE, Task, Told, own_lines, room, told, unfit, verdict
 from phalanx.jobs.spec import Job
 
 
@@ -270,7 +270,7 @@ def test_a_signal_whose_sender_fails_on_a_busy_cluster_is_sent_again(monkeypatch
 
 
 def test_a_signal_that_finds_no_node_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = Ended(NOBODY)
+    ray = Ended(NO_NODE)
     with pytest.raises(UsageError, match="none of its nodes runs"):
         signalled(monkeypatch, ray)
     assert len(ray.made) == 1
@@ -297,8 +297,8 @@ class UnavailableError(DiedError):
         ([UnavailableError(), True], 0),
         ([True, UnavailableError()], 0),
         ([UnavailableError(), False], 1),
-        ([DiedError(), ValueError("no such actor")], NOBODY),
-        ([False, False], NOBODY),
+        ([DiedError(), ValueError("no such actor")], NO_NODE),
+        ([False, False], NO_NODE),
     ],
 )
 def test_a_node_that_does_not_answer_just_now_may_run(answers: list[Any], code: int) -> None:

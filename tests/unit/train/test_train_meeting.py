@@ -51,7 +51,7 @@ def test_each_attempt_is_told_anew() -> None:
     assert await_announcement(Place(rank=1, world=2, attempt=1), RUN) == TOLD
 
 
-def beside(work: Callable[[], object]) -> threading.Thread:
+def in_thread(work: Callable[[], object]) -> threading.Thread:
     """Another worker, in a thread of this process."""
     thread = threading.Thread(target=work)
     thread.start()
@@ -66,7 +66,7 @@ def refuse(rank: int, error: Exception, world: int = 2) -> None:
 
 @pytest.mark.usefixtures("port")
 def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code_and_it_waits_until_they_know() -> None:
-    leading = beside(lambda: refuse(0, RecipeError("no such file"), 3))
+    leading = in_thread(lambda: refuse(0, RecipeError("no such file"), 3))
     for rank in (1, 2):
         assert leading.is_alive()
         with pytest.raises(PhalanxError, match="could not make the run ready: no such file") as raised:
@@ -77,7 +77,7 @@ def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code_and_it_wa
 
 
 @pytest.mark.usefixtures("port")
-def test_a_leading_worker_that_nobody_hears_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leading_worker_that_no_other_hears_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
     begun = time.monotonic()
     refuse(0, RecipeError("no such file"))
@@ -88,7 +88,7 @@ def test_a_leading_worker_that_nobody_hears_does_not_wait_for_long(monkeypatch: 
 @pytest.mark.usefixtures("port")
 def test_workers_enter_their_group_when_all_have_come() -> None:
     announce(Place(0, 2), TOLD)
-    other = beside(lambda: come_together(Place(1, 2, attempt=4)))
+    other = in_thread(lambda: come_together(Place(1, 2, attempt=4)))
     come_together(Place(0, 2, attempt=4))
     other.join(5)
     assert not other.is_alive()
@@ -126,7 +126,7 @@ def test_a_worker_that_never_comes_is_not_waited_for_without_end(monkeypatch: py
     assert raised.value.code is ExitCode.UNFINISHED
 
 
-def test_under_our_agent_nobody_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_EVENTS", "5")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     come_together(Place(0, 2))

@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Request, no_such_job
-from phalanx.jobs.engines.ray_task import CODE_FILE, JOB, NOBODY, Task, own_lines, secrets_file, told
+from phalanx.jobs.engines.ray_task import CODE_FILE, JOB, NO_NODE, Task, own_lines, secrets_file, told
 from phalanx.jobs.spec import DIGEST, Job, State, Status, state_of
 
 DEFAULT = "http://127.0.0.1:8265"
@@ -134,7 +134,7 @@ class Ray:
                 raise UsageError(f"{job}: the signal did not arrive within {ANSWER:g} s")
             if str(ended.status) == "SUCCEEDED":
                 return
-            if ended.driver_exit_code == NOBODY:
+            if ended.driver_exit_code == NO_NODE:
                 raise UsageError(f"{job}: none of its nodes runs, so that nothing can be signalled")
             if time.monotonic() > deadline:  # a busy cluster may fail to start it, or to let it in
                 raise UsageError(f"{job}: the signal was not sent: {ended.message}")

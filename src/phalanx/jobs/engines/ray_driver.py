@@ -20,7 +20,7 @@ from phalanx.jobs.engines.ray_node import Node
 from phalanx.jobs.engines.ray_task import (
     JOB,
     LOST,
-    NOBODY,
+    NO_NODE,
     SPEAKS,
     Task,
     actor_name,
@@ -102,7 +102,7 @@ class Driver:
             death, short = killed(attempt.ended), time.monotonic() - begun < PROGRESS
             deaths = 0 if death is None else deaths + 1 if short else 1
             if death is not None and deaths >= DEATHS:
-                why = "not started again; if nobody did that, it needs more memory"
+                why = "not started again; it may need more memory"
                 say(f"killed {deaths} times in a row (exit code {_shown(death)}): {why}")
                 return _shown(death)
             say(f"attempt {number} ended with exit code {code}, to be started again")
@@ -225,9 +225,9 @@ def say(text: str) -> None:
 
 
 def pass_on(ray: Any, job: str, nodes: int, number: int) -> int:
-    """Send a signal to each node of a job; 0 when it reached one, NOBODY when none runs, 1 where one that may run does
+    """Send a signal to each node of a job; 0 when it reached one, NO_NODE when none runs, 1 where one that may run does
     not answer just now, as on a busy machine."""
-    code = NOBODY
+    code = NO_NODE
     for node in range(nodes):
         try:
             actor = ray.get_actor(actor_name(job, node), namespace=NAMESPACE)

@@ -16,7 +16,7 @@ LOST = 1 << 16
 """The code of a node that vanished: no program ends with it."""
 KILLED = frozenset({137, 143, -9, -15, LOST})
 """How a command ends that was killed, with or without a shell around it: it could not say anything."""
-NOBODY = 3
+NO_NODE = 3
 """Exit code of who was to send a signal and found no node that runs; any other says that it could not look."""
 CODE_FILE = "code.tar"
 """Where a job's code lies in the folder that Ray carries to each machine."""

@@ -205,7 +205,7 @@ ask() {{
   done
 }}
 if ((deaths >= {deaths})); then
-  echo "killed $deaths times in a row (exit code $code): not started again; if nobody did that, it needs more memory"
+  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
 elif [[ $code == {unfinished} || $code == {unfit} || $deaths != 0 ]] && ((attempt < {requeues})) && ! cancelled; then
   if [[ $code != {unfit} ]]; then
     ask requeue

@@ -103,7 +103,7 @@ ask() {
   done
 }
 if ((deaths >= 3)); then
-  echo "killed $deaths times in a row (exit code $code): not started again; if nobody did that, it needs more memory"
+  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
 elif [[ $code == 75 || $code == 77 || $deaths != 0 ]] && ((attempt < 7)) && ! cancelled; then
   if [[ $code != 77 ]]; then
     ask requeue
