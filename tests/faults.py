@@ -10,8 +10,9 @@ do: `kill` or `term` this worker, `exit` (sys.exit(0)), `vanish` (os._exit(0)), 
 connections to others), `raise`, `block`, `slow` (every step from there on), `limit-files` (no file of this process may
 grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this
 process can open, make, rename, list or remove nothing in the run's directory, and sync nothing: EIO), `mend-storage`,
-`fail-read` (as a read that storage refuses), `gpu` (the emulated GPU of this worker gives the `error`, a number of
-CUDA's, after so many more `calls` that give it work: tests/emulated/nullrt.c).
+`fail-read` (as a read that storage refuses), `lose-gpu` (raises what torch does when a GPU failed), `gpu` (the emulated
+GPU of this worker gives the `error`, a number of CUDA's, after so many more `calls` that give it work:
+tests/emulated/nullrt.c).
 """
 
 import ctypes
@@ -127,6 +128,8 @@ def strike(fault):
         failing.clear()
     elif do == "fail-read":
         raise failure(fault["run"])
+    elif do == "lose-gpu":
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     elif do == "gpu":
         ctypes.CDLL(None).nullgpu_fail(fault["error"], ctypes.c_long(fault.get("calls", 0)))
     elif do == "crash":

@@ -85,6 +85,7 @@ def join(
     process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a
     notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
     """
+    from phalanx.train.causes import naming_causes
     from phalanx.train.place import leave
     from phalanx.train.stop import StopRequest
     from phalanx.train.worker import left_early
@@ -98,7 +99,7 @@ def join(
             stop.install()
             gang, report, where = _join(stack, recipe, overrides, run, force, stop)
             try:
-                with gang.explaining_memory():
+                with naming_causes(), gang.explaining_memory():
                     yield gang
                     status = gang.end()
             except SystemExit as leaving:
@@ -150,8 +151,9 @@ def _join(
 ) -> tuple[Any, Any, Run]:
     """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
     PhalanxError is told before it is raised."""
+    from phalanx.train.causes import naming_causes
     from phalanx.train.joined import Joined
-    from phalanx.train.meeting import Announced, announce, await_announcement
+    from phalanx.train.meeting import Announced, announce, await_announcement, come_together, telling_others
     from phalanx.train.place import agree, device_of, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
@@ -170,24 +172,21 @@ def _join(
         if _finished:  # what is in the launcher's store belongs to the runs before
             gc.collect()  # their models: a GPU may have room for one
             os.environ[MEETING] = f"{len(_finished)} runs later"
-        if place.leads:
-            try:
+        with telling_others(place), naming_causes():
+            if place.leads:
                 given = _given(recipe, overrides)
                 where, attempt = _run_of(given, run), place.attempt
                 ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
-            except PhalanxError as error:
-                announce(place, Announced(error=str(error), code=int(error.code)))
-                raise
-            notes = ready.notes
-            attempt = ready.first_attempt if events is None else attempt
-            announce(place, Announced(os.path.realpath(where.path), attempt))
-            if events is None:
-                show = stack.enter_context(Shown(ready.run, sys.stderr)).show
-        else:
-            given = _given(recipe, overrides)
-            device_of(place.local_rank, os.environ, given.recipe.device)  # what is wrong with it is said at once
-            where = _run_of(given, run)
-            attempt = await_announcement(place, where.path).attempt
+                notes = ready.notes
+                attempt = ready.first_attempt if events is None else attempt
+                announce(place, Announced(os.path.realpath(where.path), attempt))
+                if events is None:
+                    show = stack.enter_context(Shown(ready.run, sys.stderr)).show
+            else:
+                given = _given(recipe, overrides)
+                device_of(place.local_rank, os.environ, given.recipe.device)  # what is wrong with it is said at once
+                where = _run_of(given, run)
+                attempt = await_announcement(place, where.path).attempt
     except PhalanxError as error:
         _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
         raise
@@ -199,15 +198,17 @@ def _join(
         report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
         for note in notes:
             report.event("warning", text=note)
-        resolved = load_recipe(where.resolved).recipe
-        place = replace(place, device=device_of(place.local_rank, os.environ, resolved.device))
-        pulse = _pulse(place.local_rank)
-        prepare_torch(resolved, place)
-        meet(place)
-        # others would take the leading worker's for what they were told
-        exchange = given.recipe.exchange.model_dump_json()
-        agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
-        return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
+        with telling_others(place), naming_causes():
+            resolved = load_recipe(where.resolved).recipe
+            place = replace(place, device=device_of(place.local_rank, os.environ, resolved.device))
+            pulse = _pulse(place.local_rank)
+            prepare_torch(resolved, place)
+            meet(place, before=come_together)
+        with naming_causes():
+            # others would take the leading worker's for what they were told
+            exchange = given.recipe.exchange.model_dump_json()
+            agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
+            return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
         raise

@@ -83,6 +83,23 @@ def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: 
     assert faults_of(ended) == ["hang"]
 
 
+@pytest.mark.parametrize(
+    ("rank", "codes"), [pytest.param(0, [77, 75], marks=pytest.mark.slow), (1, [75, 77])], ids=["leading", "other"]
+)
+def test_a_node_whose_gpu_fails_in_every_attempt_leaves_alone_as_unfit(
+    nodes: Nodes, rank: int, codes: list[int]
+) -> None:
+    nodes.changes = {"recovery": {"attempts": 2}}
+    plan_faults(nodes.run, [fault(1, "lose-gpu", ranks=[rank], attempt=None)])
+    started = [nodes.start(0), nodes.start(1)]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == codes, said
+    why = f"error: {'node 1' if rank else 'worker 0'}"
+    (line,) = [line for line in said[0].splitlines() if line.startswith(why)]
+    assert "its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error" in line
+    assert line.endswith("no progress in 2 attempts: train on another machine, or reset the GPU")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_of_either_node_is_replaced(lab: Lab, nodes: Nodes, rank: int) -> None:

@@ -81,6 +81,15 @@ def obstacle() -> str | None:
     return namespaces.obstacle("a Slurm to test on", PROGRAMS, "slurm-wlm munge iproute2")
 
 
+def login_files() -> list[Path]:
+    """What a login shell of this user reads here. slurmd starts one on a job's first node to learn the environment, and
+    waits for it, for up to 120 s, while the controller takes the job for lost after some 50. pyenv's part of such a
+    file takes a lock, waits for it for 60 s, and leaves it behind when it is killed with its node."""
+    home = Path("~root").expanduser()
+    files = [home / name for name in (".profile", ".bash_profile", ".bash_login", ".bashrc")]
+    return [file for file in files if file.is_file()]
+
+
 class Rig:
     """The cluster, as a context. `environment`: what commands see; this process's by default. `more`: lines of
     slurm.conf besides."""
@@ -203,6 +212,9 @@ class Rig:
         (self.files / "gres.conf").write_text(GPUS)
         (self.files / "hosts").write_text(HOSTS)
         self._spaces.administer("mount", "--bind", f"{HOME}/hosts", "/etc/hosts")
+        (self.files / "empty").touch()
+        for file in login_files():
+            self._spaces.administer("mount", "--bind", f"{HOME}/empty", str(file))
         munge = [f"--{name}={HOME}/munge/{name.partition('-')[0]}" for name in ("key-file", "pid-file", "seed-file")]
         self._daemon(
             ["munged", "--foreground", f"--socket={HOME}/munge/socket", f"--log-file={HOME}/log/munged", *munge]

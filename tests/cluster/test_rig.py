@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import living_in
-from rig import NODES, Rig
+from rig import NODES, Rig, login_files
 
 HOLDER = """
 import sys
@@ -47,6 +47,15 @@ def test_nodes_have_names_and_addresses_of_their_own(rig: Rig) -> None:
     assert sorted(out.split()) == sorted(
         word for number in range(4) for word in (f"{number}:", f"10.77.0.{number + 1}")
     )
+
+
+def test_a_login_on_a_node_runs_nothing_of_this_machines_user(rig: Rig) -> None:
+    files = login_files()
+    if not files:
+        pytest.skip("root has no such files here")
+    code, out, err = rig.run(["srun", "--nodes=1", "wc", "-c", *map(str, files)])
+    assert code == 0, err
+    assert {line.split()[0] for line in out.splitlines()} == {"0"}
 
 
 def seconds_to_send(rig: Rig, tmp_path: Path, size: int) -> float:

@@ -77,6 +77,7 @@ def jobs(slurm: Slurm, shared: Path) -> dict[str, str]:
         "unfit": (unfit, {"nodes": 2}),
         "gave-up": (python("import sys; print('tried', flush=True); sys.exit(93)"), {}),
         "bounded": (python("import sys; sys.exit(75)"), {"options": {"max-requeues": "0"}}),
+        "killed": (python("import os; os.kill(os.getpid(), 9)"), {}),  # as where its memory runs out
     }
     ids = {
         name: slurm.submit(slurm.render(Job(name, command, shared, **more)))  # type: ignore[arg-type]
@@ -254,6 +255,13 @@ def test_an_unfit_node_is_avoided_from_then_on(slurm: Slurm, rig: Rig, jobs: dic
     bad = sorted(lines[:2])[1]
     assert bad not in lines[2:]
     assert f"ExcNodeList={bad}" in rig.run(["scontrol", "show", "job", jobs["unfit"]])[1]
+
+
+def test_a_job_that_is_killed_three_times_in_a_row_has_failed(slurm: Slurm, jobs: dict[str, str]) -> None:
+    status = until(slurm, jobs["killed"], over, 120)
+    lines = list(slurm.logs(jobs["killed"]))
+    assert (status.state, status.code, status.attempts) == (State.FAILED, 137, 3), lines
+    assert any(line.startswith("killed 3 times in a row (exit code 137): not started again") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["warned", "warned-member"])

@@ -32,6 +32,15 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: Lab) -> None
     assert lab.processes() == set()
 
 
+def test_a_gpu_that_fails_there_ends_its_worker_with_77_and_a_sentence(lab: Lab) -> None:
+    run = lab.place()
+    plan_faults(run, [fault(2, "lose-gpu", ranks=[1])])
+    ended = torchrun(lab, run, {})
+    assert "exitcode  : 77" in ended.stderr
+    assert "failed: RuntimeError: CUDA error: uncorrectable ECC error encountered" in ended.stderr
+    assert "Traceback" not in ended.stderr.partition("torch/distributed/elastic")[0]
+
+
 @pytest.mark.slow
 def test_stopped_there_and_finished_here(lab: Lab) -> None:
     """SIGTERM to torchrun goes on to its workers; they save, and our agent can finish the run."""

@@ -11,7 +11,7 @@ from typing import TextIO
 from phalanx.api import Ready, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
-from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
+from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
 from phalanx.jobs.nursery_process import NurseryProcess, answering
@@ -196,23 +196,26 @@ def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], n
 def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool, out: TextIO) -> int:
     """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
     run ready, follows it and keeps its events; the others wait for its word."""
-    from phalanx.train.meeting import Announced, announce, await_announcement
+    from phalanx.train.meeting import Announced, announce, await_announcement, telling_others
     from phalanx.train.nodes import nodes_told
-    from phalanx.train.place import device_of, from_environment
+    from phalanx.train.place import device_of, end_at_once, from_environment, store_of
     from phalanx.train.worker import take_part
 
     place = from_environment(device="cpu")  # until the recipe is read
     if not place.leads:
-        loaded = load_recipe(path, overrides)
-        device_of(place.local_rank, os.environ, loaded.recipe.device)  # what is wrong with it is said at once
-        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
-        told = await_announcement(place, run.path)
+        with telling_others(place):
+            loaded = load_recipe(path, overrides)
+            device_of(place.local_rank, os.environ, loaded.recipe.device)  # what is wrong with it is said at once
+            run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+            told = await_announcement(place, run.path)
         if told.finished:
             return int(ExitCode.DONE)
         payload = {"run": str(run.path.absolute()), "folder": str(loaded.folder), "force": force}
-        return int(take_part(payload, replace(place, attempt=told.attempt)))
+        return end_at_once(int(take_part(payload, replace(place, attempt=told.attempt))))
     with contextlib.ExitStack() as stack:
-        try:
+        with telling_others(place):
+            if place.world > 1:
+                store_of(place)  # where this one hosts it, the others find it from the beginning
             loaded = load_recipe(path, overrides)
             run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
             if done := finished(run, loaded.recipe):
@@ -232,11 +235,8 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                         nodes=nodes_told(place),
                     )
                 )
-        except (PhalanxError, TrialError) as error:
-            announce(place, Announced(error=str(error), code=int(error.code)))
-            raise
-        payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
-        announce(place, Announced(os.path.realpath(run.path), ready.first_attempt))
+            payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
+            announce(place, Announced(os.path.realpath(run.path), ready.first_attempt))
         print(printable(introduction(ready)), file=out)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)
@@ -245,4 +245,4 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
         print("not finished; start it again in the same way to go on", file=out)
     else:
         print(printable(conclusion(run, code, path, overrides, None)), file=out)
-    return int(code)
+    return end_at_once(int(code))

@@ -45,6 +45,7 @@ from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
 from phalanx.run.hot import forget, remove_copies
+from phalanx.run.lock import is_wanted
 from phalanx.waits import Wait, at
 
 LOOK = 1.0
@@ -155,6 +156,10 @@ class Agent:
                 self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
+            if code is ExitCode.UNFIT_NODE and attempt.error is not None:
+                assert message is not None
+                unfit_rank = next((rank for rank, status in attempt.codes.items() if status == code), 0)
+                return self.without(unfit_rank, attempt, message)
             if code is not None:
                 short = attempt.error is not None and bool(attempt.error.get("out_of_memory"))
                 return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
@@ -175,14 +180,23 @@ class Agent:
                     barren, saved = 0, attempt.begun  # one before it saved that, and was killed before it could tell
                 barren = 0 if attempt.saved > saved else barren + 1
             saved = max(saved, attempt.saved)
-            if barren >= self.attempts and attempt.broken and self.crew.count == 1:
+            if barren >= self.attempts and attempt.broken:
                 text = f"{message}; no progress in {barren} attempts: train on another machine, or reset the GPU"
-                return Outcome(ExitCode.UNFIT_NODE, None, text)
+                return self.without(first_to_fall(attempt.codes, attempt.early)[0], attempt, text)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
             self.emit("warning", text="starting again from the last good checkpoint")
             met = attempt.number - (self.replicas is not None and self.replicas.apart)
             number = max(number, met) + 1
+
+    def without(self, rank: int, attempt: Attempt, why: str) -> Outcome:
+        """The end of a run that cannot go on with the machine of a worker: its node ends with 77, so that whoever
+        starts nodes takes another, and all others are fit to be started again."""
+        node = next((node for node, ranks in attempt.places.items() if rank in ranks), None)
+        if not isinstance(node, There):
+            return Outcome(ExitCode.UNFIT_NODE, None, why)
+        self.crew.unfit[node.index] = why
+        return Outcome(ExitCode.UNFINISHED, None, f"node {node.index} ({node.name}) is unfit: {why}")
 
     def unfit(self) -> str | None:
         """Why this node should train nothing: a device that is gone. Whatever else looks bad is told, for it may still
@@ -209,6 +223,8 @@ class Agent:
                 self.obey_signals()
                 if self.stopping:
                     return "; ".join((f"asked to stop while {_named(self.crew.missing)} was not there", *self.whys()))
+                if is_wanted(self.run):  # whoever starts nodes has given this one up, which may be the one cut off
+                    return f"another start of this run waits for it, and {_named(self.crew.missing)} is not here"
                 self.part()
                 if any(index in self.left for index in self.crew.missing) and wait.limit > wait.waited + RETURNING:
                     wait.limit = wait.waited + RETURNING

@@ -186,7 +186,9 @@ class Crew:
         self.here, self.count, self.door = here, nodes, door
         self.others: dict[int, There] = {}
         self.code: ExitCode = ExitCode.UNFINISHED
-        """What the others end with when this closes."""
+        """What this node ends with, and the others when this closes, unless it means this machine alone."""
+        self.unfit: dict[int, str] = {}
+        """By index, other nodes on whose machines nothing can train, and why."""
         self.attended = False
         """Whether an agent looks at who comes and who takes leave; before that a thread does, and says so at once."""
         self._left: list[Left] = []
@@ -205,8 +207,15 @@ class Crew:
             self.admit()
         for node in self.others.values():
             with contextlib.suppress(ConnectionError):
-                node.send({"kind": "leave", "code": int(self.code)})
+                node.send(self._farewell(node.index))
             node.wire.close()
+
+    def _farewell(self, index: int) -> Message:
+        """With what a node leaves: who starts it avoids the machine of one that is unfit, and may use the others."""
+        if (why := self.unfit.get(index)) is not None:
+            return {"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": why}
+        others = ExitCode.UNFINISHED if self.code is ExitCode.UNFIT_NODE else self.code
+        return {"kind": "leave", "code": int(others)}
 
     @property
     def nodes(self) -> list[Node]:

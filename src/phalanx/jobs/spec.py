@@ -15,6 +15,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """What every engine accepts as a name, and no shell takes for anything else."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LONGEST = 365 * 24 * 3600.0
+PROGRESS = 600.0
+"""Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
+DEATHS = 3
+"""How often in a row, without progress, a job may be killed before it counts as failed."""
 DIGEST = "PHALANX_CODE_SHA256"
 """Variable that tells a job the hash of its code; it is kept in the run's environment.json."""
 

@@ -18,6 +18,10 @@ RETRY = 0.5
 without end."""
 
 
+WANTED = "wanted"
+"""File in a run's directory while a process waits for another to end with it."""
+
+
 class NoLocksError(UsageError):
     """The file system has no locks, as Lustre without `flock` among its mount options."""
 
@@ -25,11 +29,15 @@ class NoLocksError(UsageError):
 @contextlib.contextmanager
 def locked(run: Run, patience: float = 0.0) -> Iterator[str | None]:
     """Only one process may train a run. The lock is on the directory itself and goes with its holder; one that is about
-    to end has so many seconds. Where the file system has no locks, only processes of this machine are kept out; then
-    what there is to say of it."""
+    to end has so many seconds, and may see that it is waited for. Where the file system has no locks, only processes of
+    this machine are kept out; then what there is to say of it."""
     fd, note = os.open(run.path, os.O_RDONLY), None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
+        if patience:
+            (run.path / WANTED).touch()
+            waiting = stack.enter_context(contextlib.ExitStack())
+            waiting.callback((run.path / WANTED).unlink, missing_ok=True)
         what = f"{run.path}, which another process is training"
         try:
             mine = taken(fd, patience, what)
@@ -38,7 +46,14 @@ def locked(run: Run, patience: float = 0.0) -> Iterator[str | None]:
             note = f"{error}: take care that no process on another machine trains this run, too"
         if not mine:
             raise UsageError(f"{run.path}: another process is training this run; wait, or choose another --run")
+        if patience:
+            waiting.close()
         yield note
+
+
+def is_wanted(run: Run) -> bool:
+    """Whether another process waits for this one to end with a run."""
+    return (run.path / WANTED).exists()
 
 
 def taken(fd: int, patience: float, what: str = "", tell: Callable[[str], None] = say) -> bool:

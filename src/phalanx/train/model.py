@@ -16,6 +16,7 @@ from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
 from phalanx.train.memory import is_out_of_memory
+from phalanx.train.place import broken_gpu
 from phalanx.train.savable import check_model, own_memory
 from phalanx.train.undrawn import NeededError, Undrawn
 
@@ -117,7 +118,7 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
     except (TypeError, ValueError) as error:
         raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
     except Exception as error:
-        if isinstance(error, PhalanxError) or is_out_of_memory(error):
+        if isinstance(error, PhalanxError) or is_out_of_memory(error) or broken_gpu(error):
             raise
         raise RecipeError(f"model.build: {spec.build} failed: {told(error, folder)}") from error
     if undrawn is not None and not undrawn.alike:

@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
 from phalanx.cluster.interfaces import VARIABLES, missing
 from phalanx.cluster.near_cores import stay_near
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.errors import DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.recipe.devices import KINDS, kind_of
 from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.wire import listening_at, store_key, token_from
@@ -87,10 +88,18 @@ def device_of(
     """The GPU of a worker: its own of those that torch sees, or the only one that a launcher lets it see (`srun
     --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none, or where a recipe's
     device is `asked` to be that. RecipeError where what is asked for is not here, UsageError when there are fewer GPUs
-    than workers."""
+    than workers; UnfitNodeError for either on one of several nodes of our agents, whose leading one has what it takes.
+    """
     if asked == "cpu":
         return torch.device("cpu")
     kind, visible = gpus()
+    by_agent, found = "PHALANX_EVENTS" in environment, visible if asked in ("auto", kind) else 0
+    if by_agent and not is_local(environment) and found <= local_rank and (asked != "auto" or visible):
+        wanted, gpus_found = environment.get("LOCAL_WORLD_SIZE"), f"{found} {'GPU' if found == 1 else 'GPUs'}"
+        raise UnfitNodeError(
+            f"torch finds {gpus_found} on {socket.gethostname()} for {wanted} workers, each of which takes one; "
+            "`phalanx doctor` there may tell why"
+        )
     if asked not in ("auto", kind):
         raise RecipeError(
             f"device: found {asked}, but torch {torch.__version__} does not find {KINDS[asked].what} on "
@@ -100,7 +109,6 @@ def device_of(
         return torch.device(kind, local_rank)
     if not visible:
         return torch.device("cpu")
-    by_agent = "PHALANX_EVENTS" in environment
     if visible == 1 and not by_agent and any(environment.get(name) for name in VISIBLE_DEVICES):
         return torch.device(kind, 0)
     raise UsageError(too_few_gpus(local_rank + 1, visible))
@@ -117,9 +125,10 @@ def join(
     place: Place,
     environment: Mapping[str, str] = os.environ,
     connections: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
+    before: Callable[[Place], None] = lambda place: None,
 ) -> None:
     """Enter the process group of this attempt; nothing to do for a world of one. `connections` is entered while the
-    group opens its own.
+    group opens its own; `before` is called when nothing else can go wrong in this worker.
 
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
     nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
@@ -138,6 +147,7 @@ def join(
     os.environ.update(local_network(environment))
     check_interfaces(place, environment)
     store = store_of(place, environment)
+    before(place)
     _watching[:] = [connections]
     with connections:
         dist.init_process_group(
@@ -228,7 +238,8 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> Sto
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
-    hosted = "PHALANX_EVENTS" in environment or "TORCHELASTIC_RUN_ID" in environment
+    # torchrun leaves it to the leading worker where it is configured so, or meets in another store than torch's.
+    hosted = "PHALANX_EVENTS" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = CONNECTING if hosted else PATIENCE
     hosts = place.leads and not hosted
     return _connect(address, int(port), hosts, is_local(environment), _key(environment), patience)
@@ -289,14 +300,20 @@ GPU_SAYS = (
     "no CUDA-capable device is detected",
     "GPU is lost",
     "fell off the bus",
+    "over nvlink or a hardware error",
+    "integrity checks failed",
+    "system not yet initialized",
+    "CUDA error: unknown error",
 )
-"""What CUDA and HIP say, by way of torch, Triton or NCCL, of a GPU that failed or is gone."""
+"""What CUDA and HIP say, by way of torch, Triton or NCCL, of a GPU that failed or is gone; the last three of a driver
+that does not work, or the service of its links."""
 
 
 def broken_gpu(error: BaseException) -> bool:
     """Whether a GPU of this machine failed: a process that begins again may have it back, or only another machine. An
     illegal address or a failed launch is a mistake of a program, most often."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in GPU_SAYS)
+    kinds = (RuntimeError, torch.cuda.DeferredCudaCallError)
+    return isinstance(error, kinds) and any(words in str(error) for words in GPU_SAYS)
 
 
 def part() -> None:
@@ -342,3 +359,13 @@ def leave() -> None:
     gc.unfreeze()  # or the model of this run would stay for as long as the process
     if joined:
         gc.collect()
+
+
+def end_at_once(code: int) -> int:
+    """The exit code; or the end of this process, where its group could not be left in order: what threads of that still
+    do would end it with another code."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -52,7 +52,7 @@ from phalanx.train.parallel.parallelize import Choices, outline
 from phalanx.train.parallel.recompute import Recompute, apply_recompute
 from phalanx.train.parallel.staging import cut_up
 from phalanx.train.peak import bytes_per_sample
-from phalanx.train.place import from_environment
+from phalanx.train.place import broken_gpu, from_environment
 from phalanx.train.precision import AUTOCAST, computing
 from phalanx.train.reporter import ToRun
 from phalanx.train.step import to_device
@@ -391,7 +391,7 @@ def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:
     try:
         ((_, total, _),) = scoring(model, batch)
     except Exception as error:
-        if isinstance(error, RecipeError) or is_out_of_memory(error):
+        if isinstance(error, RecipeError) or is_out_of_memory(error) or broken_gpu(error):
             raise
         raise RecipeError(f"a trial forward of the model and its loss failed: {told(error)}") from error
     return total

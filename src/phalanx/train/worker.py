@@ -29,6 +29,7 @@ from phalanx.run import Event, Run
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.train.adapter import has_adapter
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
+from phalanx.train.causes import naming_causes
 from phalanx.train.checkpoint import clean, list_checkpoints
 from phalanx.train.ends import make_stepper, norms_of, result_of, resume, tell_start
 from phalanx.train.evaluation import Scores, evaluate
@@ -36,6 +37,7 @@ from phalanx.train.fp8_choice import Chooser, chooser, rows_of
 from phalanx.train.gang import Gang
 from phalanx.train.head import evaluating, find_head
 from phalanx.train.loop import train
+from phalanx.train.meeting import come_together, telling_others
 from phalanx.train.memory import OutOfMemory, explain_memory
 from phalanx.train.model import Seeds, build_model, described
 from phalanx.train.nodes import exchanged
@@ -81,14 +83,17 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     pulse.beat("starting")
     facts = {"pid": os.getpid(), "rank": place.rank, "node": os.uname().nodename, "attempt": place.attempt}
     report.event("worker", **facts, **({"later": True} if os.environ.get(COMES_LATER) == "1" else {}))
+    by_agent, orderly = bool(os.environ.get("PHALANX_EVENTS")), True
     try:
-        code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))
+        with naming_causes():
+            code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))
     except PhalanxError as error:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
+        orderly = by_agent or error.__cause__ is None  # else who knows what still waits for the group
     except SystemExit as error:
         early = left_early(error, f"worker {place.rank}, in step {pulse.step}")
-        if os.environ.get("PHALANX_EVENTS"):  # to the agent it is an exception like others
+        if by_agent:  # to which it is an exception like others
             raise RuntimeError(early) from error
         report.error(early, int(ExitCode.GAVE_UP))
         code = ExitCode.GAVE_UP
@@ -98,7 +103,8 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
         raise
     finally:
         report.close()
-    leave()
+    if orderly:
+        leave()
     report.say("leaving", place.rank, code=int(code))
     return code
 
@@ -113,9 +119,10 @@ def left_early(error: SystemExit, who: str) -> str:
 def _train(
     run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, pulse: Pulse | Silent, force: bool
 ) -> ExitCode:
-    recipe = load_recipe(run.resolved).recipe
-    place = replace(place, device=device_of(place.local_rank, os.environ, recipe.device))
-    prepare_torch(recipe, place)
+    with telling_others(place):
+        recipe = load_recipe(run.resolved).recipe
+        place = replace(place, device=device_of(place.local_rank, os.environ, recipe.device))
+        prepare_torch(recipe, place)
     between, within, comes_later = Connections(), Connections(), os.environ.get(COMES_LATER) == "1"
     # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
     # of them is torn out of a collective with other replicas cuts these, too.
@@ -128,7 +135,8 @@ def _train(
         number, place = place.rank, replace(place, rank=0, world=1)
     else:
         number = place.rank
-        join(place, connections=between)
+        with telling_others(place):
+            join(place, connections=between, before=come_together)
         if place.leads:
             clean(run.checkpoints)
     recipe = with_data_here(recipe, run, folder)

@@ -18,7 +18,7 @@ from phalanx.jobs.agent import Agent
 from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
 from phalanx.jobs.hang import ended
 from phalanx.jobs.member import Member, farewell
-from phalanx.jobs.nodes import Crew, Here
+from phalanx.jobs.nodes import Crew, Here, There
 from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProcess
 from phalanx.run import Run, read_events
@@ -268,6 +268,45 @@ def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(agent: Agent, mon
     assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
 
 
+def second_node(agent: Agent, stage: Stage) -> There:
+    """Have a run on two nodes with a worker each; the other one."""
+    agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
+    agent.crew.others[1] = There(None, {"host": "n2", "node": 1})  # type: ignore[arg-type]
+    return agent.crew.others[1]
+
+
+@pytest.mark.parametrize("first", [{1: GPU, 0: LOST_PEER}, {0: LOST_PEER, 1: GPU}], ids=["failed", "lost peer"])
+def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out(
+    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
+) -> None:
+    there = second_node(agent, stage)
+    places = {agent.crew.here: range(1), there: range(1, 2)}
+    outcome, numbers = supervise(agent, [attempt(first, steps=3, places=places)] * 9, monkeypatch)
+    why = "worker 1 ended because its GPU failed; no progress in 3 attempts: train on another machine, or reset the GPU"
+    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [0, 1, 2])
+    assert outcome.message == f"node 1 (n2) is unfit: {why}"
+    assert agent.crew.unfit == {1: why}
+
+
+def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(
+    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {agent.crew.here: range(1), second_node(agent, stage): range(1, 2)}
+    ends = [attempt({1: LOST_PEER, 0: GPU}, steps=3, places=places)] * 9
+    outcome, _ = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, agent.crew.unfit) == (ExitCode.UNFIT_NODE, {})
+
+
+def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
+    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {agent.crew.here: range(1), second_node(agent, stage): range(1, 2)}
+    end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), places=places)
+    outcome, _ = supervise(agent, [end], monkeypatch)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
+    assert agent.crew.unfit == {1: "7 of 8 GPUs"}
+
+
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
     agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,6 +513,15 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     outcome = agent.supervise(2, {}, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "fault"]
+
+
+def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: Agent) -> None:
+    """It is cut off, and the engine has started the run again elsewhere."""
+    agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
+    (agent.run.path / "wanted").touch()
+    outcome = agent.supervise(2, {}, {}, 0)
+    assert outcome.code is ExitCode.UNFINISHED
+    assert outcome.message == "another start of this run waits for it, and node 1 is not here"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -206,6 +206,33 @@ def test_the_others_are_told_how_the_run_ended(here: Here) -> None:
         wire.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "unfit", "expected"),
+    [
+        (ExitCode.UNFINISHED, {1: "its GPU failed"}, {1: (77, "its GPU failed"), 2: (75, None)}),
+        (ExitCode.UNFIT_NODE, {}, {1: (75, None), 2: (75, None)}),
+    ],
+    ids=["another", "the leading one"],
+)
+def test_only_the_node_that_is_unfit_leaves_as_unfit(
+    here: Here, code: ExitCode, unfit: dict[int, str], expected: dict[int, tuple[int, str | None]]
+) -> None:
+    with Door(("127.0.0.1", 0), TOKEN) as door:
+        with Crew(here, 3, door) as crew:
+            wires = {index: come(crew, index) for index in expected}
+            crew.code, crew.unfit = code, unfit
+        for index, wire in wires.items():
+            left: list[dict[str, Any]] = []
+
+            def gone(wire: Wire = wire, left: list[dict[str, Any]] = left) -> bool:
+                left.extend(wire.receive() or [])
+                return bool(left) and left[-1]["kind"] == "leave"
+
+            until(gone)
+            assert (left[-1]["code"], left[-1].get("text")) == expected[index]
+            wire.close()
+
+
 def test_a_node_without_a_sign_for_too_long_is_found(crew: Crew) -> None:
     wire = come(crew, 1)
     ((node, _),) = crew.admit()

@@ -20,19 +20,17 @@ from phalanx.jobs.queue.runner import ending
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import Row, Store
 from phalanx.jobs.queue.supervisor import (
-    DEATHS,
     LATEST,
     LOOK,
     MARK,
     MOST_ATTEMPTS,
-    PROGRESS,
     Supervisor,
     after,
     alone,
     ensure,
     runner_of,
 )
-from phalanx.jobs.spec import Job, State
+from phalanx.jobs.spec import DEATHS, PROGRESS, Job, State
 from phalanx.run.directory import write_json
 from phalanx.run.steady import Steady, born
 

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.jobs.code import Code, folder_code
 from phalanx.jobs.engines.ray import FILE, MODULE, TRAVELS, Ray
-from phalanx.jobs.engines.ray_driver import Driver, Unplaced
+from phalanx.jobs.engines.ray_driver import Attempt, Driver, Unplaced, pass_on
 from phalanx.jobs.engines.ray_node import Node
-from phalanx.jobs.engines.ray_task import Task, Told, own_lines, room, told, unfit, verdict
+from phalanx.jobs.engines.ray_task import LOST, NO_NODE, Task, Told, own_lines, room, told, unfit, verdict
 from phalanx.jobs.spec import Job
 
 
@@ -194,6 +195,123 @@ def test_nodes_that_ray_never_starts_are_not_waited_for_without_end() -> None:
     driver.stop()
     with pytest.raises(Unplaced, match="it was asked to end"):
         driver._get([object()])
+
+
+def ends_of(monkeypatch: pytest.MonkeyPatch, *attempts: list[tuple[int, int]]) -> tuple[int, int]:
+    """A driver whose attempts end like this, one after another: the job's code, and how many were made."""
+    made, ends = list[int](), iter(attempts)
+
+    def start(self: Driver, group: Any, number: int) -> Attempt:
+        made.append(number)
+        return Attempt([], ["m0", "m1"], next(ends))
+
+    monkeypatch.setattr(Driver, "_place", lambda self: None)
+    monkeypatch.setattr(Driver, "_start", start)
+    monkeypatch.setattr(Driver, "_follow", lambda self, attempt: verdict(attempt.ended))
+    ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=lambda group: None))
+    return Driver(ray, task(max_restarts=9), "raysubmit_1", {}).run(), len(made)
+
+
+@pytest.mark.parametrize("death", [[(1, -9), (0, 75)], [(0, 137), (1, -15)]])
+def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, death: list[tuple[int, int]]
+) -> None:
+    assert ends_of(monkeypatch, *[death] * 9) == (137, 3)
+
+
+@pytest.mark.parametrize("between", [[(0, 75), (1, 75)], [(1, LOST), (0, 75)], [(0, LOST), (1, -15)]])
+def test_deaths_in_a_row_end_with_a_word_of_the_job_or_the_loss_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, between: list[tuple[int, int]]
+) -> None:
+    death = [(0, -9), (1, -15)]
+    assert ends_of(monkeypatch, death, death, between, death, death, [(0, 0), (1, 0)]) == (0, 6)
+
+
+def test_deaths_after_progress_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.ray_driver.PROGRESS", 0.0)
+    assert ends_of(monkeypatch, *[[(0, -9), (1, -15)]] * 5, [(0, 0), (1, 0)]) == (0, 6)
+
+
+class Ended:
+    """A Ray on which one job runs, and what is to signal it ends in these ways, one after another."""
+
+    def __init__(self, *ways: str | int):
+        self.ways, self.made = list(ways), list[int]()
+
+    def submit_job(self, entrypoint: str) -> int:
+        self.made.append(len(self.made))
+        return self.made[-1]
+
+    def get_job_status(self, job: int) -> Any:
+        return SimpleNamespace(is_terminal=lambda: True)
+
+    def get_job_info(self, job: int) -> Any:
+        way = self.ways[min(job, len(self.ways) - 1)]
+        code = way if isinstance(way, int) else None
+        status = "SUCCEEDED" if way == 0 else "FAILED"
+        return SimpleNamespace(status=status, driver_exit_code=code, message=f"it ended so: {way}")
+
+    def delete_job(self, job: int) -> None:
+        """It is over."""
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, ray: Ended) -> None:
+    engine, runs = Ray("http://head:8265"), SimpleNamespace(status="RUNNING", entrypoint="python x", metadata={})
+    runs.metadata["phalanx-nodes"] = "2"
+    monkeypatch.setattr(Ray, "_info", lambda self, job: runs)
+    monkeypatch.setattr(Ray, "_find", lambda self, job: (job, ray))
+    engine.signal("job-1", 10)
+
+
+def test_a_signal_whose_sender_fails_on_a_busy_cluster_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ended("could not be started", 1, 0)
+    signalled(monkeypatch, ray)
+    assert len(ray.made) == 3
+
+
+def test_a_signal_that_finds_no_node_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ended(NO_NODE)
+    with pytest.raises(UsageError, match="none of its nodes runs"):
+        signalled(monkeypatch, ray)
+    assert len(ray.made) == 1
+
+
+def test_a_signal_that_cannot_be_sent_says_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.ray.ANSWER", 0.0)
+    with pytest.raises(UsageError, match="the signal was not sent: it ended so: died"):
+        signalled(monkeypatch, Ended("died"))
+
+
+class DiedError(Exception):
+    """As Ray's."""
+
+
+class UnavailableError(DiedError):
+    """As Ray's."""
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([True, False], 0),
+        ([UnavailableError(), True], 0),
+        ([True, UnavailableError()], 0),
+        ([UnavailableError(), False], 1),
+        ([DiedError(), ValueError("no such actor")], NO_NODE),
+        ([False, False], NO_NODE),
+    ],
+)
+def test_a_node_that_does_not_answer_just_now_may_run(answers: list[Any], code: int) -> None:
+    def actor(name: str, namespace: str) -> Any:
+        return SimpleNamespace(signal=SimpleNamespace(remote=lambda number: answers[int(name[-1])]))
+
+    def get(answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    errors = SimpleNamespace(RayActorError=DiedError, ActorUnavailableError=UnavailableError)
+    assert pass_on(SimpleNamespace(get_actor=actor, get=get, exceptions=errors), "job", 2, 10) == code
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -167,7 +167,13 @@ esac
 
 
 def batch(
-    tmp_path: Path, codes: str, state: str = "RUNNING", restarts: int = 0, srun: int = 9, member: int | None = None
+    tmp_path: Path,
+    codes: str,
+    state: str = "RUNNING",
+    restarts: int = 0,
+    srun: int = 9,
+    member: int | None = None,
+    deaths: int = 0,
 ) -> tuple[int, list[str], dict[str, str]]:
     """Run a batch script here, with nodes that end with these codes: its own code, what it asked of Slurm, and the
     result that it left."""
@@ -184,6 +190,8 @@ def batch(
         (whole / name).parent.mkdir(exist_ok=True)
         (whole / name).write_text(text)
     (folder / "secrets.sh").write_text("export S=x\n")
+    if deaths:
+        (folder / "deaths").write_text(f"{deaths}\n")
     for name in ("scontrol", "srun", "scancel"):
         (programs / name).write_text(STUB)
         (programs / name).chmod(0o755)
@@ -245,6 +253,30 @@ def test_a_cancelled_job_is_not_queued_again(tmp_path: Path) -> None:
 
 def test_a_job_is_not_queued_again_more_often_than_it_may(tmp_path: Path) -> None:
     assert len(batch(tmp_path, "75 75 75", restarts=2)[1]) == 1
+
+
+@pytest.mark.parametrize(("codes", "srun"), [("137 143 143", 137), ("- - -", 137), ("139 - -", 1)])
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_a_job_that_was_killed_is_queued_again(tmp_path: Path, codes: str, srun: int, deaths: int) -> None:
+    code, calls, _ = batch(tmp_path, codes, srun=srun, deaths=deaths)
+    assert (code > 128, calls[1:]) == (True, ["requeue 12345"])
+    assert (tmp_path / "state" / "deaths").read_text() == f"{deaths + 1}\n"
+
+
+def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_queued_again(tmp_path: Path) -> None:
+    code, calls, result = batch(tmp_path, "137 143 143", srun=137, deaths=2)
+    assert (code, len(calls), result["code"]) == (137, 1, "137")
+    assert not (tmp_path / "state" / "secrets.sh").exists()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_deaths_in_a_row_end_with_progress_or_a_word_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.PROGRESS", 0.0 if progress else 600.0)
+    _, calls, _ = batch(tmp_path, "137 143 143" if progress else "75 75 75", deaths=2)
+    assert calls[1:] == ["requeue 12345"]
+    assert (tmp_path / "state" / "deaths").read_text() == f"{int(progress)}\n"
 
 
 def test_a_member_of_an_array_keeps_its_own_folder_and_is_queued_again_by_itself(tmp_path: Path) -> None:

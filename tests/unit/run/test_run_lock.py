@@ -3,13 +3,15 @@
 import errno
 import fcntl
 import os
+import threading
 from typing import Any
 
 import pytest
 
+from lab import wait_until
 from phalanx.errors import UsageError
 from phalanx.run import Run
-from phalanx.run.lock import locked
+from phalanx.run.lock import is_wanted, locked
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL])
@@ -52,3 +54,23 @@ def test_a_run_that_another_process_has_is_waited_for_with_words(
     with locked(run), pytest.raises(UsageError, match="another process is training this run"), locked(run, 0.2):
         pass
     assert capsys.readouterr().err.startswith(f"waiting for {run.path}, which another process is training until ")
+
+
+def test_who_has_a_run_sees_that_another_process_waits_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.01)
+    seen, over = list[bool](), threading.Event()
+
+    def wait() -> None:
+        with locked(run, 60.0):
+            seen.append(is_wanted(run))
+        over.set()
+
+    with locked(run):
+        assert not is_wanted(run)
+        threading.Thread(target=wait).start()
+        wait_until(lambda: is_wanted(run))
+    assert over.wait(10)
+    assert seen == [False]
+    with locked(run), pytest.raises(UsageError, match="another process"), locked(run, 0.05):
+        pass
+    assert not is_wanted(run)

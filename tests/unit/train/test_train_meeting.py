@@ -1,17 +1,22 @@
 """How workers of an outside launcher learn what to train. Both sides are played by this process."""
 
+import errno
 import json
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, UsageError
 from phalanx.train import place as place_module
-from phalanx.train.meeting import Announced, announce, await_announcement
+from phalanx.train.causes import cause_of, naming_causes
+from phalanx.train.meeting import Announced, announce, await_announcement, come_together, telling_others
 from phalanx.train.place import Place, open_store
 
 RUN = Path("runs/mine")
@@ -46,12 +51,120 @@ def test_each_attempt_is_told_anew() -> None:
     assert await_announcement(Place(rank=1, world=2, attempt=1), RUN) == TOLD
 
 
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    """Another worker, in a thread of this process."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def refuse(rank: int, error: Exception, world: int = 2) -> None:
+    """A worker that fails before the group is there."""
+    with pytest.raises(type(error)), telling_others(Place(rank, world)):
+        raise error
+
+
 @pytest.mark.usefixtures("port")
-def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code() -> None:
-    announce(Place(rank=0, world=2), Announced(error="no such file", code=int(ExitCode.RECIPE)))
-    with pytest.raises(PhalanxError, match="could not make the run ready: no such file") as raised:
-        await_announcement(Place(rank=1, world=2), RUN)
-    assert raised.value.code is ExitCode.RECIPE
+def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code_and_it_waits_until_they_know() -> None:
+    leading = in_thread(lambda: refuse(0, RecipeError("no such file"), 3))
+    for rank in (1, 2):
+        assert leading.is_alive()
+        with pytest.raises(PhalanxError, match="could not make the run ready: no such file") as raised:
+            await_announcement(Place(rank, 3), RUN)
+        assert raised.value.code is ExitCode.RECIPE
+    leading.join(5)
+    assert not leading.is_alive()
+
+
+@pytest.mark.usefixtures("port")
+def test_a_leading_worker_that_no_other_hears_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
+    begun = time.monotonic()
+    refuse(0, RecipeError("no such file"))
+    announce(Place(0, 2), Announced(finished=True))
+    assert 0.2 <= time.monotonic() - begun < 5
+
+
+@pytest.mark.usefixtures("port")
+def test_workers_enter_their_group_when_all_have_come() -> None:
+    announce(Place(0, 2), TOLD)
+    other = in_thread(lambda: come_together(Place(1, 2, attempt=4)))
+    come_together(Place(0, 2, attempt=4))
+    other.join(5)
+    assert not other.is_alive()
+
+
+@pytest.mark.usefixtures("port")
+@pytest.mark.parametrize(
+    ("rank", "words"), [(0, "the leading worker could not make the run ready"), (1, "worker 1 could not take part")]
+)
+@pytest.mark.parametrize(
+    ("error", "code", "why"),
+    [
+        (UsageError("2 workers on a node with 1 GPU"), ExitCode.USAGE, "2 workers on a node with 1 GPU"),
+        (RuntimeError("CUDA error: uncorrectable ECC error"), ExitCode.UNFIT_NODE, "a GPU of .* failed: "),
+        (NameError("name 'x' is not defined"), ExitCode.GAVE_UP, "NameError: name 'x' is not defined"),
+    ],
+)
+def test_who_cannot_take_part_ends_the_others_before_they_wait_in_the_group(
+    monkeypatch: pytest.MonkeyPatch, rank: int, words: str, error: Exception, code: ExitCode, why: str
+) -> None:
+    monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
+    announce(Place(0, 2), TOLD)
+    refuse(rank, error)
+    with pytest.raises(PhalanxError, match=f"^{words}: {why}") as raised:
+        come_together(Place(1 - rank, 2))
+    assert raised.value.code is code
+
+
+@pytest.mark.usefixtures("port")
+def test_a_worker_that_never_comes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(Place(0, 3))
+    monkeypatch.setattr("phalanx.train.meeting.COMING", timedelta(seconds=0.1))
+    with pytest.raises(PhalanxError, match="only 1 of 3 workers came within 0 s; start again") as raised:
+        come_together(Place(0, 3))
+    assert raised.value.code is ExitCode.UNFINISHED
+
+
+def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_EVENTS", "5")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    come_together(Place(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), ExitCode.UNFIT_NODE, "a GPU of .* failed: "),
+        (dist.DistBackendError("NCCL error: remote process exited"), ExitCode.UNFINISHED, "the connection to another"),
+        (OSError(errno.EIO, "Input/output error", "few.txt"), ExitCode.UNFINISHED, "storage fails: few.txt: Input"),
+        (MemoryError(), ExitCode.RECIPE, "out of memory on .*, not in a micro-batch"),
+        (UnfitNodeError("no GPU"), ExitCode.UNFIT_NODE, "^no GPU$"),
+    ],
+)
+def test_without_an_agent_an_error_whose_cause_is_known_is_a_sentence_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: ExitCode, words: str
+) -> None:
+    monkeypatch.delenv("PHALANX_EVENTS", raising=False)
+    with pytest.raises(PhalanxError, match=words) as caught, naming_causes():
+        raise error
+    assert caught.value.code is code
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_mistake_in_somebodys_code_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    if agent:
+        monkeypatch.setenv("PHALANX_EVENTS", "5")
+    for error in (NameError("x"), FileNotFoundError("few.txt"), RuntimeError("CUDA error: an illegal memory access")):
+        assert cause_of(error) is None
+        with pytest.raises(type(error)), naming_causes():
+            raise error
+
+
+def test_an_agent_knows_a_gpu_that_failed_by_the_workers_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_EVENTS", "5")
+    with pytest.raises(RuntimeError, match=r"^CUDA error"), naming_causes():
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
 @pytest.mark.parametrize("agent", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import RecipeError, UnfitNodeError, UsageError
 from phalanx.train.place import (
     Place,
     broken_gpu,
@@ -114,6 +114,9 @@ def test_a_broken_connection_is_told_from_a_mistake() -> None:
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), True),
         (dist.DistBackendError("NCCL error ... Cuda failure 'uncorrectable ECC error encountered'"), True),
         (RuntimeError("Triton Error [CUDA]: uncorrectable NVLink error detected during the execution"), True),
+        (torch.cuda.DeferredCudaCallError("failed lazily with error: CUDA error: unknown error"), True),
+        (torch.AcceleratorError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), False),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (ValueError("uncorrectable ECC error, says the user's own code"), False),
@@ -160,6 +163,13 @@ def test_a_node_without_the_device_of_its_run_says_so(asked: str, kind: str, cou
         RecipeError, match=rf"^device: found {asked}, but torch .* does not find an .* GPU on .*same kind"
     ):
         device_of(0, {}, asked, seeing(count, kind))
+
+
+@pytest.mark.parametrize(("asked", "count"), [("auto", 1), ("cuda", 1), ("cuda", 0)])
+def test_one_of_several_nodes_that_has_fewer_gpus_than_the_leading_one_is_unfit(asked: str, count: int) -> None:
+    variables = {"PHALANX_EVENTS": "5", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    with pytest.raises(UnfitNodeError, match=rf"^torch finds {count} GPUs? on .* for 2 workers, each of which takes"):
+        device_of(1, variables, asked, seeing(count))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Request, no_such_job
-from phalanx.jobs.engines.ray_task import CODE_FILE, JOB, Task, own_lines, secrets_file, told
+from phalanx.jobs.engines.ray_task import CODE_FILE, JOB, NO_NODE, Task, own_lines, secrets_file, told
 from phalanx.jobs.spec import DIGEST, Job, State, Status, state_of
 
 DEFAULT = "http://127.0.0.1:8265"
@@ -126,18 +126,18 @@ class Ray:
             raise UsageError(f"{job}: it does not run, so that nothing can be signalled")
         python = shlex.split(info.entrypoint)[0]
         words = (python, "-P", "-m", MODULE, "signal", submission, info.metadata[NODES], str(int(number)))
-        with _explained(f"sending {signal.Signals(number).name} to {job}"):
-            helper = client.submit_job(entrypoint=shlex.join(words))
-            deadline = time.monotonic() + ANSWER
-            while not client.get_job_status(helper).is_terminal():
-                if time.monotonic() > deadline:
-                    client.stop_job(helper)
-                    raise UsageError(f"{job}: the signal did not arrive within {ANSWER:g} s")
-                time.sleep(0.1)
-            done = str(client.get_job_status(helper)) == "SUCCEEDED"
-            client.delete_job(helper)
-        if not done:
-            raise UsageError(f"{job}: none of its nodes runs, so that nothing can be signalled")
+        deadline = time.monotonic() + ANSWER
+        while True:
+            with _explained(f"sending {signal.Signals(number).name} to {job}"):
+                ended = _run(client, shlex.join(words), deadline)
+            if ended is None:
+                raise UsageError(f"{job}: the signal did not arrive within {ANSWER:g} s")
+            if str(ended.status) == "SUCCEEDED":
+                return
+            if ended.driver_exit_code == NO_NODE:
+                raise UsageError(f"{job}: none of its nodes runs, so that nothing can be signalled")
+            if time.monotonic() > deadline:  # a busy cluster may fail to start it, or to let it in
+                raise UsageError(f"{job}: the signal was not sent: {ended.message}")
 
     def logs(self, job: str) -> Iterator[str]:
         self._info(job)
@@ -257,6 +257,19 @@ def _check(job: Job) -> None:
             raise UsageError(f"{where}: option {name}={options[name]}: expected a whole number, 0 or more")
     if len(json.dumps(job.command)) + len(json.dumps(dict(job.environment))) > 100_000:
         raise UsageError(f"{where}: its command and environment are over 100,000 characters long; put them into a file")
+
+
+def _run(client: Any, command: str, deadline: float) -> Any:
+    """What Ray tells of a small job that has ended; None where it was stopped because it had not by then."""
+    job = client.submit_job(entrypoint=command)
+    while not client.get_job_status(job).is_terminal():
+        if time.monotonic() > deadline:
+            client.stop_job(job)
+            return None
+        time.sleep(0.1)
+    info = client.get_job_info(job)
+    client.delete_job(job)
+    return info
 
 
 @contextmanager

@@ -17,7 +17,20 @@ from typing import Any
 
 from phalanx.errors import ExitCode
 from phalanx.jobs.engines.ray_node import Node
-from phalanx.jobs.engines.ray_task import JOB, LOST, SPEAKS, Task, actor_name, room, secrets_file, unfit, verdict
+from phalanx.jobs.engines.ray_task import (
+    JOB,
+    LOST,
+    NO_NODE,
+    SPEAKS,
+    Task,
+    actor_name,
+    killed,
+    room,
+    secrets_file,
+    unfit,
+    verdict,
+)
+from phalanx.jobs.spec import DEATHS, PROGRESS
 from phalanx.waits import Wait
 
 NAMESPACE = "phalanx"
@@ -63,6 +76,7 @@ class Driver:
 
     def run(self) -> int:
         """All attempts; returns the job's exit code."""
+        deaths = 0
         for number in range(1, self._task.max_restarts + 2):
             try:
                 group = self._place()
@@ -70,7 +84,7 @@ class Driver:
                 say(f"there is no place for the job: {reason}")
                 return int(ExitCode.UNFIT_NODE if self._excluded else ExitCode.UNFINISHED)
             try:
-                attempt = self._start(group, number)
+                attempt, begun = self._start(group, number), time.monotonic()
                 code = self._follow(attempt)
             except Unplaced as reason:
                 say(f"the job cannot start: {reason}")
@@ -85,6 +99,12 @@ class Driver:
                 if code != 0:
                     say(f"attempt {number} ended with exit code {code}")
                 return _shown(code)
+            death, short = killed(attempt.ended), time.monotonic() - begun < PROGRESS
+            deaths = 0 if death is None else deaths + 1 if short else 1
+            if death is not None and deaths >= DEATHS:
+                why = "not started again; it may need more memory"
+                say(f"killed {deaths} times in a row (exit code {_shown(death)}): {why}")
+                return _shown(death)
             say(f"attempt {number} ended with exit code {code}, to be started again")
         say(f"started {self._task.max_restarts + 1} times, as often as allowed")
         return code
@@ -205,15 +225,19 @@ def say(text: str) -> None:
 
 
 def pass_on(ray: Any, job: str, nodes: int, number: int) -> int:
-    """Send a signal to each node of a job; 0 when it reached one."""
-    reached = []
+    """Send a signal to each node of a job; 0 when it reached one, NO_NODE when none runs, 1 where one that may run does
+    not answer just now, as on a busy machine."""
+    code = NO_NODE
     for node in range(nodes):
         try:
             actor = ray.get_actor(actor_name(job, node), namespace=NAMESPACE)
-            reached.append(ray.get(actor.signal.remote(number)))
+            if ray.get(actor.signal.remote(number)):
+                code = 0
+        except ray.exceptions.ActorUnavailableError:
+            code = code and 1
         except (ValueError, ray.exceptions.RayActorError):  # there is no such actor, or it has just ended
-            reached.append(False)
-    return 0 if any(reached) else 1
+            continue
+    return code
 
 
 def hidden(task: Task, job: str) -> dict[str, str]:

@@ -12,10 +12,12 @@ from phalanx.errors import ExitCode
 FINAL = frozenset({ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP})
 WORDS = FINAL | {ExitCode.UNFINISHED, ExitCode.UNFIT_NODE}
 """Codes with which a node says what it wants."""
-KILLED = frozenset({137, 143, -9, -15})
+LOST = 1 << 16
+"""The code of a node that vanished: no program ends with it."""
+KILLED = frozenset({137, 143, -9, -15, LOST})
 """How a command ends that was killed, with or without a shell around it: it could not say anything."""
-LOST = 137
-"""The code of a node that vanished."""
+NO_NODE = 3
+"""Exit code of who was to send a signal and found no node that runs; any other says that it could not look."""
 CODE_FILE = "code.tar"
 """Where a job's code lies in the folder that Ray carries to each machine."""
 JOB = "PHALANX_RAY_JOB"
@@ -88,6 +90,12 @@ def verdict(ended: Sequence[tuple[int, int]]) -> int:
     if leader in WORDS:
         return leader
     return int(ExitCode.UNFINISHED) if first in KILLED else first
+
+
+def killed(ended: Sequence[tuple[int, int]]) -> int | None:
+    """The code of the program that ended an attempt because it was killed, if it was that, and no machine was lost."""
+    first = next((code for _, code in ended if code != 0), None)
+    return first if first in KILLED - {LOST} else None
 
 
 def unfit(ended: Sequence[tuple[int, int]]) -> list[int]:

@@ -2,8 +2,8 @@
 Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
 
 All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
-`token.<attempt>`, `code.<attempt>.<node>`, `result`, and `unfit` when nodes are to be avoided. In `code` lies what
-travelled with it.
+`token.<attempt>`, `code.<attempt>.<node>`, `result`, `deaths` (in a row), and `unfit` when nodes are to be avoided. In
+`code` lies what travelled with it.
 """
 
 import shlex
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.engines.slurm_options import Options, Version, options_of
-from phalanx.jobs.spec import Job, placed
+from phalanx.jobs.spec import DEATHS, PROGRESS, Job, placed
 
 BATCH, NODE, SECRETS, CODE = "batch.sh", "node.sh", "secrets.sh", "code"
 LOG, RESULT, UNFIT, CANCELLED, RUN = "log", "result", "unfit", "cancelled", "run"
@@ -71,6 +71,8 @@ def batch(job: Job, options: Options, folder: Path, members: Sequence[Path] = ()
         requeues=options.max_requeues,
         unfinished=int(ExitCode.UNFINISHED),
         unfit=int(ExitCode.UNFIT_NODE),
+        deaths=DEATHS,
+        progress=int(PROGRESS),
     )
 
 
@@ -178,6 +180,14 @@ if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code={unfini
 if ((${{#unfit[@]}} > 0 && (code >= 128 || code == {unfinished}))); then code={unfit}; fi
 if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
 
+# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small.
+deaths=0
+if ((code > 128 && code <= 192)); then
+  if ((EPOCHSECONDS - begun < {progress})); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
+  deaths=$((deaths + 1))
+fi
+printf '%s\n' "$deaths" >"$folder/deaths"
+
 printf 'code %s\nattempt %s\nnodes %s\nended %s\n' "$code" "$attempt" "${{nodes[*]}}" "$EPOCHSECONDS" \
   >"$folder/result.new"
 mv "$folder/result.new" "$folder/result"
@@ -194,8 +204,10 @@ ask() {{
     sleep 5
   done
 }}
-if [[ $code == {unfinished} || $code == {unfit} ]] && ((attempt < {requeues})) && ! cancelled; then
-  if [[ $code == {unfinished} ]]; then
+if ((deaths >= {deaths})); then
+  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
+elif [[ $code == {unfinished} || $code == {unfit} || $deaths != 0 ]] && ((attempt < {requeues})) && ! cancelled; then
+  if [[ $code != {unfit} ]]; then
     ask requeue
   else
     # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any

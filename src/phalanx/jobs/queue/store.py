@@ -57,7 +57,7 @@ DROP TABLE former;
 @dataclass(frozen=True)
 class Row:
     """A job in the queue. `given`: indices of its devices while it runs; `deaths`: how often in a row it was killed
-    without progress; `early`: how many attempts in a row ended without it (see `supervisor.PROGRESS`). `came`, `due`,
+    without progress; `early`: how many attempts in a row ended without it (see `spec.PROGRESS`). `came`, `due`,
     `began`, `over`: marks (`run/steady.py`) of when it came, from when on it may start, when its last attempt started,
     and when it was over; unix seconds are for people."""
 

@@ -26,7 +26,7 @@ from phalanx.jobs.nursery import signal_name
 from phalanx.jobs.queue.runner import OUTPUT, read_ending
 from phalanx.jobs.queue.schedule import Running, Size, Waiting, devices_for, starts
 from phalanx.jobs.queue.store import ASKED, TOLD, Row, Store
-from phalanx.jobs.spec import State, state_of
+from phalanx.jobs.spec import DEATHS, PROGRESS, State, state_of
 from phalanx.run import Run
 from phalanx.run.directory import not_done, write_json
 from phalanx.run.lock import NoLocksError, taken
@@ -38,10 +38,6 @@ IDLE = 2.0
 """Seconds without a job after which the supervisor leaves."""
 TAKING_OVER = 10.0
 """Seconds that a supervisor waits for one that may be about to leave."""
-PROGRESS = 600.0
-"""Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
-DEATHS = 3
-"""How often in a row, without progress, a job may be killed before it counts as failed."""
 MOST_ATTEMPTS = 1000
 SOONEST = 1.0
 """Seconds before a job that stopped unfinished, and without progress, is started again; twice as many for each further

@@ -78,6 +78,14 @@ if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code=75; fi 
 if ((${#unfit[@]} > 0 && (code >= 128 || code == 75))); then code=77; fi
 if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
 
+# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small.
+deaths=0
+if ((code > 128 && code <= 192)); then
+  if ((EPOCHSECONDS - begun < 600)); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
+  deaths=$((deaths + 1))
+fi
+printf '%s\n' "$deaths" >"$folder/deaths"
+
 printf 'code %s\nattempt %s\nnodes %s\nended %s\n' "$code" "$attempt" "${nodes[*]}" "$EPOCHSECONDS" \
   >"$folder/result.new"
 mv "$folder/result.new" "$folder/result"
@@ -94,8 +102,10 @@ ask() {
     sleep 5
   done
 }
-if [[ $code == 75 || $code == 77 ]] && ((attempt < 7)) && ! cancelled; then
-  if [[ $code == 75 ]]; then
+if ((deaths >= 3)); then
+  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
+elif [[ $code == 75 || $code == 77 || $deaths != 0 ]] && ((attempt < 7)) && ! cancelled; then
+  if [[ $code != 77 ]]; then
     ask requeue
   else
     # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any
