@@ -24,7 +24,7 @@ BUILD = HERE.parents[1] / "build" / "emulated"
 LIBRARIES = {
     "libnullrt.so": ("nullrt.c", ("-ldl", "-lpthread")),
     "libcuda.so.1": ("nullcu.c", ("-Wl,-soname,libcuda.so.1", "-ldl")),
-    "libnullnccl.so": ("nullnccl.c", ()),
+    "libnullnccl.so": ("nullnccl.c", ("-lpthread",)),
 }
 
 
@@ -67,7 +67,7 @@ def environment(folder: Path, host: bool = False) -> dict[str, str]:
     paths = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "NULLGPU": "host" if host else "1",
-        "LD_PRELOAD": str(folder / "libnullrt.so"),
+        "LD_PRELOAD": f"{folder / 'libnullrt.so'}:{folder / 'libnullnccl.so'}",
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN cannot start

@@ -1,8 +1,7 @@
 """Have Phalanx look for the emulated GPUs, in each process whose PYTHONPATH holds this folder.
 
 There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists. With
-NULLGPU=host what the fork server forks computes as `hostgpu.py` says: without Triton's kernels, and gradients travel
-over gloo. With NULLGPU=cpu it trains on the CPU, with the same attention.
+NULLGPU=host what the fork server forks computes as `hostgpu.py` says, without Triton's kernels. With NULLGPU=cpu it trains on the CPU, with the same attention.
 """
 
 import importlib.abc
@@ -56,14 +55,7 @@ def _compute_on_the_host(_: Any) -> None:
     if not HOST:
         return
     import hostgpu
-    import torch.distributed as dist
 
-    join = dist.init_process_group
-
-    def over_gloo(backend: str, *args: Any, **kwargs: Any) -> None:
-        join(backend.replace("nccl", "gloo"), *args, **{**kwargs, "device_id": None})
-
-    dist.init_process_group = over_gloo
     os.register_at_fork(after_in_child=hostgpu.install)
 
 
