@@ -1,7 +1,13 @@
 """What a run on several GPUs does when one of them dies, stops or fails within a collective, over an emulated NCCL."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +17,8 @@ from phalanx.errors import ExitCode
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
+
+from emulator import build, environment
 
 SHORT: Values = {
     "steps": 6,
@@ -69,3 +77,53 @@ def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: Lab) -> None:
     assert ended.message is not None
     assert ended.message.startswith("batch.micro: out of memory with micro-batches of 6; 3 would fit")
     assert max(after["t"] - before["t"] for before, after in pairwise(ended.events)) < SOON
+
+
+def peers(case: str, **variables: str) -> tuple[list[dict[str, Any]], str]:
+    """How the processes of `peers.py` that did not fall ended and what they saw; and what torch printed."""
+    emulated = {**environment(build(), host=True), "NULLGPU_COUNT": "3", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    command = [sys.executable, str(Path(__file__).with_name("peers.py")), case]
+    env = {**os.environ, **emulated, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", **variables}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found, done.stderr
+
+
+def test_collectives_of_the_emulated_nccl_compute() -> None:
+    found, errors = peers("numbers")
+    assert [each["end"] for each in found] == [0, 0, 0], errors[-3000:]
+    said = [each["said"] for each in found]
+    for rank, mine in enumerate(said):
+        for dtype in ("float32", "float64", "bfloat16", "float16", "int64", "uint8"):
+            assert mine[f"torch.{dtype}"] == [6] * 6
+        assert [mine[name] for name in ("AVG", "MAX", "MIN", "PRODUCT")] == [2, 3, 1, 6]
+        assert mine["broadcast"] == 1
+        assert mine["gathered"] == [0, 0, 1, 1, 2, 2]
+        assert mine["scattered"] == [3 * rank + 3] * 2
+        assert mine["swapped"] == [rank, 10 + rank, 20 + rank]
+        assert mine["came"] == [(rank - 1) % 3] * 2
+    assert said[2]["reduce"] == 6
+    assert (said[0]["pair"], said[2]["pair"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("case", "silent", "noticed"), [("killed", False, True), ("killed", True, False), ("stopped", False, False)]
+)
+def test_a_collective_whose_peer_fell_waits_until_it_is_aborted(case: str, silent: bool, noticed: bool) -> None:
+    """Over a network a death is noticed, and still the GPU waits; over NVLink, or where a peer is stopped, nothing is."""
+    found, errors = peers(case, **({"NULLNCCL_SILENT": "1"} if silent else {}))
+    for each in found:
+        assert each["end"] == 0, errors[-3000:]
+        assert each["said"]["host"] < 1
+        assert each["said"]["ended"] is noticed
+        assert not each["said"]["through"]
+        assert each["said"]["abort"] < 5
+    assert ("ncclRemoteError" in errors) is noticed
+
+
+@pytest.mark.slow
+def test_torchs_watchdog_ends_a_worker_whose_collective_takes_too_long() -> None:
+    found, errors = peers("watched")
+    assert [each["end"] for each in found] == [-signal.SIGABRT] * 2
+    assert "Watchdog caught collective operation timeout" in errors
