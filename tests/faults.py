@@ -11,8 +11,8 @@ connections to others), `raise`, `block`, `slow` (every step from there on), `li
 grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this
 process can open, make, rename, list or remove nothing in the run's directory, and sync nothing: EIO), `mend-storage`,
 `fail-read` (as a read that storage refuses), `gpu` (the emulated GPU of this worker gives the `error`, a number of
-CUDA's, after so many more `calls` that give it work: tests/emulated/nullrt.c), `collective` (a `signal` to this worker in the
-middle of a collective between emulated GPUs, after so many more `calls`: tests/emulated/nullnccl.c).
+CUDA's, after so many more `calls` that give it work: tests/emulated/nullrt.c), `collective` (a `signal` to this worker
+in the middle of a collective between emulated GPUs, after so many more `calls`: tests/emulated/nullnccl.c).
 """
 
 import ctypes

@@ -14,10 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hostgpu  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.distributed_c10d import _abort_process_group  # noqa: E402
+import hostgpu
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 GPUS = 3
 TIMEOUT = 4.0

@@ -111,7 +111,7 @@ def test_collectives_of_the_emulated_nccl_compute() -> None:
     ("case", "silent", "noticed"), [("killed", False, True), ("killed", True, False), ("stopped", False, False)]
 )
 def test_a_collective_whose_peer_fell_waits_until_it_is_aborted(case: str, silent: bool, noticed: bool) -> None:
-    """Over a network a death is noticed, and still the GPU waits; over NVLink, or where a peer is stopped, nothing is."""
+    """Over a network a death is noticed, and still the GPU waits. NVLink tells of none, and nothing of a stop."""
     found, errors = peers(case, **({"NULLNCCL_SILENT": "1"} if silent else {}))
     for each in found:
         assert each["end"] == 0, errors[-3000:]

@@ -25,6 +25,8 @@ EXPERTS: Values = {
         "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1},
     }
 }
+GATHERED: Values = {"model": {"args": {"heads": 1}}, "memory": {"recompute": "selective"}}
+"""A single head cannot be divided by 2, so keys and values travel; attention's bias is made within torch's mode."""
 STAGES: Values = {"model": {"args": {"layers": 2}}}
 DOCUMENTS: Values = {"data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"}}
 LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
@@ -35,6 +37,7 @@ LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
     "tensor 2": ({}, {"tensor": 2}, 2),
     "pipeline 2": (STAGES, {"pipeline": 2}, 2),
     "context 2": ({}, {"context": 2}, 2),
+    "context 2, gathered, selective recompute": (GATHERED, {"context": 2}, 2),
     "expert 2 x shard 2": (EXPERTS, {"expert": 2, "shard": 2}, 2),
 }
 EXACT = ("ring", "tree", "halving", "server", "sharded-server", "hierarchical")
