@@ -131,6 +131,32 @@ def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:
     assert "1 passed" in done.stdout
 
 
+NEED_KERNELS = {
+    "train/test_train_cross_entropy.py": "calls Triton's kernels, which do nothing here",
+    "models/test_models_norm_rotate.py": "calls Triton's kernels, which do nothing here",
+    "models/test_models_attention.py": "compares what compiled kernels of attention compute",
+}
+"""Files of tests marked `gpu` that only a GPU can run. Kernels of the first two run in Triton's interpreter below."""
+
+
+def test_the_suites_tests_that_need_a_gpu_pass_on_one_that_computes_as_the_cpu(emulated: dict[str, str]) -> None:
+    """Eager: torch.compile does nothing here."""
+    unit = HERE.parent / "unit"
+    files = [path for path in sorted(unit.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    assert NEED_KERNELS.keys() <= {str(path.relative_to(unit)) for path in files}
+    files = [path for path in files if str(path.relative_to(unit)) not in NEED_KERNELS]
+    computing = {**os.environ, **environment(build(), host=True)}
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), computing["PYTHONPATH"], str(HERE.parents[1] / "src")])
+    options = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-p", "computing"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**computing, "PYTHONPATH": paths}, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " failed" not in done.stdout
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
 def test_what_the_fork_server_imports_leaves_cuda_to_its_children(emulated: dict[str, str]) -> None:
     assert counted(emulated, "imports", "") == {"calls": [], "forked": 0}
 

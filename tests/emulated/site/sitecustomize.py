@@ -47,14 +47,33 @@ def _compute_on_the_host(_: Any) -> None:
     os.register_at_fork(after_in_child=hostgpu.install)
 
 
+def _commands(module: Any) -> None:
+    """`phalanx evaluate` computes in its own process, not in a fork of the fork server."""
+    load = module.load_trained
+
+    def load_trained(*args: Any, **kwargs: Any) -> Any:
+        import hostgpu
+
+        hostgpu.plain_attention()
+        if HOST:
+            hostgpu.install()
+        return load(*args, **kwargs)
+
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    module.load_trained = load_trained
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     "phalanx.cluster.discover": _device_files,
     "phalanx.cluster.matmul": _small_products,
     "phalanx.models.transformer": _no_triton,
     "phalanx.train.vocab": _no_triton,
     "phalanx.train.ops": _no_triton,
+    "phalanx.train.trained": _commands,
     "phalanx.train.worker": _compute_on_the_host,
 }
+if os.environ.get("NULLGPU") not in ("host", "cpu"):
+    del PATCHES["phalanx.train.trained"]
 if os.environ.get("NULLGPU_HIP"):  # torch says so where it was built for AMD's GPUs
     PATCHES["torch.version"] = _hip
 
