@@ -96,7 +96,7 @@ typedef struct {
     char *p;
     size_t n;
     int kind;
-} Block; // 1 host, 2 device, 3 the caller's, registered
+} Block; // 1 host, 2 device, 3 the caller's, registered, 4 addresses of the device
 static Block blocks[1 << 16];
 static int nblocks = 0;
 static void note(char *p, size_t n, int kind) {
@@ -109,7 +109,8 @@ static void note(char *p, size_t n, int kind) {
             break;
         }
     }
-    *(kind == 2 ? &used : &pinned) += n;
+    if (kind != 4)
+        *(kind == 2 ? &used : &pinned) += n;
     pthread_mutex_unlock(&mu);
 }
 static void *take(size_t n, int kind) {
@@ -125,9 +126,10 @@ static E drop(void *p) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p == p) {
-            if (blocks[i].kind != 3)
+            if (blocks[i].kind < 3)
                 munmap(p, blocks[i].n ? blocks[i].n : 1);
-            *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
+            if (blocks[i].kind != 4)
+                *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
             blocks[i].p = 0;
             break;
         }
@@ -139,11 +141,17 @@ static int kind_of(const void *q) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p && (char *)q >= blocks[i].p && (char *)q < blocks[i].p + blocks[i].n) {
-            k = blocks[i].kind;
+            k = blocks[i].kind == 4 ? 2 : blocks[i].kind;
             break;
         }
     pthread_mutex_unlock(&mu);
     return k;
+}
+void nullgpu_reserve(void *p, size_t n) { n ? note(p, n, 4) : drop(p); } // for libcuda; n = 0: free again
+void nullgpu_use(long n) {
+    pthread_mutex_lock(&mu);
+    used += n;
+    pthread_mutex_unlock(&mu);
 }
 E cudaGetDeviceCount(int *n) {
     *n = count();

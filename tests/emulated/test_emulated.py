@@ -172,6 +172,25 @@ def test_kernels_compute_what_torchs_operations_do(kernel: str) -> None:
     assert max(json.loads(done.stdout.splitlines()[-1])) < 1e-5
 
 
+@pytest.mark.slow
+def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, str], tmp_path: Path) -> None:
+    """Figures are garbage; libraries that are not installed are listed, and a kernel that cannot run loses no other."""
+    session = HERE.parents[1] / "benchmarks/gpu_session.py"
+    command = [sys.executable, str(session), "--out", str(tmp_path), "--emulate", "--phases", "kernels", "segments"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "session.json").read_text())
+    assert not found.get("failed"), found["failed"]
+    for part, ways in found["kernels"]["shapes"]["toy"].items():
+        ours = [way for name, way in ways.items() if name.startswith("Phalanx") or name == "SDPA, flash"]
+        assert all(way["ms"] > 0 for way in [*ours, ways.get("inductor", {"ms": 1})]), part
+    assert "cuDNN" in found["kernels"]["shapes"]["toy"]["attention"]["SDPA, cuDNN"]["failed"]
+    assert "flash_attn_interface" in found["kernels"]["missing"]
+    runs = found["segments"]["runs"]
+    assert all(run["reserved_bytes"] >= run["memory_bytes"] > 0 for run in runs.values())
+    assert "| expandable segments | " in done.stdout
+
+
 RECIPE = """
 name: tiny
 model: {build: "phalanx.models:transformer", args: {layers: 1, width: 32, heads: 2}}
