@@ -7,7 +7,8 @@ Device memory is the host's, copies are memcpy, kernels and matrix products do n
 `hostgpu.py` has the CPU compute. Real are the caching allocator, streams, pinned memory, autograd's threads,
 torch.compile with Triton and ptxas, and all host code; launches, products, copies and waits are counted (`Counts`).
 CUDA graphs are recorded and replayed; copies and events are late with NULLGPU_DELAY, and the runtime fails as
-NULLGPU_FAIL plans it (nullrt.c). Not emulated: cuDNN, races of kernels, what NCCL does when a peer dies, speed.
+NULLGPU_FAIL plans it (nullrt.c). NCCL works between processes of this machine, also where a peer dies or is stopped, or
+a communicator is aborted (nullnccl.c). Not emulated: cuDNN, races of kernels, speed.
 """
 
 import ctypes

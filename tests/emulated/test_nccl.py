@@ -40,10 +40,22 @@ def in_a_collective(number: signal.Signals, rank: int) -> Values:
     ("world", "planned", "what"),
     [
         pytest.param(2, in_a_collective(signal.SIGKILL, 1), "SIGKILL", id="killed, of 2"),
-        pytest.param(3, in_a_collective(signal.SIGKILL, 0), "SIGKILL", id="killed, of 3"),
+        pytest.param(3, in_a_collective(signal.SIGKILL, 0), "SIGKILL", id="killed, of 3", marks=pytest.mark.slow),
         pytest.param(3, in_a_collective(signal.SIGSTOP, 1), "hang", id="stopped, of 3"),
-        pytest.param(2, fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]), "gpu", id="a GPU that failed, of 2"),
-        pytest.param(2, fault(4, "raise", ranks=[1]), "exit 1", id="an exception of the user's code, of 2"),
+        pytest.param(
+            2,
+            fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]),
+            "gpu",
+            id="a GPU that failed, of 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            fault(4, "raise", ranks=[1]),
+            "exit 1",
+            id="an exception of the user's code, of 2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_bits(
@@ -60,6 +72,7 @@ def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_b
     assert not alive(ended)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: Lab) -> None:
     """On CPUs the others would go on from memory; NCCL's communicators cannot be left while a peer is gone."""
     changes: Values = {**SHORT, "exchange": {"exact": "replicas"}}
@@ -68,6 +81,7 @@ def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: L
     assert ended.digest == gpus.reference(changes, 1).digest
 
 
+@pytest.mark.slow
 def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: Lab) -> None:
     """The other one waits in a collective that will not come."""
     changes: Values = {**SHORT, "data": {"source": {"text": "many.txt"}, "sequence": 128}, "batch": {"micro": 6}}
@@ -108,7 +122,12 @@ def test_collectives_of_the_emulated_nccl_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "silent", "noticed"), [("killed", False, True), ("killed", True, False), ("stopped", False, False)]
+    ("case", "silent", "noticed"),
+    [
+        ("killed", False, True),
+        pytest.param("killed", True, False, marks=pytest.mark.slow),
+        pytest.param("stopped", False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_collective_whose_peer_fell_waits_until_it_is_aborted(case: str, silent: bool, noticed: bool) -> None:
     """Over a network a death is noticed, and still the GPU waits. NVLink tells of none, and nothing of a stop."""

@@ -117,8 +117,8 @@ def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_the
     trained = torch.load(run.path / "weights.pt", weights_only=True)
     assert gpus.command("checkpoint", "export", run.path, tmp_path / "out").returncode == 0
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == trained.keys()
-    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+    assert trained.keys() - exported.keys() == {"head.weight"}  # tied to the embedding
+    assert all(torch.equal(exported[name], trained[name]) for name in exported)
     scored = gpus.command("evaluate", run.path, "--samples", "6", "--json")
     assert scored.returncode == 0, scored.stderr[-3000:]
     (last,) = [event["loss"] for event in read_events(run.events) if event["kind"] == "eval"][-1:]
