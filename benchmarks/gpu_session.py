@@ -79,8 +79,9 @@ class Session:
         (self.out / "gpu.md").write_text("\n".join(page(self.results)) + "\n")
 
     def call(self, command: list[str], patience: float, **environment: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a command; 124 where it took too long."""
+        """Exit code, stdout and stderr of a command; 124 where it took too long, or longer than the session has."""
         found = {**self.environment, **environment}
+        patience = max(1.0, min(patience, self.left()))
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=found, check=False)
         except subprocess.TimeoutExpired:

@@ -41,7 +41,7 @@ def in_a_collective(number: signal.Signals, rank: int) -> Values:
     [
         pytest.param(2, in_a_collective(signal.SIGKILL, 1), "SIGKILL", id="killed, of 2"),
         pytest.param(3, in_a_collective(signal.SIGKILL, 0), "SIGKILL", id="killed, of 3", marks=pytest.mark.slow),
-        pytest.param(3, in_a_collective(signal.SIGSTOP, 1), "hang", id="stopped, of 3"),
+        pytest.param(3, in_a_collective(signal.SIGSTOP, 1), "hang", id="stopped, of 3", marks=pytest.mark.slow),
         pytest.param(
             2,
             fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]),
@@ -121,13 +121,9 @@ def test_collectives_of_the_emulated_nccl_compute() -> None:
     assert (said[0]["pair"], said[2]["pair"]) == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "silent", "noticed"),
-    [
-        ("killed", False, True),
-        pytest.param("killed", True, False, marks=pytest.mark.slow),
-        pytest.param("stopped", False, False, marks=pytest.mark.slow),
-    ],
+    ("case", "silent", "noticed"), [("killed", False, True), ("killed", True, False), ("stopped", False, False)]
 )
 def test_a_collective_whose_peer_fell_waits_until_it_is_aborted(case: str, silent: bool, noticed: bool) -> None:
     """Over a network a death is noticed, and still the GPU waits. NVLink tells of none, and nothing of a stop."""

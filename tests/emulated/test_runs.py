@@ -111,6 +111,7 @@ class Weights:
 """
 
 
+@pytest.mark.slow
 def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_them(gpus: Lab, tmp_path: Path) -> None:
     (gpus.folder / "weights.py").write_text(WEIGHTS)
     run = gpus.train(short({"callbacks": ["weights:Weights"]})).run
