@@ -50,9 +50,9 @@ def attempt(function: Callable[[], Any]) -> Any:
     """What a measurement gives, or why it cannot be done here: the others must not be lost with it."""
     try:
         return function()
-    except (RuntimeError, ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 a compiler's, a library's, the driver's
         torch.cuda.empty_cache()
-        return {"failed": str(error).splitlines()[0][:160]}
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
 
 
 def products(size: int, seconds: float) -> dict[str, Any]:

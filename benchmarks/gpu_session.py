@@ -79,8 +79,9 @@ class Session:
         (self.out / "gpu.md").write_text("\n".join(page(self.results)) + "\n")
 
     def call(self, command: list[str], patience: float, **environment: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a command; 124 where it took too long."""
+        """Exit code, stdout and stderr of a command; 124 where it took too long, or longer than the session has."""
         found = {**self.environment, **environment}
+        patience = max(1.0, min(patience, self.left()))
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=found, check=False)
         except subprocess.TimeoutExpired:
@@ -349,6 +350,31 @@ def peers(session: Session) -> dict[str, Any]:
     return {"done": [name for name in PEERS if name in found]}
 
 
+SEGMENTS = "expandable_segments:True"
+
+
+def segments(session: Session) -> dict[str, Any]:
+    """GPT-2 with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, each in a process of its own: speed, and bytes that
+    torch allocated and reserved at most. The default's are those of `speed` where it ran."""
+    runs = session.results.get("speed", {}).get("gpt2", {}).get("contenders", {}).get(gpu.PHALANX, [])
+    found = {"default": next((run for run in runs if "seconds" in run), None)}
+    for name, value in (("default", ""), ("expandable segments", SEGMENTS)):
+        if found.get(name) is None:
+            task = task_of(session, "gpt2", gpt2(session), gpu.PHALANX, 0.2 if session.emulated else 2.0, kernels=False)
+            environment = {**session.environment, **({"PYTORCH_CUDA_ALLOC_CONF": value} if value else {})}
+            found[name] = gpu.run_child(task, Path(task["folder"]), min(40.0, session.left()), environment)
+    return {"tokens": gpt2(session).tokens, "runs": found}
+
+
+def kernels(session: Session) -> dict[str, Any]:
+    """benchmarks/gpu_kernels.py."""
+    toy = ["--toy", "--seconds", "0.01"] if session.emulated else []
+    command = [sys.executable, str(HERE / "gpu_kernels.py"), *toy]
+    status, out, errors = session.call(command, 90)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-2000:]}
+    return found
+
+
 def default(session: Session) -> dict[str, Any]:
     """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
     case = gpt2(session)
@@ -439,6 +465,8 @@ PHASES = (
     Phase("ceilings", 40, ceilings),
     Phase("planner", 60, planner),
     Phase("peers", 60, peers),
+    Phase("kernels", 50, kernels),
+    Phase("segments", 45, segments),
 )
 
 
@@ -469,6 +497,7 @@ def page(results: Mapping[str, Any]) -> list[str]:
         lines += ["", f"fp32 losses of {FP32_STEPS} steps, GPU against CPU: {found['fp32_off_from_cpu']}", ""]
     if found := results.get("ceilings"):
         lines += ["## Ceilings", "", "```", json.dumps(found, indent=1), "```", ""]
+    lines += kernels_table(results.get("kernels", {})) + segments_table(results.get("segments", {}))
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in results.get("seconds", {}).items())
     return [*lines, f"Phases: {took}. Left out: {', '.join(results.get('left_out', [])) or 'none'}."]
 
@@ -499,6 +528,45 @@ def speed_table(key: str, entry: Mapping[str, Any], ceiling: float | None) -> li
         cells += [f"{half / 989:.1%}", f"{full / ceiling:.1%}" if ceiling else ""]
         cells += [f"{statistics.median(joules):.2e}" if joules else "", f"{memory:.1f}", f"{kernels:.1f}"]
         lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * entry['tokens'] / rate:.1f} |")
+    return [*lines, ""]
+
+
+def kernels_table(found: Mapping[str, Any]) -> list[str]:
+    """Rows of each way to compute each part, at each shape."""
+    if "shapes" not in found:
+        return ["## Kernels", "", str(found["failed"])[-300:], ""] if found else []
+    lines = ["## Kernels, forward and backward together", ""]
+    lines += ["| shape | part | by | ms | TFLOP/s | GB/s | memory, GB |", "|---|---|---|---:|---:|---:|---:|"]
+    for shape, parts in found["shapes"].items():
+        for part, ways in parts.items():
+            for way, each in ways.items():
+                cells = [f"{each[key]:.{digits}f}" if key in each else "" for key, digits in KERNEL_COLUMNS]
+                cells[0] = cells[0] or ("missing" if "missing" in each else each.get("failed", "?")[:60])
+                lines.append(f"| {shape} | {part} | {way} | {' | '.join(cells)} |")
+    missing, left_out = (", ".join(found[key]) or "none" for key in ("missing", "left_out"))
+    return [*lines, "", f"Not installed: {missing}. Left out for lack of time: {left_out}.", ""]
+
+
+KERNEL_COLUMNS = (("ms", 3), ("tflops", 1), ("gb_per_s", 0), ("peak_gb", 2))
+
+
+def segments_table(found: Mapping[str, Any]) -> list[str]:
+    """Rows of GPT-2 with torch's default allocator and with expandable segments."""
+    if not found:
+        return []
+    lines = [
+        "## expandable_segments (GPT-2)",
+        "",
+        "| | tokens/s | allocated, GB | reserved, GB |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, run in found["runs"].items():
+        if "seconds" not in run:
+            lines.append(f"| {name} | {run.get('refused', '?')[:120]} | | |")
+            continue
+        rate = found["tokens"] / statistics.median(run["seconds"])
+        memory = [f"{(run.get(key) or 0) / 1e9:.2f}" for key in ("memory_bytes", "reserved_bytes")]
+        lines.append(f"| {name} | {rate:,.0f} | {' | '.join(memory)} |")
     return [*lines, ""]
 
 

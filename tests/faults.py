@@ -12,7 +12,8 @@ grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as SIGSTOP 
 process can open, make, rename, list or remove nothing in the run's directory, and sync nothing: EIO), `mend-storage`,
 `fail-read` (as a read that storage refuses), `lose-gpu` (raises what torch does when a GPU failed), `gpu` (the emulated
 GPU of this worker gives the `error`, a number of CUDA's, after so many more `calls` that give it work:
-tests/emulated/nullrt.c).
+tests/emulated/nullrt.c), `collective` (a `signal` to this worker in the middle of a collective between emulated GPUs,
+after so many more `calls`: tests/emulated/nullnccl.c).
 """
 
 import ctypes
@@ -132,6 +133,8 @@ def strike(fault):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     elif do == "gpu":
         ctypes.CDLL(None).nullgpu_fail(fault["error"], ctypes.c_long(fault.get("calls", 0)))
+    elif do == "collective":
+        ctypes.CDLL(None).nullnccl_strike(fault["signal"], ctypes.c_long(fault.get("calls", 0)))
     elif do == "crash":
         ctypes.string_at(0)
     else:

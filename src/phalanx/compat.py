@@ -178,6 +178,16 @@ def is_compiled(module: "nn.Module") -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def causal_lower_right(queries: int, keys: int) -> "torch.Tensor":
+    """The bias of torch.nn.attention by which the last query sees the last key. torch cannot make one while operations
+    are dispatched to a mode, as selective recomputation, memory measurements and FLOP counters have them."""
+    from torch.nn.attention import bias
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return bias.causal_lower_right(queries, keys)
+
+
 def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]":
     """A context in which `after` gets what each operation of torch returned, those of backward included."""
 

@@ -7,7 +7,8 @@ Device memory is the host's, copies are memcpy, kernels and matrix products do n
 `hostgpu.py` has the CPU compute. Real are the caching allocator, streams, pinned memory, autograd's threads,
 torch.compile with Triton and ptxas, and all host code; launches, products, copies and waits are counted (`Counts`).
 CUDA graphs are recorded and replayed; copies and events are late with NULLGPU_DELAY, and the runtime fails as
-NULLGPU_FAIL plans it (nullrt.c). Not emulated: cuDNN, races of kernels, what NCCL does when a peer dies, speed.
+NULLGPU_FAIL plans it (nullrt.c). NCCL works between processes of this machine, also where a peer dies or is stopped, or
+a communicator is aborted (nullnccl.c). Not emulated: cuDNN, races of kernels, speed.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ BUILD = HERE.parents[1] / "build" / "emulated"
 LIBRARIES = {
     "libnullrt.so": ("nullrt.c", ("-ldl", "-lpthread")),
     "libcuda.so.1": ("nullcu.c", ("-Wl,-soname,libcuda.so.1", "-ldl")),
-    "libnullnccl.so": ("nullnccl.c", ()),
+    "libnullnccl.so": ("nullnccl.c", ("-lpthread",)),
 }
 
 
@@ -67,7 +68,7 @@ def environment(folder: Path, host: bool = False) -> dict[str, str]:
     paths = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "NULLGPU": "host" if host else "1",
-        "LD_PRELOAD": str(folder / "libnullrt.so"),
+        "LD_PRELOAD": f"{folder / 'libnullrt.so'}:{folder / 'libnullnccl.so'}",
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN cannot start

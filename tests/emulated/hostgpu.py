@@ -4,11 +4,11 @@
 memory, and an operation sees it as tensors of the CPU. So numbers are right, bit for bit those of the CPU, while the
 allocator, streams, pinned copies and host code are the GPU's. Eager only: compiled code would call kernels that do
 nothing, so `environment` has torch.compile do nothing. Attention is `math`; fp8 products are computed in fp32. With
-NULLGPU_DELAY what is computed waits for what its stream was given before, and for nothing else (nullrt.c).
+NULLGPU_DELAY, and behind collectives (nullnccl.c), what is computed waits for what its stream was given before, and for
+nothing else (nullrt.c).
 """
 
 import ctypes
-import os
 from typing import Any
 
 import torch
@@ -61,10 +61,12 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
+RUNTIME = ctypes.CDLL(None)  # the preloaded one among others
+
+
 def wait_for_stream(device: torch.device) -> None:
-    """Have copies done that were given to the stream on which something is computed now."""
-    if "NULLGPU_DELAY" in os.environ:
-        ctypes.CDLL(None).nullgpu_compute(ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream))
+    """Wait for copies and collectives that were given to the stream on which something is computed now."""
+    RUNTIME.nullgpu_compute(ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream))
 
 
 def scaled_mm(

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 typedef int E;
 static int count(void) {
     const char *s = getenv("NULLGPU_COUNT");
@@ -193,6 +194,35 @@ E cuMemGetInfo_v2(size_t *f, size_t *t) {
 }
 E cuStreamSynchronize() { return 0; }
 E cuCtxSynchronize() { return 0; }
+// Memory of the GPU that is mapped piece by piece, for expandable segments: addresses are the host's, reserved without
+// memory behind them; what is made counts as used.
+void nullgpu_reserve(void *p, size_t n);
+void nullgpu_use(long n);
+E cuMemAddressReserve(void **p, size_t n, size_t align, void *at, unsigned long long flags) {
+    *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (*p == MAP_FAILED)
+        return 2;
+    nullgpu_reserve(*p, n);
+    return 0;
+}
+E cuMemAddressFree(void *p, size_t n) {
+    nullgpu_reserve(p, 0);
+    return munmap(p, n) ? 1 : 0;
+}
+E cuMemCreate(size_t **handle, size_t n, const void *properties, unsigned long long flags) {
+    *handle = malloc(sizeof n);
+    **handle = n;
+    nullgpu_use(n);
+    return 0;
+}
+E cuMemRelease(size_t *handle) {
+    nullgpu_use(-(long)*handle);
+    free(handle);
+    return 0;
+}
+E cuMemMap(void *p, size_t n, size_t offset, size_t *handle, unsigned long long flags) { return 0; }
+E cuMemUnmap(void *p, size_t n) { return madvise(p, n, MADV_DONTNEED) ? 1 : 0; }
+E cuMemSetAccess(void *p, size_t n, const void *access, size_t count) { return 0; }
 E cuGetProcAddress_v2(const char *s, void **p) {
     *p = 0;
     return 500;

@@ -34,7 +34,7 @@ long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
 enum { OUT_OF_MEMORY = 2 };
 static int planned = -1; // unknown; 0: nothing is
 static long remaining = 0;
-static int lost = 0;
+static volatile int lost = 0;
 static void plan(void) {
     const char *s = getenv("NULLGPU_FAIL"), *attempt = getenv("PHALANX_ATTEMPT");
     int error = 0, only = -1;
@@ -56,9 +56,12 @@ static int due(int memory) {
         return 0;
     return __sync_fetch_and_sub(&remaining, 1) <= 0;
 }
+static void context_lost(void);
 static E work(void) { // a call that gives the GPU something to do
-    if (!lost && due(0))
+    if (!lost && due(0)) {
         lost = planned;
+        context_lost();
+    }
     return lost;
 }
 // CUDA graphs: what a thread asks while it captures is recorded, and done each time that the graph is launched. Waiting
@@ -93,7 +96,7 @@ typedef struct {
     char *p;
     size_t n;
     int kind;
-} Block; // 1 host, 2 device, 3 the caller's, registered
+} Block; // 1 host, 2 device, 3 the caller's, registered, 4 addresses of the device
 static Block blocks[1 << 16];
 static int nblocks = 0;
 static void note(char *p, size_t n, int kind) {
@@ -106,7 +109,8 @@ static void note(char *p, size_t n, int kind) {
             break;
         }
     }
-    *(kind == 2 ? &used : &pinned) += n;
+    if (kind != 4)
+        *(kind == 2 ? &used : &pinned) += n;
     pthread_mutex_unlock(&mu);
 }
 static void *take(size_t n, int kind) {
@@ -122,9 +126,10 @@ static E drop(void *p) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p == p) {
-            if (blocks[i].kind != 3)
+            if (blocks[i].kind < 3)
                 munmap(p, blocks[i].n ? blocks[i].n : 1);
-            *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
+            if (blocks[i].kind != 4)
+                *(blocks[i].kind == 2 ? &used : &pinned) -= blocks[i].n;
             blocks[i].p = 0;
             break;
         }
@@ -136,11 +141,17 @@ static int kind_of(const void *q) {
     pthread_mutex_lock(&mu);
     for (int i = 0; i < nblocks; i++)
         if (blocks[i].p && (char *)q >= blocks[i].p && (char *)q < blocks[i].p + blocks[i].n) {
-            k = blocks[i].kind;
+            k = blocks[i].kind == 4 ? 2 : blocks[i].kind;
             break;
         }
     pthread_mutex_unlock(&mu);
     return k;
+}
+void nullgpu_reserve(void *p, size_t n) { n ? note(p, n, 4) : drop(p); } // for libcuda; n = 0: free again
+void nullgpu_use(long n) {
+    pthread_mutex_lock(&mu);
+    used += n;
+    pthread_mutex_unlock(&mu);
 }
 E cudaGetDeviceCount(int *n) {
     *n = count();
@@ -299,8 +310,9 @@ typedef struct {
 } Ev;
 // With NULLGPU_DELAY copies between pinned memory and the GPU, and events, are done as late as CUDA allows: when something
 // waits for them. Each stream is a queue; what is computed, on the host (`nullgpu_compute`), waits for its own stream
-// alone. So a wait that is missing, or memory that is used again too early, shows in the numbers.
-enum { WAIT = 100, RECORD };
+// alone. So a wait that is missing, or memory that is used again too early, shows in the numbers. Without it what a
+// stream is given is done at once, but for what comes behind a collective of nullnccl.c, which waits for its peers.
+enum { WAIT = 100, RECORD, COLLECTIVE };
 enum { NOT_READY = 600, PATIENCE = 3 };
 typedef struct {
     int what;
@@ -310,6 +322,7 @@ typedef struct {
     int value;
     void *stream; // that WAIT waits for, up to `at`
     long at;
+    volatile int *done; // of a COLLECTIVE, which ends by itself
 } Late;
 typedef struct {
     void *id;
@@ -319,14 +332,17 @@ typedef struct {
 } Queue;
 static Queue queues[256];
 static int nqueues = 0;
-static pthread_mutex_t late = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static pthread_mutex_t late = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t ended = PTHREAD_COND_INITIALIZER; // a collective has, or the context is lost
 long nullgpu_late = 0;
+static volatile int communicates = 0; // nullnccl.c has a communicator
 static int delays(void) {
     static int known = -1;
     if (known < 0)
         known = getenv("NULLGPU_DELAY") != 0;
     return known;
 }
+static int queues_up(void) { return delays() || communicates; }
 static Queue *queue_of(void *stream) {
     for (int i = 0; i < nqueues; i++)
         if (queues[i].id == stream)
@@ -336,27 +352,42 @@ static Queue *queue_of(void *stream) {
     queues[nqueues].id = stream;
     return &queues[nqueues++];
 }
-static void finish(void *stream, long end) { // what the stream has before `end`
-    pthread_mutex_lock(&late);
+static int drain(void *stream, long end) { // do what the stream has before `end`: whether nothing holds it up
     Queue *q = queue_of(stream);
     while (q->first < end && q->first < q->end) {
-        Late op = q->ops[q->first++ - q->base];
+        Late op = q->ops[q->first - q->base];
+        if (op.what == WAIT && !drain(op.stream, op.at))
+            return 0;
+        if (op.what == COLLECTIVE && !*op.done)
+            return 0;
         if (op.what == COPY)
             memmove(op.to, op.from, op.n);
         else if (op.what == SET)
             memset(op.to, op.value, op.n);
-        else if (op.what == WAIT)
-            finish(op.stream, op.at);
         if (op.what == COPY && op.value) // a copy of what was pageable
             free((void *)op.from);
+        q->first++;
     }
+    return 1;
+}
+static void finish(void *stream, long end) { // wait for what the stream has before `end`, or until the context is lost
+    pthread_mutex_lock(&late);
+    while (!drain(stream, end) && !lost)
+        pthread_cond_wait(&ended, &late);
     pthread_mutex_unlock(&late);
 }
 static void finish_all(void) {
-    pthread_mutex_lock(&late);
-    for (int i = 0; i < nqueues; i++)
+    for (int i = 0; queues_up() && i < nqueues; i++)
         finish(queues[i].id, LONG_MAX);
+}
+static int is_done(void *stream, long end) {
+    pthread_mutex_lock(&late);
+    if (!delays())
+        drain(stream, end);
+    Queue *q = queue_of(stream);
+    int done = q->first >= (end < q->end ? end : q->end);
     pthread_mutex_unlock(&late);
+    return done;
 }
 static long later(void *stream, Late op) { // the number behind it
     pthread_mutex_lock(&late);
@@ -368,19 +399,46 @@ static long later(void *stream, Late op) { // the number behind it
     q->ops[q->end++ - q->base] = op;
     nullgpu_late += op.what == COPY || op.what == SET;
     long end = q->end;
+    if (!delays())
+        drain(stream, LONG_MAX);
     pthread_mutex_unlock(&late);
     return end;
 }
 void nullgpu_compute(void *stream) { // something is computed on it now
-    if (delays())
+    if (queues_up())
         finish(stream, LONG_MAX);
+}
+// For nullnccl.c: a collective is given to a stream, may begin once it is `nullgpu_due`, and ends by `nullgpu_ended`.
+long nullgpu_collective(void *stream, volatile int *done) {
+    communicates = 1;
+    return later(stream, (Late){COLLECTIVE, .done = done}) - 1;
+}
+int nullgpu_due(void *stream, long at, int late_enough) { // what comes before it on its stream is done
+    pthread_mutex_lock(&late);
+    int due = !lost && (delays() && !late_enough ? queue_of(stream)->first >= at : drain(stream, at));
+    pthread_mutex_unlock(&late);
+    return due;
+}
+void nullgpu_ended(volatile int *done) {
+    pthread_mutex_lock(&late);
+    *done = 1;
+    for (int i = 0; !delays() && i < nqueues; i++)
+        drain(queues[i].id, LONG_MAX);
+    pthread_cond_broadcast(&ended);
+    pthread_mutex_unlock(&late);
+}
+int nullgpu_device(void) { return dev; }
+static void context_lost(void) { // who waits for the GPU gets its error
+    pthread_mutex_lock(&late);
+    pthread_cond_broadcast(&ended);
+    pthread_mutex_unlock(&late);
 }
 static void dawdle(void) { // a background thread that waits does so for long, so the main one is ahead of it
     if (delays() && gettid() != getpid())
         usleep(500000);
 }
 static void move(void *d, const void *s, size_t n, void *stream) {
-    if (!delays())
+    if (!queues_up())
         memmove(d, s, n);
     else if (!kind_of(d)) { // to pageable memory: done when the call returns
         nullgpu_compute(stream);
@@ -411,7 +469,7 @@ E cudaEventDestroy(void *e) {
 E cudaEventRecord(void *e, void *s) {
     Ev *event = e;
     clock_gettime(CLOCK_MONOTONIC, &event->t);
-    if (delays() && !capturing) {
+    if (queues_up() && !capturing) {
         event->stream = s;
         event->at = later(s, (Late){RECORD});
         event->asked = 0;
@@ -421,19 +479,19 @@ E cudaEventRecord(void *e, void *s) {
 E cudaEventRecordWithFlags(void *e, void *s, unsigned f) { return cudaEventRecord(e, s); }
 E cudaEventQuery(void *e) {
     Ev *event = e;
-    if (delays() && event->at) {
+    if (event->at && !is_done(event->stream, event->at)) {
+        if (lost)
+            return lost;
         pthread_mutex_lock(&late);
-        int done = queue_of(event->stream)->first >= event->at;
+        int done = event->asked++ >= PATIENCE && drain(event->stream, event->at);
         pthread_mutex_unlock(&late);
-        if (!done && event->asked++ < PATIENCE)
-            return NOT_READY;
-        finish(event->stream, event->at);
+        return done ? 0 : NOT_READY;
     }
     return lost;
 }
 E cudaEventSynchronize(void *e) {
     dawdle();
-    if (delays() && ((Ev *)e)->at)
+    if (((Ev *)e)->at)
         finish(((Ev *)e)->stream, ((Ev *)e)->at);
     if (capturing)
         return UNSUPPORTED;
@@ -457,7 +515,13 @@ E cudaStreamGetPriority(void *s, int *p) {
     return 0;
 }
 E cudaStreamQuery(void *s) {
-    nullgpu_compute(s);
+    if (queues_up()) {
+        pthread_mutex_lock(&late);
+        int done = drain(s, LONG_MAX);
+        pthread_mutex_unlock(&late);
+        if (!done && !lost)
+            return NOT_READY;
+    }
     return lost;
 }
 E cudaStreamSynchronize(void *s) {
@@ -469,7 +533,7 @@ E cudaStreamSynchronize(void *s) {
     return lost;
 }
 E cudaStreamWaitEvent(void *s, void *e, unsigned f) {
-    if (delays() && !capturing && ((Ev *)e)->at)
+    if (queues_up() && !capturing && ((Ev *)e)->at)
         later(s, (Late){WAIT, .stream = ((Ev *)e)->stream, .at = ((Ev *)e)->at});
     return lost;
 }
@@ -616,7 +680,7 @@ E cudaMemset(void *p, int v, size_t n) {
 E cudaMemsetAsync(void *p, int v, size_t n, void *s) {
     if (record((Node){SET, p, 0, n, v}))
         return 0;
-    if (delays())
+    if (queues_up())
         later(s, (Late){SET, p, 0, n, v});
     else
         memset(p, v, n);

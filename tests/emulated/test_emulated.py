@@ -131,6 +131,32 @@ def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:
     assert "1 passed" in done.stdout
 
 
+NEED_KERNELS = {
+    "train/test_train_cross_entropy.py": "calls Triton's kernels, which do nothing here",
+    "models/test_models_norm_rotate.py": "calls Triton's kernels, which do nothing here",
+    "models/test_models_attention.py": "compares what compiled kernels of attention compute",
+}
+"""Files of tests marked `gpu` that only a GPU can run. Kernels of the first two run in Triton's interpreter below."""
+
+
+def test_the_suites_tests_that_need_a_gpu_pass_on_one_that_computes_as_the_cpu(emulated: dict[str, str]) -> None:
+    """Eager: torch.compile does nothing here."""
+    unit = HERE.parent / "unit"
+    files = [path for path in sorted(unit.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    assert NEED_KERNELS.keys() <= {str(path.relative_to(unit)) for path in files}
+    files = [path for path in files if str(path.relative_to(unit)) not in NEED_KERNELS]
+    computing = {**os.environ, **environment(build(), host=True)}
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), computing["PYTHONPATH"], str(HERE.parents[1] / "src")])
+    options = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-p", "computing"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**computing, "PYTHONPATH": paths}, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " failed" not in done.stdout
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
 def test_what_the_fork_server_imports_leaves_cuda_to_its_children(emulated: dict[str, str]) -> None:
     assert counted(emulated, "imports", "") == {"calls": [], "forked": 0}
 
@@ -144,6 +170,25 @@ def test_kernels_compute_what_torchs_operations_do(kernel: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert max(json.loads(done.stdout.splitlines()[-1])) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, str], tmp_path: Path) -> None:
+    """Figures are garbage; libraries that are not installed are listed, and a kernel that cannot run loses no other."""
+    session = HERE.parents[1] / "benchmarks/gpu_session.py"
+    command = [sys.executable, str(session), "--out", str(tmp_path), "--emulate", "--phases", "kernels", "segments"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "session.json").read_text())
+    assert not found.get("failed"), found["failed"]
+    for part, ways in found["kernels"]["shapes"]["toy"].items():
+        ours = [way for name, way in ways.items() if name.startswith("Phalanx") or name == "SDPA, flash"]
+        assert all(way["ms"] > 0 for way in [*ours, ways.get("inductor", {"ms": 1})]), part
+    assert "cuDNN" in found["kernels"]["shapes"]["toy"]["attention"]["SDPA, cuDNN"]["failed"]
+    assert "flash_attn_interface" in found["kernels"]["missing"]
+    runs = found["segments"]["runs"]
+    assert all(run["reserved_bytes"] >= run["memory_bytes"] > 0 for run in runs.values())
+    assert "| expandable segments | " in done.stdout
 
 
 RECIPE = """

@@ -3,12 +3,14 @@
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lab import Lab, Values, fault, merged, plan_faults
-from phalanx.run import Run
+from phalanx.run import Run, read_events
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
@@ -25,6 +27,8 @@ EXPERTS: Values = {
         "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1},
     }
 }
+GATHERED: Values = {"model": {"args": {"heads": 1}}, "memory": {"recompute": "selective"}}
+"""A single head cannot be divided by 2, so keys and values travel; attention's bias is made within torch's mode."""
 STAGES: Values = {"model": {"args": {"layers": 2}}}
 DOCUMENTS: Values = {"data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"}}
 LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
@@ -35,6 +39,7 @@ LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
     "tensor 2": ({}, {"tensor": 2}, 2),
     "pipeline 2": (STAGES, {"pipeline": 2}, 2),
     "context 2": ({}, {"context": 2}, 2),
+    "context 2, gathered, selective recompute": (GATHERED, {"context": 2}, 2),
     "expert 2 x shard 2": (EXPERTS, {"expert": 2, "shard": 2}, 2),
 }
 EXACT = ("ring", "tree", "halving", "server", "sharded-server", "hierarchical")
@@ -95,6 +100,32 @@ def test_one_gpu_has_the_losses_of_a_cpu(gpus: Lab, cpu: Lab, changes: Values) -
     assert (device_of(ended.run), device_of(expected.run)) == ("cuda", "cpu")
     exact = changes.get("precision", "fp32") == "fp32"  # a CPU keeps some operations in fp32 that a GPU does not
     assert ended.losses == pytest.approx(expected.losses, rel=1e-6 if exact else 1e-4)
+
+
+WEIGHTS = """
+import torch
+
+class Weights:
+    def end(self, run, event):
+        torch.save({name: value.cpu() for name, value in run.model.state_dict().items()}, run.path / "weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_them(gpus: Lab, tmp_path: Path) -> None:
+    (gpus.folder / "weights.py").write_text(WEIGHTS)
+    run = gpus.train(short({"callbacks": ["weights:Weights"]})).run
+    trained = torch.load(run.path / "weights.pt", weights_only=True)
+    assert gpus.command("checkpoint", "export", run.path, tmp_path / "out").returncode == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert trained.keys() - exported.keys() == {"head.weight"}  # tied to the embedding
+    assert all(torch.equal(exported[name], trained[name]) for name in exported)
+    scored = gpus.command("evaluate", run.path, "--samples", "6", "--json")
+    assert scored.returncode == 0, scored.stderr[-3000:]
+    (last,) = [event["loss"] for event in read_events(run.events) if event["kind"] == "eval"][-1:]
+    assert json.loads(scored.stdout)["loss"] == pytest.approx(last, rel=1e-6)
+    written = gpus.command("generate", run.path, "--tokens", "4", "--temperature", "0")
+    assert written.returncode == 0, written.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx import compat
 
@@ -35,6 +36,16 @@ def test_an_operation_without_a_deterministic_kernel_is_known_by_torchs_words() 
     words = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic"
     assert compat.nondeterministic(RuntimeError(words)) == "cumsum_cuda_kernel"
     assert compat.nondeterministic(RuntimeError("out of memory")) is None
+
+
+def test_a_causal_bias_is_made_where_operations_are_watched() -> None:
+    query, key = torch.randn(2, 1, 1, 3, 8, generator=torch.Generator().manual_seed(1)).split(1)
+    longer = torch.cat([key[0], key[0] + 1], dim=2)
+    mask = torch.ones(3, 6, dtype=torch.bool).tril(3)
+    expected = scaled_dot_product_attention(query[0], longer, longer, attn_mask=mask)
+    with compat.watching(lambda result: None):
+        found = scaled_dot_product_attention(query[0], longer, longer, attn_mask=compat.causal_lower_right(3, 6))
+    assert torch.allclose(found, expected)
 
 
 LATE = """

@@ -1,8 +1,8 @@
 """Have Phalanx look for the emulated GPUs, in each process whose PYTHONPATH holds this folder.
 
 There are no device files of a driver here, so the list of those that Phalanx looks for gets one that exists. With
-NULLGPU=host what the fork server forks computes as `hostgpu.py` says: without Triton's kernels, and gradients travel
-over gloo. With NULLGPU=cpu it trains on the CPU, with the same attention.
+NULLGPU=host what the fork server forks computes as `hostgpu.py` says, without Triton's kernels. With NULLGPU=cpu it
+trains on the CPU, with the same attention.
 """
 
 import importlib.abc
@@ -34,19 +34,6 @@ def _no_triton(module: Any) -> None:
         module.HAS_TRITON = False
 
 
-def _mask(module: Any) -> None:
-    """The bias that CUDA's kernels take cannot be made under any mode of torch."""
-    if HOST:
-        module.causal_lower_right = lambda queries, keys: _lower_right(queries, keys)
-
-
-def _lower_right(queries: int, keys: int) -> Any:
-    import torch
-
-    places = torch.arange(keys, device=torch.device("cuda", torch.cuda.current_device()))
-    return places[keys - queries :, None] >= places
-
-
 def _compute_on_the_host(_: Any) -> None:
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if os.environ["NULLGPU"] == "cpu":
@@ -56,15 +43,24 @@ def _compute_on_the_host(_: Any) -> None:
     if not HOST:
         return
     import hostgpu
-    import torch.distributed as dist
 
-    join = dist.init_process_group
-
-    def over_gloo(backend: str, *args: Any, **kwargs: Any) -> None:
-        join(backend.replace("nccl", "gloo"), *args, **{**kwargs, "device_id": None})
-
-    dist.init_process_group = over_gloo
     os.register_at_fork(after_in_child=hostgpu.install)
+
+
+def _commands(module: Any) -> None:
+    """`phalanx evaluate` computes in its own process, not in a fork of the fork server."""
+    load = module.load_trained
+
+    def load_trained(*args: Any, **kwargs: Any) -> Any:
+        import hostgpu
+
+        hostgpu.plain_attention()
+        if HOST:
+            hostgpu.install()
+        return load(*args, **kwargs)
+
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    module.load_trained = load_trained
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
@@ -73,9 +69,11 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "phalanx.models.transformer": _no_triton,
     "phalanx.train.vocab": _no_triton,
     "phalanx.train.ops": _no_triton,
-    "phalanx.train.parallel.attention": _mask,
+    "phalanx.train.trained": _commands,
     "phalanx.train.worker": _compute_on_the_host,
 }
+if os.environ.get("NULLGPU") not in ("host", "cpu"):
+    del PATCHES["phalanx.train.trained"]
 if os.environ.get("NULLGPU_HIP"):  # torch says so where it was built for AMD's GPUs
     PATCHES["torch.version"] = _hip
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from phalanx.compat import causal_lower_right
 from phalanx.errors import RecipeError
 from phalanx.train.parallel.collectives import Group, exchange_rows, gather, rank_in, size_of
 
