@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, this_machine
-from phalanx.cluster.discover import too_few_gpus
+from phalanx.cluster.discover import check_threads, check_workers
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
@@ -125,10 +125,12 @@ def starting(
     loaded.check_named()
     machine = machine_of(loaded)
     world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
-    if machine.gpus and world > machine.count * nodes:
-        raise UsageError(too_few_gpus(math.ceil(world / nodes), machine.count))
+    check_workers(machine, world, nodes)
     check(loaded.recipe, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)
+    if loaded.recipe.threads != "auto":
+        with loaded.locating():
+            check_threads(machine, loaded.recipe.threads, math.ceil(world / nodes))
     if write:
         check_place(run.path)
     importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}

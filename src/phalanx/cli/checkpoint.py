@@ -15,7 +15,9 @@ from phalanx.observe import units
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
 Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or one of its checkpoints.")]
-Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of the run; default: the newest.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, max=10**10, help="Which checkpoint of the run; default: the newest.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

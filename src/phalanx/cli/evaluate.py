@@ -12,9 +12,12 @@ from phalanx.errors import UsageError
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Score at most N held-out samples.", show_default="all")
+        int | None,
+        typer.Option(min=1, max=10**10, metavar="N", help="Score at most N held-out samples.", show_default="all"),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
     trust_code: Annotated[
         bool,

@@ -6,17 +6,24 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.numbers import number
 from phalanx.errors import UsageError
 
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How many tokens to add.")] = 300,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token, 1 samples freely.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample among the K likeliest.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="How many tokens to add.")] = 300,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e6, callback=number, help="0 takes the likeliest token, 1 samples freely.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K likeliest.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
     trust_code: Annotated[
         bool,

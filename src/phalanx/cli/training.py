@@ -11,6 +11,7 @@ from typing import TextIO
 from phalanx.api import Ready, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
+from phalanx.cluster.discover import check_workers
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
 from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
@@ -148,7 +149,9 @@ def train_own_loop(
     if not script.is_file():
         raise UsageError(f"{script}: no such file; expected a recipe or a script that calls phalanx.join")
     run = Run(run_path if run_path is not None else Path("runs") / script.stem)
-    world = nproc or this_machine().gpus or 1
+    machine = this_machine()
+    world = nproc or machine.gpus or 1
+    check_workers(machine, world)
     with NurseryProcess() as nursery, Shown(run, out) as shown:
         outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
     if outcome.message:

@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from phalanx.cluster.description import Accelerator, Cluster
 from phalanx.recipe.text import Key
 
-MOST_NODES = 1_000_000
 MOST: dict[str, tuple[float, str]] = {
     "tflops": (2e6, "TFLOP/s of one device"),
     "achieved_tflops": (2e6, "TFLOP/s of one device"),
@@ -34,8 +33,6 @@ NEEDS_A_NETWORK = "missing, expected the network that joins the nodes; the netwo
 
 def problems(cluster: Cluster) -> Iterator[tuple[Key, str]]:
     """Each impossible figure: its key, and what is wrong with it."""
-    if cluster.nodes > MOST_NODES:
-        yield ("nodes",), f"found {cluster.nodes:,}, expected at most {MOST_NODES:,}"
     yield from _too_large(cluster.node, ("node",))
     yield from _accelerator(cluster.node.accelerator, ("node", "accelerator"))
     yield from _links(cluster)

@@ -237,7 +237,9 @@ def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
 
 
 def test_a_list_of_numbers_is_told_as_one() -> None:
-    with pytest.raises(RecipeError, match=r"layout\.stages: .* expected a list of whole numbers above 0 or null"):
+    with pytest.raises(
+        RecipeError, match=r"layout\.stages: .* expected a list of whole numbers from 1 to 1,000,000 or null"
+    ):
         recipe("layout.stages=3")
 
 

@@ -132,9 +132,9 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps: soon", '1: steps: found "soon", expected a whole number above 0 or `N steps`'),
+        ("steps: soon", '1: steps: found "soon", expected a whole number from 1 to 10,000,000,000 or `N steps`'),
         ("optim: [1]", "1: optim: found [1], expected a mapping (name, lr, "),
-        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number above 0 or auto"),
+        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number from 1 to 100,000,000 or auto"),
         ("layout: 3", "1: layout: found 3, expected a mapping (replicate, "),
         ("layout:\n  shrad: 3", "2: layout.shrad: unknown key; did you mean shard?"),
         ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
@@ -143,7 +143,10 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("data:\n  source:\n  - text: a\n  - {text: b, weight: x}", "4: data.source.1.weight: found "),
         ("data:\n  source: {weight: 2}", "2: data.source: give exactly one of text, "),
         ("data: {source: {idx: {images: a}}}", "1: data.source.idx.labels: missing, expected text"),
-        ("data: {tokenizer: {bpe: 3}}", "1: data.tokenizer.bpe: found 3, expected a whole number of at least 257"),
+        (
+            "data: {tokenizer: {bpe: 3}}",
+            "1: data.tokenizer.bpe: found 3, expected a whole number from 257 to 10,000,000",
+        ),
         ("optim: {betas: [1, 2, 3]}", "1: optim.betas: found [1, 2, 3], expected a list of 2"),
         ("evaluate: {share: 1.5}", "1: evaluate.share: found 1.5, expected a number of at least 0 and below 1"),
         ("- 1", "1: found [1], expected a mapping"),
