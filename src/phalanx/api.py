@@ -122,15 +122,7 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
-    loaded.check_named()
-    machine = machine_of(loaded)
-    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
-    check_workers(machine, world, nodes)
-    check(loaded.recipe, loaded.folder, world, loaded.at)
-    check_machine(loaded, machine)
-    if loaded.recipe.threads != "auto":
-        with loaded.locating():
-            check_threads(machine, loaded.recipe.threads, math.ceil(world / nodes))
+    machine, world = check_start(loaded, nproc, nodes)
     if write:
         check_place(run.path)
     importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
@@ -160,6 +152,21 @@ def starting(
         ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
+
+
+def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1) -> tuple[Machine, int]:
+    """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
+    the recipe cannot run on them."""
+    loaded.check_named()
+    machine = machine_of(loaded)
+    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
+    check_workers(machine, world, nodes)
+    check(loaded.recipe, loaded.folder, world, loaded.at)
+    check_machine(loaded, machine)
+    if loaded.recipe.threads != "auto":
+        with loaded.locating():
+            check_threads(machine, loaded.recipe.threads, math.ceil(world / nodes))
+    return machine, world
 
 
 def machine_of(loaded: Loaded) -> Machine:

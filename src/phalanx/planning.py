@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.beside import Call
 from phalanx.cluster import Cluster, load_cluster, this_machine
+from phalanx.cluster.datasheet import torch_devices
 from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
 from phalanx.data.reader import Facts
@@ -115,6 +116,8 @@ def plan_run(
     what would. UsageError: the cluster has not so many devices.
     """
     where = sized(cluster, gpus, folder) if cluster is not None else _here(loaded.recipe.device)
+    with loaded.locating():
+        check_kind(loaded.recipe.device, where)
     devices = gpus or where.devices
     loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
@@ -139,6 +142,19 @@ def _here(device: str) -> Cluster:
         probe = "CUDA_VISIBLE_DEVICES= phalanx probe" if device == "cpu" else "phalanx probe"
         raise UsageError(f"--cluster: not given, and this machine has not been measured: run `{probe}` first")
     return load_cluster(str(path))
+
+
+def check_kind(device: str, cluster: Cluster) -> None:
+    """RecipeError where a recipe's `device` is another than the cluster computes with."""
+    kinds = torch_devices(cluster.node.accelerator)
+    if device == "auto" or device in kinds:
+        return
+    valid = " or ".join([*(f"device={kind}" for kind in kinds), "device=auto"])
+    other = {"cpu": ", such as cpu", "cuda": ", such as h100"}.get(device, "")
+    raise RecipeError(
+        f"device: found {device}, but {cluster.name} computes with {cluster.node.accelerator.name}; use {valid}, or "
+        f"another --cluster{other}"
+    )
 
 
 def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:

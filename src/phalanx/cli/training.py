@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.api import Ready, finished, machine_of, starting, supervise
+from phalanx.api import Ready, check_start, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
 from phalanx.cluster.discover import check_workers
@@ -52,6 +52,8 @@ def train_here(
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
+    if membership.nodes == 1:  # of several the others hear of it, below
+        check_start(loaded, nproc)
     with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)

@@ -4,6 +4,7 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -78,6 +79,16 @@ Steps = Annotated[
 """A number of optimizer steps, written `100` or `100 steps`."""
 
 
+def _finite(value: Any) -> Any:
+    """Refuse numbers that no JSON has: a builder in another process would get None for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"found {value}, expected finite numbers")
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in below:
+        _finite(each)
+    return value
+
+
 def _percent(value: str) -> str:
     if not 0 < float(value.strip().removesuffix("%")) <= 50:
         raise ValueError("expected a share above 0% and up to 50%")
@@ -96,7 +107,7 @@ class Model(Part):
 
     build: str = "phalanx.models:transformer"
     """`module:callable`; modules beside the recipe are found, too. Or `hf:PATH` of a Hugging Face directory."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)
     """Arguments of the callable. `vocab`, `sequence`, `classes` are filled in from the data where it takes them. With
     `hf:PATH`, values that replace those of its config.json."""
     rules: dict[str, str] | None = None

