@@ -121,9 +121,8 @@ def plan_run(
     devices = gpus or where.devices
     loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
-    if isinstance(recipe.layout, Layout):
-        with loaded.locating():
-            check(recipe, loaded.folder, devices, loaded.at)
+    with loaded.locating():
+        check(recipe, loaded.folder, devices if isinstance(recipe.layout, Layout) else None, loaded.at)
     facts = foretold(recipe.data, loaded.folder)
     profile = profile_of(loaded, facts, beside=beside)
     found, rates, room = _searched(recipe, profile, where, devices)
