@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.numbers import number
-from phalanx.errors import UsageError
+from phalanx.errors import DataError, UsageError
 
 
 def generate(
@@ -46,7 +46,12 @@ def generate(
     trained = load_trained(found, step, best, torch.device("cpu"), trust_code)
     if trained.facts.kind != "tokens" or trained.facts.sequence is None:
         raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
-    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.is_file() else "bytes")
+    for note in trained.notes:
+        print(f"warning: {printable(note)}", file=sys.stderr)
+    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.exists() else "bytes")
+    if tokenizer.vocab != trained.facts.vocab:
+        what = f"has {tokenizer.vocab:,} tokens" if found.tokenizer.exists() else "is missing"
+        raise DataError(f"{found.tokenizer}: {what}, and the model was trained on {trained.facts.vocab:,} tokens")
     start = [int(token) for token in tokenizer.encode(prompt)]
     if not start:
         raise UsageError("--prompt: give at least one character to continue")
