@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.errors import ExitCode, UsageError
+from phalanx.errors import DataError, ExitCode, UsageError
 from phalanx.observe import units
+from phalanx.streams import printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
@@ -138,7 +140,11 @@ def _chosen(path: Path, step: int | None) -> Path:
 def _best_step(directory: Path) -> int | None:
     from phalanx.run import Run
 
-    best = Run(directory.parent).read_json(directory / "best.json")
+    try:
+        best = Run(directory.parent).read_json(directory / "best.json")
+    except DataError as error:
+        print(f"warning: {printable(str(error))}; which checkpoint is the best is not known", file=sys.stderr)
+        return None
     return best.get("step") if best else None
 
 

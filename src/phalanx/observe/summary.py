@@ -261,8 +261,8 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
     except DataError as error:
         lost.append(str(error))
         return None
-    if found is None and expected:
-        lost.append(f"{path}: is missing")
+    if not found and expected:
+        lost.append(f"{path}: is {'missing' if found is None else 'empty'}")
     return found
 
 

@@ -93,7 +93,8 @@ def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) ->
     try:
         now = load_recipe(run.resolved).recipe
     except (RecipeError, DataError) as error:
-        notes.append(f"{str(error).splitlines()[0]}; the recipe is taken from {checkpoint.name}")
+        why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
+        notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
         return trained
     differing = [each for each in differences(trained, now) if is_mathematics(each.key, trained)]
     if differing:

@@ -225,7 +225,15 @@ def test_no_run_is_a_usage_error(tmp_path: Path) -> None:
         summary(tmp_path)
 
 
-DAMAGES = {"missing": None, "empty": "", "half": "{", "list": "[1, 2]", "no text": "\0\1", "words": "a: ["}
+DAMAGES = {"missing": None, "empty": "", "half": "{", "list": "[1]", "no text": "\0", "words": "a: [", "nothing": "{}"}
+    "missing": None,
+    "empty": "",
+    "half": "{",
+    "list": "[1, 2]",
+    "no text": "\0\1",
+    "words": "a: [",
+    "nothing in it": "{}",
+}
 
 
 @pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
@@ -251,11 +259,15 @@ def test_a_recipe_as_it_was_given_stands_in_for_a_resolved_one(tmp_path: Path) -
     assert found.lost == (f"{path / 'resolved.yaml'}: is missing; the recipe is shown as it was given",)
 
 
-@pytest.mark.parametrize("content", [None, "", "\0\n"])
+@pytest.mark.parametrize("content", [None, "", "\0\n", "folder"])
 def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, content: str | None) -> None:
     path = healthy(tmp_path / "run", total=5)
     events = path / "events.jsonl"
-    events.unlink() if content is None else events.write_text(content)
+    if content == "folder":
+        events.unlink()
+        events.mkdir()
+    else:
+        events.unlink() if content is None else events.write_text(content)
     found = summary(path)
     assert (found.status, found.last_step) == ("done", 5)
     assert found.digest is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_train import SEQUENCE, VOCAB
 
+from phalanx import cli
 from phalanx.data import Facts, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
@@ -249,3 +250,18 @@ def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) 
     save(run, 6, OWN)
     with pytest.raises(DataError, match="expected an absolute path"):
         load_trained(run, None, False, CPU)
+
+
+def test_text_is_not_made_without_the_tokenizer_that_the_model_was_trained_with(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(run.path)]) == 65
+    assert f"tokenizer.json: is missing, and the model was trained on {VOCAB:,} tokens" in capsys.readouterr().err
+
+
+def test_scores_are_not_computed_elsewhere_than_the_recipe_says(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe.write_text("device: xpu\n")
+    assert cli.main(["evaluate", str(run.path)]) == 78
+    assert "device: found xpu, but torch" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.path), "--device", "cpu"]) == 65  # its data are nowhere
+    assert "device" not in capsys.readouterr().err
