@@ -226,14 +226,6 @@ def test_no_run_is_a_usage_error(tmp_path: Path) -> None:
 
 
 DAMAGES = {"missing": None, "empty": "", "half": "{", "list": "[1]", "no text": "\0", "words": "a: [", "nothing": "{}"}
-    "missing": None,
-    "empty": "",
-    "half": "{",
-    "list": "[1, 2]",
-    "no text": "\0\1",
-    "words": "a: [",
-    "nothing in it": "{}",
-}
 
 
 @pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
