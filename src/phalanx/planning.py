@@ -46,6 +46,8 @@ GIB = 2.0**30
 USABLE = 0.95
 """Of a device's memory: what predictions of memory are off by at most is left free."""
 NINETY = 1.645
+LEAST_PRODUCTIVE = 1e-3
+"""Share of the time below which a run on failing nodes does not come to its end."""
 WORTH = 0.99
 """Another precision than the usual one must save at least so much."""
 
@@ -321,6 +323,11 @@ def _outcome(
     flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_
     # what checkpoints cost is in the step already
     productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
+    if productive < LEAST_PRODUCTIVE:
+        raise RecipeError(
+            f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
+            "storage of the cluster, or use fewer --gpus"
+        )
     load = _load(best.parts)
     opening = opening_of(recipe, best, rates)
     usual = best.seconds if opening is None else opening.mean(best.seconds, recipe.steps)

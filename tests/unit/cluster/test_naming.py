@@ -375,3 +375,44 @@ def test_every_usual_node_can_be_named_by_its_accelerator() -> None:
         if node.values.get("usual"):
             cluster = load_cluster(f"{node.values['accelerator']}:{node.values['count']}")
             assert cluster.node.name == node.name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("scale_out: {link: x, gbps: 1e-300}", "node.scale_out.gbps: found 1e-300, expected at least 1e-09"),
+        (
+            "accelerator: {tflops: {bf16: 1e-300}}",
+            "node.accelerator.tflops.bf16: found 1e-300, expected at least 1e-09",
+        ),
+        ("count: true", "node.count: found true, expected a whole number"),
+        ("cores: 1e24", "node.cores: found 1e+24, expected a whole number"),
+        ("accelerator: {power_w: .nan}", "node.accelerator.power_w: found NaN, expected a number"),
+    ],
+)
+def test_a_figure_without_bounds_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "room.yaml"
+    path.write_text(f"nodes: 2\nnode:\n  like: dgx-h100\n  {text}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster(str(path))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "reliability: {failures_per_1000_node_days: 1e9}",
+            "failures_per_1000_node_days: found 1e+09, which no hardware",
+        ),
+        ("reliability: {restart_seconds: 1e18}", "restart_seconds: found 1e+18, which no hardware has"),
+        ("storage: {write_gbps: 1e-300}", "storage.write_gbps: found 1e-300, expected at least 1e-09"),
+        ("prices: {pue: 1e9}", "prices.pue: found 1000000000.0, expected a number from 1 to 1,000,000"),
+    ],
+)
+def test_figures_of_the_room_have_bounds_too(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "room.yaml"
+    path.write_text(f"nodes: 2\nnode: dgx-h100\n{text}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster(str(path))
+    assert said in str(caught.value)
