@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Machine, environment, this_machine
-from phalanx.cluster.discover import too_few_gpus
+from phalanx.cluster.discover import check_threads, check_workers
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
+from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
 from phalanx.jobs.nursery_process import NurseryProcess, answering
@@ -122,13 +122,7 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
-    loaded.check_named()
-    machine = machine_of(loaded)
-    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
-    if machine.gpus and world > machine.count * nodes:
-        raise UsageError(too_few_gpus(math.ceil(world / nodes), machine.count))
-    check(loaded.recipe, loaded.folder, world, loaded.at)
-    check_machine(loaded, machine)
+    machine, world = check_start(loaded, nproc, nodes)
     if write:
         check_place(run.path)
     importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
@@ -158,6 +152,21 @@ def starting(
         ready.notes.extend([] if note is None else [note])
         write_run(ready, loaded)
         yield ready
+
+
+def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1) -> tuple[Machine, int]:
+    """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
+    the recipe cannot run on them."""
+    loaded.check_named()
+    machine = machine_of(loaded)
+    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
+    check_workers(machine, world, nodes)
+    check(loaded.recipe, loaded.folder, world, loaded.at)
+    check_machine(loaded, machine)
+    if loaded.recipe.threads != "auto":
+        with loaded.locating():
+            check_threads(machine, loaded.recipe.threads, math.ceil(world / nodes))
+    return machine, world
 
 
 def machine_of(loaded: Loaded) -> Machine:
@@ -243,7 +252,9 @@ def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
     """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
     checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `now`, which are compared
     by what is in them when the run goes on."""
-    resolved = load_recipe(run.resolved).recipe if run.resolved.is_file() else recipe_of_checkpoint(run)
+    from phalanx.train.checkpoint.recipe import newest_recipe
+
+    resolved = load_recipe(run.resolved).recipe if run.resolved.is_file() else newest_recipe(run)
     if resolved is None:
         return None
     if run.recipe.is_file():
@@ -251,24 +262,6 @@ def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
     evaluate = resolved.evaluate.model_copy(update={"source": now.evaluate.source})
     data = resolved.data.model_copy(update={"source": now.data.source, "tokenizer": now.data.tokenizer})
     return resolved.model_copy(update={"data": data, "evaluate": evaluate}), resolved
-
-
-def recipe_of_checkpoint(run: Run) -> Recipe | None:
-    """The resolved recipe in the newest checkpoint that says one; None where a run has no checkpoint. DataError where
-    none of those that it has is readable."""
-    if not run.checkpoints.is_dir():
-        return None
-    from phalanx.train.checkpoint import list_checkpoints, read_manifest
-
-    wrong: list[str] = []
-    for path in list_checkpoints(run.checkpoints):
-        try:
-            return Recipe.model_validate(read_manifest(path).meta["recipe"])
-        except (DataError, KeyError, ValueError) as error:
-            wrong.append(str(error) if isinstance(error, DataError) else f"{path}: holds no recipe of this Phalanx")
-    if wrong:
-        raise DataError(f"{run.resolved}: is missing, and no checkpoint tells what it said: {wrong[0]}")
-    return None
 
 
 def lost(run: Run) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.beside import Call
 from phalanx.cluster import Cluster, load_cluster, this_machine
+from phalanx.cluster.datasheet import torch_devices
 from phalanx.cluster.probe import default_cluster_file
 from phalanx.data.foretold import foretold
 from phalanx.data.reader import Facts
@@ -45,6 +46,8 @@ GIB = 2.0**30
 USABLE = 0.95
 """Of a device's memory: what predictions of memory are off by at most is left free."""
 NINETY = 1.645
+LEAST_PRODUCTIVE = 1e-3
+"""Share of the time below which a run on failing nodes does not come to its end."""
 WORTH = 0.99
 """Another precision than the usual one must save at least so much."""
 
@@ -115,12 +118,13 @@ def plan_run(
     what would. UsageError: the cluster has not so many devices.
     """
     where = sized(cluster, gpus, folder) if cluster is not None else _here(loaded.recipe.device)
+    with loaded.locating():
+        check_kind(loaded.recipe.device, where)
     devices = gpus or where.devices
     loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
-    if isinstance(recipe.layout, Layout):
-        with loaded.locating():
-            check(recipe, loaded.folder, devices, loaded.at)
+    with loaded.locating():
+        check(recipe, loaded.folder, devices if isinstance(recipe.layout, Layout) else None, loaded.at)
     facts = foretold(recipe.data, loaded.folder)
     profile = profile_of(loaded, facts, beside=beside)
     found, rates, room = _searched(recipe, profile, where, devices)
@@ -139,6 +143,19 @@ def _here(device: str) -> Cluster:
         probe = "CUDA_VISIBLE_DEVICES= phalanx probe" if device == "cpu" else "phalanx probe"
         raise UsageError(f"--cluster: not given, and this machine has not been measured: run `{probe}` first")
     return load_cluster(str(path))
+
+
+def check_kind(device: str, cluster: Cluster) -> None:
+    """RecipeError where a recipe's `device` is another than the cluster computes with."""
+    kinds = torch_devices(cluster.node.accelerator)
+    if device == "auto" or device in kinds:
+        return
+    valid = " or ".join([*(f"device={kind}" for kind in kinds), "device=auto"])
+    other = {"cpu": ", such as cpu", "cuda": ", such as h100"}.get(device, "")
+    raise RecipeError(
+        f"device: found {device}, but {cluster.name} computes with {cluster.node.accelerator.name}; use {valid}, or "
+        f"another --cluster{other}"
+    )
 
 
 def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
@@ -306,6 +323,11 @@ def _outcome(
     flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_
     # what checkpoints cost is in the step already
     productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
+    if productive < LEAST_PRODUCTIVE:
+        raise RecipeError(
+            f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
+            "storage of the cluster, or use fewer --gpus"
+        )
     load = _load(best.parts)
     opening = opening_of(recipe, best, rates)
     usual = best.seconds if opening is None else opening.mean(best.seconds, recipe.steps)

@@ -45,6 +45,10 @@ PROFILE, RACE = "phalanx.train.trial:profile", "phalanx.train.trial:race"
 IMAGINED = "phalanx.train.trial:imagined"
 FILLING = (PROFILE, RACE)
 """Trials that may run out of memory."""
+STEPS_READ = 3
+"""Steps whose samples are in memory: one is computed, two are ready (`data/feed.py`)."""
+MICRO_BYTES = 512
+"""Of the host's memory that a micro-batch takes beside its samples, at least."""
 OUT_OF_MEMORY = "out_of_memory"
 """Key of what such a trial returns then."""
 Call = Callable[[str, Any], Any]
@@ -78,6 +82,7 @@ def first_resolution(
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
     """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow, for so
     many workers on so many nodes like this machine."""
+    check_batch(given, machine.memory_bytes, nodes)
     here = known(machine, given, folder, call)
     layout = [] if here is None else planned_layout(given, folder, here, world)
     if layout:
@@ -121,6 +126,21 @@ def first_resolution(
     }
     plan = plan_of(profile, choices, seconds, recipe)
     return recipe, {**plan, **foretold_parts(recipe, folder, here, world)}, cluster
+
+
+def check_batch(given: Recipe, memory: int, nodes: int) -> None:
+    """RecipeError where the samples of a step do not fit into the memory of so many nodes: each reads those of its
+    workers at once, and some ahead."""
+    sample = sum(values.nbytes for values in open_data(given.data, given.evaluate, given.seed).train(0, 1).values())
+    if isinstance(given.batch.micro, int):
+        sample += MICRO_BYTES // given.batch.micro
+    most = memory * nodes // (STEPS_READ * max(1, sample))
+    if given.batch.global_ > most:
+        raise RecipeError(
+            f"batch.global: found {given.batch.global_:,}, but the samples of a step and those read ahead would take "
+            f"{STEPS_READ * sample * given.batch.global_ / nodes / 1e9:,.1f} GB on each node, which has "
+            f"{memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
+        )
 
 
 def check_state(given: Recipe, profile: Mapping[str, Any], world: int, device: str) -> None:

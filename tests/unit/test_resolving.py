@@ -10,7 +10,7 @@ from phalanx.errors import RecipeError, TrialError
 from phalanx.plan import Needs, Room
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Data, Source
-from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, measured_needs, surviving, tried_memory
+from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, check_batch, measured_needs, surviving, tried_memory
 
 NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
 ROOM = Room("cpu", 10**12, 1)
@@ -116,3 +116,21 @@ def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) 
     given = recipe(memory={"loss": "chunked"}, data={"source": {"prepared": str(prepared)}})
     with pytest.raises(RecipeError, match=r"^memory\.loss: chunked needs a language model .*; use auto or whole$"):
         measured_needs(given, Room("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
+
+
+def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:
+    given = recipe(data={"source": {"prepared": str(prepared)}, "sequence": 8}, batch={"global": 10**8})
+    check_batch(given, 10**12, 1)
+    check_batch(given, 3 * 10**10, 2)
+    with pytest.raises(RecipeError) as caught:
+        check_batch(given, 10**9, 2)
+    assert str(caught.value) == (  # a sample is 8 tokens and 8 targets in 64 bits
+        "batch.global: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on each "
+        "node, which has 1.0 GB of memory; expected at most 5,208,333"
+    )
+
+
+def test_each_micro_batch_takes_memory_of_its_own(prepared: Path) -> None:
+    given = recipe(data={"source": {"prepared": str(prepared)}, "sequence": 8}, batch={"global": 10**8, "micro": 1})
+    with pytest.raises(RecipeError, match=r"batch\.global: found 100,000,000"):
+        check_batch(given, 30 * 10**9, 1)

@@ -34,8 +34,8 @@ def chaos(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=500.")
     ] = None,
-    faults: Annotated[int, typer.Option(min=1, metavar="N", help="How many faults strike.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, metavar="S", help="Of the list of faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="How many faults strike.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="S", help="Of the list of faults.")] = 0,
     kinds: Annotated[
         str | None, typer.Option(metavar="KIND,...", help="Kinds of faults.", show_default="all that can strike")
     ] = None,
@@ -44,9 +44,10 @@ def chaos(
         typer.Option(metavar="DIR", help="A folder for both runs, not there yet.", show_default="runs/<name>-chaos"),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Worker processes on each node, as for `phalanx train`.")
+        int | None,
+        typer.Option(min=1, max=100_000, metavar="N", help="Worker processes on each node, as for `phalanx train`."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes, as agents on this machine.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=1_000, metavar="N", help="Nodes, as agents on this machine.")] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a queue of its own.")] = False,
     against: Annotated[
         Path | None, typer.Option(metavar="RUN", help="An undisturbed run that is done, instead of training one.")
@@ -115,12 +116,15 @@ def course_of(loaded: "Loaded", nproc: int | None, nodes: int, queue: bool) -> "
     """What the run will be, as far as the list of faults depends on it."""
     from phalanx.api import machine_of
     from phalanx.cli.training import workers_of
+    from phalanx.cluster.discover import check_workers
     from phalanx.jobs.chaos.plan import Course
     from phalanx.recipe import check, workers_for
 
     recipe = loaded.recipe
     world = workers_of(loaded, nproc, nodes)
-    world = world or workers_for(recipe, machine_of(loaded).gpus or 1)
+    machine = machine_of(loaded)
+    world = world or workers_for(recipe, machine.gpus or 1)
+    check_workers(machine, world)
     check(recipe, loaded.folder, world, loaded.at)
     saved = recipe.checkpoint
     if isinstance(saved.every, str):

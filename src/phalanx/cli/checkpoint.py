@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.errors import ExitCode, UsageError
+from phalanx.errors import DataError, ExitCode, UsageError
 from phalanx.observe import units
+from phalanx.streams import printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
 Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or one of its checkpoints.")]
-Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of the run; default: the newest.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, max=10**10, help="Which checkpoint of the run; default: the newest.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -136,7 +140,11 @@ def _chosen(path: Path, step: int | None) -> Path:
 def _best_step(directory: Path) -> int | None:
     from phalanx.run import Run
 
-    best = Run(directory.parent).read_json(directory / "best.json")
+    try:
+        best = Run(directory.parent).read_json(directory / "best.json")
+    except DataError as error:
+        print(f"warning: {printable(str(error))}; which checkpoint is the best is not known", file=sys.stderr)
+        return None
     return best.get("step") if best else None
 
 

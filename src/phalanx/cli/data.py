@@ -45,7 +45,7 @@ def prepare(
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Files to leave out; may repeat.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; by default one a core. The result is the same.")
+        int | None, typer.Option(min=1, max=1_024, help="Processes; by default one a core. The result is the same.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="What was made, as JSON.")] = False,
 ) -> None:
@@ -86,7 +86,7 @@ def verify(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset directory.")],
-    tokens: Annotated[int, typer.Option(min=0, help="How many of the first tokens to show as text.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, max=10**9, help="How many of the first tokens to show as text.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
     """Show what a dataset holds: counts, vocabulary or classes, and its beginning."""
@@ -106,7 +106,7 @@ def _source(
     exclude: list[str],
 ) -> "Source":
     """The source that the command line names; UsageError unless it is exactly one."""
-    from phalanx.recipe.schema import Idx, Source
+    from phalanx.recipe.schema import LARGEST_SIDE, Idx, Source
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
@@ -115,21 +115,27 @@ def _source(
     if idx is not None:
         return Source(idx=Idx(images=idx[0], labels=idx[1]))
     if images is not None:
-        if size is None or min(size) < 1:
-            raise UsageError("--images needs the common size of the images, for instance --size 224 224")
+        if size is None or min(size) < 1 or max(size) > LARGEST_SIDE:
+            given = "" if size is None else f"--size {size[0]} {size[1]}: "
+            raise UsageError(
+                f"{given}--images needs the common size of the images, 1 to {LARGEST_SIDE:,} pixels a side, for "
+                "instance --size 224 224"
+            )
         return Source(images=images, size=size)
     kind = "jsonl" if jsonl else "parquet" if parquet else "text"
     return Source.model_validate({kind: globs, "field": field, "exclude": exclude})
 
 
 def _data(tokenizer: str) -> "Data":
-    from phalanx.recipe.schema import Bpe, Data
+    from phalanx.recipe.schema import LARGEST_VOCABULARY, Bpe, Data
 
     if not tokenizer.startswith("bpe:"):
         return Data(tokenizer=tokenizer)
     size = tokenizer.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < 257:
-        raise UsageError(f"--tokenizer {tokenizer}: a BPE has at least 257 tokens, for instance bpe:8192")
+    if not size.isdecimal() or len(size) > 9 or not 257 <= int(size) <= LARGEST_VOCABULARY:
+        raise UsageError(
+            f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {LARGEST_VOCABULARY:,} tokens, for instance bpe:8192"
+        )
     return Data(tokenizer=Bpe(bpe=int(size)))
 
 

@@ -32,7 +32,8 @@ def doctor(
         Path, typer.Option(metavar="DIR", help="The run whose disk is checked; need not exist yet.")
     ] = Path(),
     expect_devices: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="GPUs that must be here.", show_default="as probed once")
+        int | None,
+        typer.Option(min=0, max=10_000, metavar="N", help="GPUs that must be here.", show_default="as probed once"),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Judge the nodes of FILEs beside each other.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the report to DIR/NODE.json.")] = None,

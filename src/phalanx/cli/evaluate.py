@@ -1,6 +1,8 @@
 """`phalanx evaluate`: score a run's checkpoint on held-out data."""
 
 import json as json_
+import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,21 +11,38 @@ import typer
 from phalanx.errors import UsageError
 
 
+class Device(StrEnum):
+    """What a recipe's `device` may be."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    XPU = "xpu"
+    MPS = "mps"
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Score at most N held-out samples.", show_default="all")
+        int | None,
+        typer.Option(min=1, max=10**10, metavar="N", help="Score at most N held-out samples.", show_default="all"),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
     trust_code: Annotated[
         bool,
         typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
     ] = False,
+    device: Annotated[
+        Device | None, typer.Option(help="Where it is computed.", show_default="as the run's recipe says")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score a trained model on the data that training never saw: loss and the task's metrics."""
     from phalanx.run import Run
+    from phalanx.streams import printable
 
     found = Run.existing(run)
 
@@ -33,10 +52,12 @@ def evaluate(
     from phalanx.train.parallel.mesh import alone
     from phalanx.train.place import from_environment
     from phalanx.train.tasks import load_task
-    from phalanx.train.trained import load_trained
+    from phalanx.train.trained import given_device, load_trained
 
-    place = from_environment({})
+    place = from_environment({}, device or given_device(found))
     trained = load_trained(found, step, best, place.device, trust_code)
+    for note in trained.notes:
+        print(f"warning: {printable(note)}", file=sys.stderr)
     recipe = trained.recipe
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     if data.held_out_samples == 0:

@@ -6,17 +6,24 @@ from typing import Annotated
 
 import typer
 
-from phalanx.errors import UsageError
+from phalanx.cli.numbers import number
+from phalanx.errors import DataError, UsageError
 
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How many tokens to add.")] = 300,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token, 1 samples freely.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample among the K likeliest.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint.", show_default="newest")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="How many tokens to add.")] = 300,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e6, callback=number, help="0 takes the likeliest token, 1 samples freely.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K likeliest.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
     trust_code: Annotated[
         bool,
@@ -39,7 +46,12 @@ def generate(
     trained = load_trained(found, step, best, torch.device("cpu"), trust_code)
     if trained.facts.kind != "tokens" or trained.facts.sequence is None:
         raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
-    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.is_file() else "bytes")
+    for note in trained.notes:
+        print(f"warning: {printable(note)}", file=sys.stderr)
+    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.exists() else "bytes")
+    if tokenizer.vocab != trained.facts.vocab:
+        what = f"has {tokenizer.vocab:,} tokens" if found.tokenizer.exists() else "is missing"
+        raise DataError(f"{found.tokenizer}: {what}, and the model was trained on {trained.facts.vocab:,} tokens")
     start = [int(token) for token in tokenizer.encode(prompt)]
     if not start:
         raise UsageError("--prompt: give at least one character to continue")

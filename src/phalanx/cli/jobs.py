@@ -31,12 +31,16 @@ def submit(
     on: On = "local",
     name: Annotated[str | None, typer.Option(help="The job's name.", show_default="the recipe's or script's")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's directory.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Worker processes on each node.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPUs on each node.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cores on each node.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=100_000, metavar="N", help="Worker processes on each node.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Nodes.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=0, max=10_000, metavar="N", help="GPUs on each node.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, max=100_000, metavar="N", help="Cores on each node.")] = None,
     limit: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 2h, of each attempt.")] = None,
-    priority: Annotated[int, typer.Option(help="Higher comes first; an hour of waiting is worth 1.")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=-(10**6), max=10**6, help="Higher comes first; an hour of waiting is worth 1.")
+    ] = 0,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="torch, jax, tensorflow, mpi, mxnet or plain: run a command.")
     ] = None,
@@ -56,7 +60,7 @@ def submit(
         typer.Option(metavar="KEY=VALUE,VALUE", help="An array: a run for each value, or combination."),
     ] = None,
     at_most: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of an array, as many members run at once.")
+        int | None, typer.Option(min=1, max=10**6, metavar="N", help="Of an array, as many members run at once.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="As for `phalanx train`.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted.")] = False,

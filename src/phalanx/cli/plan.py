@@ -25,8 +25,10 @@ def plan(
         str | None,
         typer.Option(metavar="NAME|FILE", help="`dgx-h100:128` (nodes), `h100:64` (devices), or a cluster file."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the cluster.", show_default="all")] = None,
-    top: Annotated[int, typer.Option(min=1, metavar="K", help="Choices that are shown.")] = 5,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=10**8, metavar="N", help="Devices of the cluster.", show_default="all")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Choices that are shown.")] = 5,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The recipe with the choice.", show_default="NAME.planned.yaml beside it"),

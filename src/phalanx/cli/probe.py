@@ -24,7 +24,11 @@ def probe(
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Processes that measure together.", show_default="one a GPU, else 2 of 2 cores"
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Processes that measure together.",
+            show_default="one a GPU, else 2 of 2 cores",
         ),
     ] = None,
     folder: Annotated[
@@ -39,6 +43,7 @@ def probe(
     writes nothing.
     """
     from phalanx.cluster import save_cluster, this_machine
+    from phalanx.cluster.discover import check_workers
     from phalanx.cluster.probe import default_cluster_file
     from phalanx.errors import UsageError
     from phalanx.probing import measured
@@ -49,8 +54,8 @@ def probe(
     if not folder.is_dir():
         raise UsageError(f"--folder {folder}: no such folder")
     machine = this_machine()
-    if nproc is not None and machine.gpus and nproc > machine.count:
-        raise UsageError(f"--nproc {nproc}: this machine has {machine.count} GPUs")
+    if nproc is not None:
+        check_workers(machine, nproc)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with progress() as tell:
         cluster = measured(machine, quick=quick, nproc=nproc, folder=folder, progress=tell)

@@ -9,14 +9,16 @@ import typer
 def profile(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides.")] = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to trace, after three that do not count.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=1, max=1_000, metavar="N", help="Steps to trace, after three that do not count.")
+    ] = 5,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The Chrome trace (chrome://tracing, Perfetto).")] = Path(
         "trace.json"
     ),
-    top: Annotated[int, typer.Option(min=1, metavar="K", help="How many operations to list.")] = 12,
+    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="How many operations to list.")] = 12,
 ) -> None:
     """Trace a few training steps on one worker; nothing is saved but the trace."""
-    from phalanx.api import starting
+    from phalanx.api import check_start, starting
     from phalanx.cli.data import preparing
     from phalanx.jobs.nursery_process import NurseryProcess, answering
     from phalanx.recipe import load_recipe
@@ -25,6 +27,7 @@ def profile(
 
     check_output("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
+    check_start(loaded, 1)
     with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
         nowhere = Run(Path(".phalanx-profile-writes-nothing"))
         with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False, preload=nursery.preload) as ready:

@@ -27,7 +27,9 @@ def check(
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Workers to check for.", show_default="as layout says, else 1"),
+        typer.Option(
+            min=1, max=10**6, metavar="N", help="Workers to check for.", show_default="as layout says, else 1"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole recipe as JSON.")] = False,
 ) -> None:

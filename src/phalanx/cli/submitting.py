@@ -153,7 +153,7 @@ def seconds_of(text: str | None) -> float | None:
             hours, minutes, seconds = (int(part) for part in parts)
             return 3600.0 * hours + 60 * minutes + seconds
         return float(number) * UNITS[unit]
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise UsageError(f"{text!r} is no time: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
 
 

@@ -26,7 +26,11 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Worker processes.", show_default="as layout says, else one a GPU, else 1"
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Worker processes.",
+            show_default="as layout says, else one a GPU, else 1",
         ),
     ] = None,
     force: Annotated[
@@ -36,8 +40,12 @@ def train(
         bool, typer.Option("--dry-run", help="Check, prepare the data and print the resolved recipe; train nothing.")
     ] = False,
     on: Annotated[str, typer.Option("--on", metavar="ENGINE", help="local, slurm, ray or kubernetes.")] = "local",
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes; --nproc workers start on each.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPUs on each node, with --on.")] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=10**6, metavar="N", help="Nodes; --nproc workers start on each.")
+    ] = 1,
+    devices: Annotated[
+        int | None, typer.Option(min=0, max=10_000, metavar="N", help="GPUs on each node, with --on.")
+    ] = None,
     limit: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 2h, with --on.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="What only the engine knows.")

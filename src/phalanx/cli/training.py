@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.api import Ready, finished, machine_of, starting, supervise
+from phalanx.api import Ready, check_start, finished, machine_of, starting, supervise
 from phalanx.cli.data import preparing
 from phalanx.cluster import this_machine
+from phalanx.cluster.discover import check_workers
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here
@@ -51,6 +52,8 @@ def train_here(
     if not dry and (done := finished(run, loaded.recipe)):
         print(done, file=out)
         return int(ExitCode.DONE)
+    if membership.nodes == 1:  # of several the others hear of it, below
+        check_start(loaded, nproc)
     with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)
@@ -148,7 +151,9 @@ def train_own_loop(
     if not script.is_file():
         raise UsageError(f"{script}: no such file; expected a recipe or a script that calls phalanx.join")
     run = Run(run_path if run_path is not None else Path("runs") / script.stem)
-    world = nproc or this_machine().gpus or 1
+    machine = this_machine()
+    world = nproc or machine.gpus or 1
+    check_workers(machine, world)
     with NurseryProcess() as nursery, Shown(run, out) as shown:
         outcome = train_script(script, arguments, run, world, nursery, shown.show, {}, force)
     if outcome.message:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.numbers import number
+
 if TYPE_CHECKING:
     from phalanx.api import Ready
     from phalanx.tuning import Row, Tuned
@@ -24,10 +26,18 @@ def tune(
         typer.Option(metavar="FILE", help="The tuned recipe.", show_default="NAME.tuned.yaml beside the recipe"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds of measuring for each candidate, beside its start.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=86_400,
+            callback=number,
+            metavar="S",
+            help="Seconds of measuring for each candidate, beside its start.",
+        ),
     ] = 5.0,
     nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Worker processes.", show_default="tried, on a CPU")
+        int | None,
+        typer.Option(min=1, max=100_000, metavar="N", help="Worker processes.", show_default="tried, on a CPU"),
     ] = None,
     allow_precision: Annotated[
         bool, typer.Option("--allow-precision", help="Try other precisions than the one that the recipe gives.")

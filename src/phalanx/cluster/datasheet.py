@@ -6,8 +6,10 @@ CPU's peak is cores x clock x FLOPs a cycle, by the instruction set that it has.
 
 from dataclasses import dataclass
 
+from phalanx.cluster.description import Accelerator
 from phalanx.cluster.discover import Cpu, Machine
 from phalanx.cluster.entries import find
+from phalanx.recipe.devices import KINDS
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,29 @@ def accelerator_peak(name: str) -> DataSheet | None:
     """The data sheet of the accelerator that its driver calls `name`; None for one that the catalogue does not have."""
     entry = find("accelerators", name)
     return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), entry.sources["tflops"])
+
+
+MAKERS = {
+    "nvidia": ("cuda",),
+    "amd": ("cuda",),
+    "intel": ("xpu",),
+    "apple": ("mps",),
+    "google": (),
+    "aws": (),
+}
+"""Torch's names of the devices that they make; none where torch itself has no name for them."""
+NO_GPUS = ("cpu", "gaudi")
+"""Generations that are no GPUs, whoever made them."""
+
+
+def torch_devices(device: Accelerator) -> tuple[str, ...]:
+    """What a recipe's `device` may be where such devices compute; anything where the maker of one is not known."""
+    found = find("accelerators", device.name)
+    generation = device.generation or ("" if found is None else found.values["generation"])
+    if generation in NO_GPUS:
+        return ("cpu",) if generation == "cpu" else ()
+    vendor = device.vendor or ("" if found is None else found.values["vendor"])
+    return MAKERS.get(vendor.casefold(), tuple({kind.type: None for kind in KINDS.values()}))
 
 
 def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:

@@ -7,10 +7,18 @@ that nobody gave is None, never a guess: who needs it says what stands in for it
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
+
+from phalanx.recipe.schema import NUMBER
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
-Share = Annotated[float, Field(gt=0, le=1)]
+MOST_NODES = 1_000_000
+LARGEST = 1e18
+"""Of any figure, so that products of several are numbers; `plausible.py` has what hardware may have."""
+Figure = Annotated[float, Field(gt=0, le=LARGEST), NUMBER]
+Measure = Annotated[float, Field(ge=0, le=LARGEST), NUMBER]
+Ratio = Annotated[float, Field(ge=1, le=1e6), NUMBER]
+Count = Annotated[int, Field(gt=0, le=10**15), NUMBER]
 
 
 class Part(BaseModel):
@@ -25,13 +33,13 @@ class MatmulCurve(Part):
     """How fast matrices are really multiplied: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), F = 2 m n k operations,
     B bytes of operands and result, P and W the peak rates of the data sheet."""
 
-    efficiency: PositiveFloat
+    efficiency: Figure
     """e: share of the peak rate that large products reach."""
-    bandwidth: PositiveFloat
+    bandwidth: Figure
     """b: share of the memory bandwidth that thin products reach."""
-    overhead_us: Annotated[float, Field(ge=0)]
+    overhead_us: Measure
     """t0: what a product costs however small it is."""
-    sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.4
+    sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.4
     """q: 1 adds both times, infinity takes the larger."""
 
 
@@ -42,21 +50,21 @@ class Accelerator(Part):
     vendor: str = ""
     generation: str = ""
     """Of its architecture (ampere, hopper, cdna3, tpu): what its efficiency in training goes by."""
-    tflops: dict[Precision, PositiveFloat]
+    tflops: dict[Precision, Figure]
     """Peak rate of dense matrix products by precision."""
-    memory_gib: PositiveFloat
-    memory_gbps: PositiveFloat | None = None
+    memory_gib: Figure
+    memory_gbps: Figure | None = None
     """Bandwidth of its memory."""
-    host_gbps: PositiveFloat | None = None
+    host_gbps: Figure | None = None
     """Of its link to the host, one way."""
-    power_w: PositiveFloat | None = None
+    power_w: Figure | None = None
     """The most that it draws."""
-    idle_w: PositiveFloat | None = None
-    achieved_tflops: dict[Precision, PositiveFloat] = Field(default_factory=dict)
+    idle_w: Figure | None = None
+    achieved_tflops: dict[Precision, Figure] = Field(default_factory=dict)
     """Best rate of matrix products that anyone measured, by precision: an upper bound of what is typical."""
     curves: dict[Precision, MatmulCurve] = Field(default_factory=dict)
     """Fitted to many measured products."""
-    kernel_us: PositiveFloat | None = None
+    kernel_us: Figure | None = None
     """What a small kernel takes from one launch to the next."""
 
 
@@ -64,23 +72,23 @@ class ScaleUp(Part):
     """The fast network among neighbours: NVLink, xGMI, ICI, PCIe."""
 
     link: str
-    gbps: PositiveFloat
+    gbps: Figure
     """Of one device into the network, one way, all its links together."""
-    domain: PositiveInt
+    domain: Count
     """Devices that it joins; may be more than a node has (NVL72)."""
     kind: Literal["switch", "mesh", "torus", "pcie"] = "switch"
-    latency_us: PositiveFloat | None = None
+    latency_us: Figure | None = None
 
 
 class ScaleOut(Part):
     """The network between nodes."""
 
     link: str
-    gbps: PositiveFloat
+    gbps: Figure
     """Of one port, one way."""
-    ports: PositiveInt = 1
+    ports: Count = 1
     """Of one node."""
-    latency_us: PositiveFloat | None = None
+    latency_us: Figure | None = None
 
 
 class Node(Part):
@@ -88,24 +96,24 @@ class Node(Part):
 
     name: str = "node"
     accelerator: Accelerator
-    count: PositiveInt
+    count: Count
     scale_up: ScaleUp | None = None
     """None: devices meet through the host's memory."""
     scale_out: ScaleOut | None = None
     """None: there is only one node."""
-    host_memory_gib: PositiveFloat | None = None
-    cores: PositiveInt | None = None
-    power_w: PositiveFloat | None = None
+    host_memory_gib: Figure | None = None
+    cores: Count | None = None
+    power_w: Figure | None = None
     """The most that the whole node draws."""
-    idle_w: PositiveFloat | None = None
+    idle_w: Figure | None = None
 
 
 class Topology(Part):
     """How nodes hang together. `oversubscription`: what the leaves could send, over what the upper levels carry."""
 
     kind: Literal["fat-tree", "rail", "torus", "dragonfly", "single"] = "fat-tree"
-    oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    nodes_a_leaf: PositiveInt | None = None
+    oversubscription: Ratio = 1.0
+    nodes_a_leaf: Count | None = None
     """Nodes below one leaf switch, which oversubscription spares."""
 
 
@@ -113,43 +121,43 @@ class Storage(Part):
     """Where data and checkpoints lie; rates of the whole cluster and of one node."""
 
     name: str = "storage"
-    read_gbps: PositiveFloat | None = None
-    write_gbps: PositiveFloat | None = None
-    node_read_gbps: PositiveFloat | None = None
-    node_write_gbps: PositiveFloat | None = None
+    read_gbps: Figure | None = None
+    write_gbps: Figure | None = None
+    node_read_gbps: Figure | None = None
+    node_write_gbps: Figure | None = None
 
 
 class Prices(Part):
     """What things cost, in one currency."""
 
     currency: str = "USD"
-    device_hour: PositiveFloat | None = None
-    kwh: PositiveFloat | None = None
-    pue: Annotated[float, Field(ge=1)] = 1.2
+    device_hour: Figure | None = None
+    kwh: Figure | None = None
+    pue: Ratio = 1.2
     """Power of the building over power of the machines."""
-    power_cap_w: PositiveFloat | None = None
+    power_cap_w: Figure | None = None
     """Limit that is set on each device."""
 
 
 class Reliability(Part):
     """How often nodes fail, and how long a start takes."""
 
-    failures_per_1000_node_days: PositiveFloat | None = None
-    restart_seconds: PositiveFloat | None = None
+    failures_per_1000_node_days: Figure | None = None
+    restart_seconds: Figure | None = None
 
 
 class Product(Part):
     """One measured matrix product [m, k] x [k, n], and what it took. The clock ran over many."""
 
     precision: Precision
-    m: PositiveInt
-    n: PositiveInt
-    k: PositiveInt
-    seconds: PositiveFloat
+    m: Count
+    n: Count
+    k: Count
+    seconds: Figure
     layout: Literal["nn", "nt", "tn"] = "nn"
     """Which operand lies transposed in memory: "nt" the second, as in a linear layer's forward; "nn" none, as in the
     gradient of its input; "tn" the first, as in the gradient of its weight."""
-    processes: PositiveInt = 1
+    processes: Count = 1
     """How many did the same at once, sharing the cores of a CPU: each had `threads / processes` of them."""
 
 
@@ -159,11 +167,11 @@ class Timed(Part):
 
     kind: str
     precision: Precision
-    bytes: PositiveFloat
-    flops: Annotated[float, Field(ge=0)] = 0.0
-    seconds: PositiveFloat
-    shape: tuple[PositiveInt, ...] = ()
-    processes: PositiveInt = 1
+    bytes: Figure
+    flops: Measure = 0.0
+    seconds: Figure
+    shape: tuple[Count, ...] = ()
+    processes: Count = 1
     """As of a product."""
 
 
@@ -172,11 +180,11 @@ class Collective(Part):
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
     backend: str
-    ranks: PositiveInt
-    nodes: PositiveInt = 1
-    bytes: PositiveInt
-    seconds: PositiveFloat
-    busbw_gbps: PositiveFloat
+    ranks: Count
+    nodes: Count = 1
+    bytes: Count
+    seconds: Figure
+    busbw_gbps: Figure
     algorithm: str | None = None
     right: bool = True
     """Whether the result was what it must be."""
@@ -185,8 +193,8 @@ class Collective(Part):
 class Overlap(Part):
     """What computing and communicating cost each other when both run at once: times over the times alone."""
 
-    compute: PositiveFloat
-    communication: PositiveFloat
+    compute: Figure
+    communication: Figure
 
 
 class Measured(Part):
@@ -195,17 +203,17 @@ class Measured(Part):
     when: str
     key: dict[str, str]
     """Hardware, driver, library versions."""
-    threads: PositiveInt | None = None
+    threads: Count | None = None
     """CPU threads of the process that measured."""
-    drift: Annotated[float, Field(ge=0)] = 0.0
+    drift: Measure = 0.0
     """By what share the slowest of the reference products, timed now and then, was slower than the fastest."""
     products: list[Product] = Field(default_factory=list)
     operations: list[Timed] = Field(default_factory=list)
-    launch_us: PositiveFloat | None = None
+    launch_us: Figure | None = None
     collectives: list[Collective] = Field(default_factory=list)
     overlap: Overlap | None = None
     storage: Storage | None = None
-    checkpoint_gbps: PositiveFloat | None = None
+    checkpoint_gbps: Figure | None = None
     """Of a checkpoint in Phalanx's own format, written and fsynced."""
     odd: list[str] = Field(default_factory=list)
     """What looks wrong, in words."""
@@ -215,7 +223,7 @@ class Cluster(Part):
     """All of it: `nodes` equal nodes."""
 
     name: str
-    nodes: PositiveInt
+    nodes: Annotated[int, Field(gt=0, le=MOST_NODES), NUMBER]
     node: Node
     topology: Topology = Topology()
     storage: Storage = Storage()

@@ -17,11 +17,16 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from phalanx.errors import RecipeError, UnfitNodeError
+from phalanx.errors import RecipeError, UnfitNodeError, UsageError
 from phalanx.recipe.devices import KINDS, NO_FLOAT64
 
 FLAGS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
 """CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
+
+FEW_WORKERS, WORKERS_A_CORE = 64, 16
+"""A node starts at most so many workers, or so many for each core: each takes memory, however little it computes."""
+FEW_THREADS, THREADS_A_CORE = 256, 16
+"""The same for the threads of all workers of a node."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +292,33 @@ def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tupl
 def intel(root: Path) -> bool:
     """Whether a driver of Intel's GPUs is loaded: it has no device file of its own."""
     return any(_read(path) == INTEL for path in root.glob("sys/class/drm/renderD*/device/vendor"))
+
+
+def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
+    """UsageError where nodes like this machine cannot have so many workers between them."""
+    each = math.ceil(workers / nodes)
+    if machine.gpus and each > machine.gpus:
+        raise UsageError(too_few_gpus(each, machine.gpus))
+    most = max(FEW_WORKERS, WORKERS_A_CORE * machine.cores)
+    if not machine.gpus and each > most:
+        raise UsageError(
+            f"{each:,} workers on a node with {_cores(machine)}: expected at most {most:,}; "
+            f"use --nproc {machine.cores}, or a layout of fewer workers"
+        )
+
+
+def check_threads(machine: Machine, threads: int, workers: int) -> None:
+    """RecipeError where a node like this machine cannot start so many threads for each of so many workers."""
+    most = max(FEW_THREADS, THREADS_A_CORE * machine.threads) // workers
+    if threads > most:
+        raise RecipeError(
+            f"threads: found {threads:,} for each of {workers:,} {'worker' if workers == 1 else 'workers'} on a node "
+            f"with {_cores(machine)}, expected at most {max(1, most):,} or auto"
+        )
+
+
+def _cores(machine: Machine) -> str:
+    return f"{machine.cores} {'core' if machine.cores == 1 else 'cores'}"
 
 
 def too_few_gpus(workers: int, gpus: int) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from phalanx.cluster.description import Cluster
+from phalanx.cluster.description import MOST_NODES, Cluster
 from phalanx.cluster.entries import Entry, entries, find, near
-from phalanx.cluster.plausible import MOST_NODES, problems
+from phalanx.cluster.plausible import problems
 from phalanx.cluster.shorthand import At, whole_cluster
 from phalanx.errors import RecipeError
 from phalanx.recipe.explain import explained, found, several
@@ -53,7 +53,7 @@ def _from_name(text: str) -> Cluster:
     name, number = text, 1
     if ":" in text:
         name, _, told = text.rpartition(":")
-        number = int(told) if told.strip().isdecimal() else 0
+        number = int(told) if told.strip().isdecimal() and len(told) < 16 else 0
         if not 1 <= number <= MOST_NODES * WORKSTATION:
             raise RecipeError(f"{text}: found {told!r} for a number, expected NAME:NUMBER such as dgx-h100:16")
     value: dict[str, Any]

@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from phalanx.cluster.description import Accelerator, Cluster
 from phalanx.recipe.text import Key
 
-MOST_NODES = 1_000_000
 MOST: dict[str, tuple[float, str]] = {
     "tflops": (2e6, "TFLOP/s of one device"),
     "achieved_tflops": (2e6, "TFLOP/s of one device"),
@@ -24,9 +23,14 @@ MOST: dict[str, tuple[float, str]] = {
     "count": (1e4, "devices of one node"),
     "ports": (1e4, "ports of one node"),
     "cores": (1e5, "cores of one node"),
+    "failures_per_1000_node_days": (1e6, "failures of 1,000 nodes in a day"),
+    "restart_seconds": (1e6, "seconds"),
 }
 """More than this, whatever comes in the next years, is another unit: about a hundred times what any entry of the
 catalogue has, and what its unit is meant to be."""
+SMALLEST = 1e-9
+LEAST = {"efficiency": 1e-4, "bandwidth": 1e-4, "sharpness": 0.1}
+"""Less than this no figure is, whatever its unit; curves bend no less than this."""
 ABOVE_PEAK = 1.1
 """Fits of efficiency and measurements may exceed the data sheet by this factor: clocks above the nominal one."""
 NEEDS_A_NETWORK = "missing, expected the network that joins the nodes; the network among neighbours does not reach all"
@@ -34,15 +38,27 @@ NEEDS_A_NETWORK = "missing, expected the network that joins the nodes; the netwo
 
 def problems(cluster: Cluster) -> Iterator[tuple[Key, str]]:
     """Each impossible figure: its key, and what is wrong with it."""
-    if cluster.nodes > MOST_NODES:
-        yield ("nodes",), f"found {cluster.nodes:,}, expected at most {MOST_NODES:,}"
-    yield from _too_large(cluster.node, ("node",))
+    for name in ("node", "storage", "prices", "reliability"):
+        yield from _too_small(getattr(cluster, name), (name,))
+        yield from _too_large(getattr(cluster, name), (name,))
     yield from _accelerator(cluster.node.accelerator, ("node", "accelerator"))
     yield from _links(cluster)
     if cluster.node.idle_w and cluster.node.power_w and cluster.node.idle_w > cluster.node.power_w:
         yield ("node", "idle_w"), f"found {cluster.node.idle_w:g}, expected at most power_w ({cluster.node.power_w:g})"
     if cluster.nodes > 1 and cluster.node.scale_out is None and cluster.domain < cluster.devices:
         yield ("node", "scale_out"), NEEDS_A_NETWORK
+
+
+def _too_small(part: BaseModel, key: Key) -> Iterator[tuple[Key, str]]:
+    for name in type(part).model_fields:
+        value: Any = getattr(part, name)
+        parts = value.items() if isinstance(value, dict) else [(None, value)]
+        for below, each in parts:
+            where = (*key, name) if below is None else (*key, name, below)
+            if isinstance(each, BaseModel):
+                yield from _too_small(each, where)
+            elif isinstance(each, float) and 0 < each < LEAST.get(name, SMALLEST):
+                yield where, f"found {each:g}, expected at least {LEAST.get(name, SMALLEST):g}"
 
 
 def _too_large(part: BaseModel, key: Key) -> Iterator[tuple[Key, str]]:
@@ -66,6 +82,8 @@ def _accelerator(device: Accelerator, key: Key) -> Iterator[tuple[Key, str]]:
             where = (*key, "achieved_tflops", precision)
             yield where, f"found {rate:g}, expected at most the peak rate (tflops, {peak:g})"
     for precision, curve in device.curves.items():
+        if curve.overhead_us > MOST["kernel_us"][0]:
+            yield (*key, "curves", precision, "overhead_us"), f"found {curve.overhead_us:g}, which no hardware has"
         for name in ("efficiency", "bandwidth"):
             share = getattr(curve, name)
             if share > ABOVE_PEAK:

@@ -8,6 +8,8 @@ DEEPEST = 4096
 def check_bounds(**sizes: int) -> None:
     """Raises ValueError, naming the argument, where a size is beyond any model's."""
     for name, value in sizes.items():
+        if isinstance(value, bool):
+            raise ValueError(f"{name}={value} must be a whole number")
         most = DEEPEST if name in ("layers", "blocks") else LARGEST
         if value > most:
             raise ValueError(f"{name}={value} must be at most {most}")

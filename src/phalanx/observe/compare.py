@@ -166,6 +166,7 @@ def compare_text(comparison: Comparison) -> str:
         ["Recipe keys that differ", *(row(*each) for each in differing)] if differing else ["The recipes are the same"]
     )
     lines += ["", "Results", *(row(*each) for each in results), "", digest_line(comparison)]
+    lines += [f"lost: {text}" for summary in comparison.summaries for text in summary.lost]
     return "\n".join(lines) + "\n"
 
 
@@ -178,6 +179,7 @@ def compare_html(comparison: Comparison) -> str:
     body = f"""
 <header><h1>{escape(" and ".join(comparison.names) if len(comparison.names) == 2 else "Runs compared")}</h1></header>
 <p class="sub">{escape(digest_line(comparison))}</p>
+{"".join(f'<p class="note">lost: {escape(text)}</p>' for summary in comparison.summaries for text in summary.lost)}
 <h2>Loss</h2>
 <div class="plots">{_figures(comparison)}</div>
 <h2>Results</h2>

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.errors import DataError
 from phalanx.run import Event, read_events
 
 Floats = npt.NDArray[np.float64]
@@ -299,5 +300,8 @@ def history_of(events: Iterable[Event]) -> History:
 
 
 def read_history(path: Path) -> History:
-    """The History of an events.jsonl; an empty one when the file is not there."""
-    return history_of(read_events(path))
+    """The History of an events.jsonl; an empty one when the file is not there, or something else is."""
+    try:
+        return history_of(read_events(path))
+    except DataError:
+        return history_of(())

@@ -38,6 +38,8 @@ def verdict(summary: Summary) -> str:
     of = f"{summary.last_step} of {units.times(summary.planned_steps, 'step')}" if summary.planned_steps else ""
     of = of or units.times(summary.last_step, "step")
     wall = f" in {units.duration(summary.durations.wall)}" if summary.durations.wall else ""
+    if summary.status == "not known":
+        return f"how it ended is not known; {of} at least"
     if summary.status == "not started":
         return "not started: it has no events yet"
     if summary.status == "unfinished":
@@ -79,7 +81,9 @@ def what_facts(what: What) -> list[tuple[str, str]]:
 def loss_facts(summary: Summary) -> list[tuple[str, str]]:
     """Training loss first to last, held-out loss and metrics."""
     loss = summary.loss
-    if not summary.last_step or loss.last is None:
+    if loss.last is None and summary.last_step:
+        return [("training", "not known: the events of its steps are lost")]
+    if loss.last is None:
         return [("training", "no step was finished yet")]
     training = f"{units.loss(loss.first)} -> {units.loss(loss.last)}"
     training += f" (mean of the last steps {units.loss(loss.end)})" if loss.end is not None else ""
@@ -228,6 +232,7 @@ def safety_facts(summary: Summary) -> list[tuple[str, str]]:
     facts += [("rejected", text) for text in saves.rejected]
     facts += [("fault", text) for text in summary.faults]
     facts += [("warning", text) for text in summary.warnings]
+    facts += [("lost", text) for text in summary.lost]
     if summary.digest:
         facts.append(("digest", summary.digest))
     return facts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import DataError
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
 from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history, whole
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.sentences import straggler_in_words
-from phalanx.observe.what import What, read_recipe, sane, what_ran
+from phalanx.observe.what import What, recipe_and_losses, sane, what_ran
 from phalanx.run import Event, Run
+
+ENDS = ("done", "stopped", "failed")
+"""What result.json may say of how a run ended."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ class Summary:
     checkpoints: Checkpoints
     energy: Drawn | None
     digest: str | None
+    lost: tuple[str, ...] = ()
+    """What of the run is missing or damaged, so that this is not all."""
 
     @property
     def restarts(self) -> int:
@@ -194,17 +201,20 @@ def summarise(run: Run) -> Summary:
 
 def summary_of(run: Run, history: History) -> Summary:
     """`summarise` for a history that was already read."""
-    plan, cluster = sane(run.read_json(run.plan)), sane(run.read_json(run.cluster))
-    result = sane(run.read_json(run.result)) or {}
-    recipe = read_recipe(run)
-    what = what_ran(run, recipe, plan, cluster, run.read_json(run.environment), history)
+    recipe, lost = recipe_and_losses(run)
+    begun, ended = bool(history.attempts), any(life.ended == "done" for life in history.attempts)
+    plan, cluster = (sane(_read(run, path, begun, lost)) for path in (run.plan, run.cluster))
+    environment = _read(run, run.environment, begun, lost)
+    result = sane(_read(run, run.result, ended, lost)) or {}
+    what = what_ran(run, recipe, plan, cluster, environment, history)
     steps = history.steps
-    finished = history.attempts and history.attempts[-1].ended and result.get("steps") == history.last_step
+    status, last_step = _end(run, history, result, lost)
+    finished = status not in ("unfinished", "not started") and result.get("steps") == last_step
     actions = Counter(f"{guard.get('what', 'guard')}: {guard.get('action', '')}" for guard in history.guards)
     return Summary(
         what=what,
-        status=history.status,
-        last_step=history.last_step,
+        status=status,
+        last_step=last_step,
         planned_steps=history.planned_steps or _whole_or_none(recipe.get("steps")),
         began=history.first_t,
         last_event=history.last_t,
@@ -240,7 +250,37 @@ def summary_of(run: Run, history: History) -> Summary:
         checkpoints=_checkpoints(history),
         energy=_energy(history),
         digest=str(result["digest"]) if finished and result.get("digest") else None,
+        lost=tuple(lost),
     )
+
+
+def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, Any] | None:
+    """One of the run's JSON files; where it is damaged, or missing although `expected`, that is said in `lost`."""
+    try:
+        found = run.read_json(path)
+    except DataError as error:
+        lost.append(str(error))
+        return None
+    if not found and expected:
+        lost.append(f"{path}: is {'missing' if found is None else 'empty'}")
+    return found
+
+
+def _end(run: Run, history: History, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:
+    """How the run ended, and its last step: by its result where events that it tells of are lost."""
+    status, steps = result.get("status"), _whole_or_none(result.get("steps"))
+    saved = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*") if path.name[5:].isdecimal()), default=0)
+    known = any(life.ended == status for life in history.attempts)
+    beyond = steps is not None and (steps > history.last_step or status == "done")
+    if status in ENDS and steps is not None and beyond and not known:
+        lost.append(f"{run.events}: ends at step {history.last_step}; {run.result.name} says {status} at step {steps}")
+        return str(status), steps
+    if not history.attempts and saved:
+        lost.append(
+            f"{run.events}: {'is damaged' if run.events.exists() else 'is missing'}; the last step is that saved"
+        )
+        return "not known", saved
+    return history.status, history.last_step
 
 
 def _energy(history: History) -> Drawn | None:

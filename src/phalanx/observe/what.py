@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -55,13 +56,34 @@ class What:
 
 
 def read_recipe(run: Run) -> dict[str, Any]:
+    """The recipe of a run, as far as it is known."""
+    return recipe_and_losses(run)[0]
+
+
+def recipe_and_losses(run: Run) -> tuple[dict[str, Any], list[str]]:
     """resolved.yaml as a plain mapping with every default filled in; as it stands when this version of Phalanx does
-    not understand it. DataError when it is not YAML."""
+    not understand it. Where it is lost it is the recipe as it was given, and nothing where that is lost, too; what is
+    lost is said."""
     try:
-        raw, _ = parse(read_text(run.resolved, LARGEST, follow=False), str(run.resolved))
+        return _mapping(run.resolved), []
+    except DataError as error:
+        lost = str(error)
+    try:
+        return _mapping(run.recipe), [f"{lost}; the recipe is shown as it was given"]
+    except DataError as error:
+        return {}, [lost, f"{error}; so the recipe is not known"]
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """A recipe's file as a mapping. DataError where it is none, or nothing but a part of one."""
+    try:
+        raw, _ = parse(read_text(path, LARGEST, follow=False), str(path))
     except RecipeError as error:
         raise DataError(str(error)) from None
-    raw = raw if isinstance(raw, dict) else {}
+    except OSError as error:
+        raise DataError(f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}") from None
+    if not isinstance(raw, dict) or not raw:
+        raise DataError(f"{path}: is empty or no recipe")
     try:
         return Recipe.model_validate(raw).model_dump(mode="json", by_alias=True)
     except ValidationError:

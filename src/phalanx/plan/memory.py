@@ -17,6 +17,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.devices import sizes_for
 from phalanx.recipe.exchanges import apart_from, candidates, first_steps
+from phalanx.recipe.pipelines import fitting, stages_of
 from phalanx.recipe.schema import Layout
 
 WAYS = ("none", "selective", "full")
@@ -129,7 +130,7 @@ def sizes(recipe: Recipe, world: int) -> list[int]:
     if layout.pipeline == 1:
         return found
     stages = stages_of(layout)
-    running = [size for size in found if _runs(layout, share // size)]
+    running = [size for size in found if fitting(layout.schedule, share // size, stages, layout.pipeline)]
     # With twice as many micro-batches as stages, a third of the time is lost to filling and draining at most.
     for least in (2 * stages, stages, 1):
         if enough := [size for size in running if share // size >= least]:
@@ -138,13 +139,6 @@ def sizes(recipe: Recipe, world: int) -> list[int]:
         f"batch.micro: no micro-batch lets {layout.schedule} run {stages} stages on {layout.pipeline} ranks with the "
         f"{share} samples of a step; raise batch.global, to {stages * (recipe.batch.global_ // share)} or a multiple"
     )
-
-
-def stages_of(layout: Layout) -> int:
-    """Stages of a pipeline: as given, else one a rank, or two for the interleaved schedule."""
-    if layout.stages is not None:
-        return len(layout.stages)
-    return layout.pipeline * (2 if layout.schedule == "interleaved" else 1)
 
 
 def smaller_micro(recipe: Recipe) -> int | None:
@@ -360,15 +354,3 @@ def _ranks(recipe: Recipe) -> int:
     """Among how many ranks parameters are divided."""
     layout = _layout(recipe)
     return layout.shard * layout.context * layout.tensor * layout.pipeline
-
-
-def _runs(layout: Layout, micro_batches: int) -> bool:
-    """Whether a schedule can run with so many micro-batches: one forward, one backward wants one for each stage;
-    schedules that go in rounds want rounds of the same length, of about as many as there are ranks. All at once (gpipe)
-    and the V of zero-bubble take any number."""
-    stages, ranks = stages_of(layout), layout.pipeline
-    if layout.schedule == "1f1b":
-        return micro_batches >= stages
-    if layout.schedule == "gpipe" or (layout.schedule == "zero-bubble" and stages == 2 * ranks):
-        return micro_batches >= 1
-    return micro_batches % max(1, micro_batches // ranks) == 0

@@ -26,7 +26,7 @@ from phalanx.recipe.exchanges import (
     heeds_start,
     travels_beside,
 )
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import MOST_THREADS, Layout
 
 GAIN = 1.2
 """bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
@@ -56,7 +56,7 @@ def choose_threads(recipe: Recipe, cores: int, world: int) -> Choice:
         return Choice("threads", recipe.threads, "given")
     if recipe.exchange.exact == "replicas":
         return Choice("threads", 1, "exact: replicas needs the same number on any world size")
-    threads = max(1, cores // world)
+    threads = min(max(1, cores // world), MOST_THREADS)
     return Choice("threads", threads, f"{cores} cores for {world} {'worker' if world == 1 else 'workers'}")
 
 

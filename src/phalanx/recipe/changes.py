@@ -24,6 +24,8 @@ FREE = (
 `evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout` and `device`
 are: they change rounding only, which is told.
 """
+PLACES = ("data.source", "data.tokenizer", "evaluate.source", "batch.micro")
+"""Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ def differences(old: Recipe, new: Recipe) -> list[Difference]:
 def is_free(key: str) -> bool:
     """Whether a run may go on with another value of `key`."""
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def is_mathematics(key: str, trained: Recipe) -> bool:
+    """Whether a value of `key` in resolved.yaml must be that of the checkpoint's own recipe, `trained`."""
+    own = (*PLACES, "exchange") if trained.exchange.exact == "no" else PLACES  # chosen while training
+    return not is_free(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
 
 
 def refused(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[Difference]:

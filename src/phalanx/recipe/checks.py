@@ -1,15 +1,17 @@
 """What must hold between the keys of a recipe and the workers that it gets; nothing is imported or run."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from phalanx.recipe.devices import kind_of
+from phalanx.recipe.devices import DeviceKind, kind_of
 from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
-from phalanx.recipe.schema import LOCAL, LOSSY, Exchange, Layout, Recipe
+from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
+from phalanx.recipe.schema import LOCAL, LOSSY, MOST_SAMPLES, Exchange, Layout, Recipe, Source
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
@@ -31,10 +33,11 @@ def workers_for(recipe: Recipe, otherwise: int) -> int:
     return recipe.layout.world if isinstance(recipe.layout, Layout) else otherwise
 
 
-def check(recipe: Recipe, folder: Path, workers: int = 1, at: Callable[[str], str] = str) -> None:
+def check(recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
-    `folder` is the recipe's; `at` says in errors where a key was written (`Loaded.at`).
+    `folder` is the recipe's; without `workers` only what holds for any number of them is checked. `at` says in errors
+    where a key was written (`Loaded.at`).
     """
     problems = [f"{at(key)}: {problem}" for key, problem in _problems(recipe, folder, workers)]
     if problems:
@@ -57,45 +60,45 @@ def check_device(
 ) -> None:
     """RecipeError when what `recipe` asks for cannot be had on this device of torch ("cpu", "cuda", ...), `rocm` if it
     is AMD's."""
-    problems, kind = [], kind_of(device, rocm)
-    fp8 = "fp8" in kind.precisions and has_fp8(capability)
-    if recipe.precision == "fp8" and not fp8 and not fp8_anywhere:
-        problems.append(f"{at('precision')}: {NO_FP8.format(name + kind.about_fp8)}")
-    if recipe.compile == "graphs" and not kind.graphs:
-        what = "has none" if kind.is_gpu else "is no GPU"
-        valid = "true or false would be valid"
-        problems.append(f"{at('compile')}: graphs are CUDA graphs, and {name} {what}; {valid}")
-    if recipe.exchange.exact in ("world", "replicas") and not kind.deterministic:
-        problems.append(
-            f"{at('exchange.exact')}: found {recipe.exchange.exact}, but torch does not say which kernels give the "
-            f"same bits twice on {name}; auto or no would be valid, or device=cpu"
-        )
-    if problems:
+    kind = kind_of(device, rocm)
+    fp8 = fp8_anywhere or ("fp8" in kind.precisions and has_fp8(capability))
+    if problems := [f"{at(key)}: {problem}" for key, problem in device_problems(recipe, kind, name, fp8)]:
         raise several(problems)
 
 
-def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str, str]]:
+def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
     if ":" not in recipe.task and recipe.task not in TASKS:
         known = f"expected {', '.join(TASKS)} or module:Class"
         yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
-    if recipe.init is not None:
+    if recipe.init is not None and workers is not None:
         path = recipe.init.removeprefix(HUGGING_FACE)
         if not (folder / path).exists():
             kind = "checkpoint or run" if path == recipe.init else "directory"
             yield "init", f"there is no {kind} at {folder / path}"
+    yield from _device(recipe, workers or 1)
+    yield from _optimizer(recipe)
     yield from _exchange(recipe)
     replicas = workers
     if isinstance(recipe.layout, Layout):
-        yield from _layout(recipe, recipe.layout, workers)
+        yield from _layout(recipe, recipe.layout, workers or recipe.layout.world)
         replicas = recipe.layout.replicate * recipe.layout.shard
+    yield from _sources(recipe)
     scaling = recipe.optim.scaling
     if scaling is not None and scaling.base_batch is None and recipe.batch.per is None:
         yield (
             "optim.scaling",
             "base_batch is missing: for how many samples of a step is optim.lr right? (batch.per: worker would say so)",
         )
-    yield from _batch(grown(recipe, workers).batch.global_, recipe.batch.micro, replicas)
+    if workers is not None and replicas is not None:
+        samples = grown(recipe, workers).batch.global_
+        if samples > MOST_SAMPLES:
+            yield (
+                "batch.global",
+                f"{samples:,} samples of {workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
+            )
+        else:
+            yield from _batch(samples, recipe.batch.micro, replicas)
 
 
 def _asked(exchange: Exchange) -> str:
@@ -111,6 +114,8 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.exchange.start not in ("auto", FIRST) and not heeds_start(recipe.exchange):
         told = f"is for powersgd, local, diloco, or auto with a tolerance, and the strategy is {strategy}: leave it out"
         yield "exchange.start", told
+    if recipe.exchange.low_rank != Exchange().low_rank and strategy not in ("powersgd", "auto"):
+        yield "exchange.low_rank", f"is for strategy: powersgd, and the strategy is {strategy}: leave it out"
     yield from _tolerance(recipe.exchange)
     if strategy in LOCAL:
         yield from _local(recipe)
@@ -199,6 +204,7 @@ def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str,
     if recipe.memory.recompute == "selective" and layout.splits_backward:
         why = f"a {layout.schedule} pipeline's backward comes in two parts, of which selective repeats one"
         yield "memory.recompute", f"{why}; use full or none, or layout.schedule=1f1b"
+    yield from _pipeline(recipe, layout)
     if layout.overlap and layout.tensor == 1:
         yield "layout.overlap", "is about what tensor ranks send each other; give layout.tensor, or false"
     for name in ("tensor", "expert"):
@@ -209,6 +215,89 @@ def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str,
             yield f"layout.{name}", "is for models of sequences; classification of images has none"
     if (length := recipe.data.sequence) % layout.context:
         yield "layout.context", f"found {layout.context}, which must divide data.sequence = {length}"
+
+
+def _pipeline(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Stages and micro-batches of a pipeline."""
+    stages, ranks = stages_of(layout), layout.pipeline
+    if ranks == 1:
+        if layout.stages is not None:
+            yield "layout.stages", "is for pipelines: give layout.pipeline, or leave it out"
+        return
+    if problem := stages_problem(layout.schedule, stages, ranks):
+        yield "layout.pipeline" if layout.stages is None else "layout.stages", problem
+        return
+    parts = layout.replicate * layout.shard
+    share, micro = recipe.batch.global_ // parts, recipe.batch.micro
+    if recipe.batch.global_ % parts or (isinstance(micro, int) and share % micro):
+        return  # which is another problem
+    sizes = [size for size in divisors(share) if fitting(layout.schedule, share // size, stages, ranks)]
+    what = f"{layout.schedule} with {stages} stages on {ranks} ranks"
+    if not sizes:
+        yield "batch.global", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
+    elif isinstance(micro, int) and micro not in sizes:
+        valid = ", ".join(map(str, sizes))
+        yield "batch.micro", f"{what} cannot run {share // micro} micro-batches a step; {valid} would be valid"
+
+
+def _device(recipe: Recipe, workers: int) -> Iterator[tuple[str, str]]:
+    """What no device of a kind that the recipe names has, whichever machine it is on."""
+    if recipe.device == "auto":
+        return
+    kind = kind_of(recipe.device)
+    fp8_anywhere = os.environ.get(FP8) == "always"
+    yield from device_problems(recipe, kind, kind.what, "fp8" in kind.precisions or fp8_anywhere)
+    if workers > 1 and kind.backend is None:
+        yield (
+            "device",
+            f"found {recipe.device}, on which torch has no way to exchange gradients; use one worker, or cpu",
+        )
+
+
+def device_problems(recipe: Recipe, kind: DeviceKind, name: str, fp8: bool) -> Iterator[tuple[str, str]]:
+    """What a recipe asks for that a kind of device does not have; `name` is what the device is called."""
+    if recipe.precision == "fp8" and not fp8:
+        yield "precision", NO_FP8.format(name + kind.about_fp8)
+    if recipe.compile == "graphs" and not kind.graphs:
+        what = "has none" if kind.is_gpu else "is no GPU"
+        yield "compile", f"graphs are CUDA graphs, and {name} {what}; true or false would be valid"
+    if recipe.exchange.exact in ("world", "replicas") and not kind.deterministic:
+        yield (
+            "exchange.exact",
+            f"found {recipe.exchange.exact}, but torch does not say which kernels give the same bits twice on {name}; "
+            "auto or no would be valid, or device=cpu",
+        )
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Folders of pictures."""
+    several_given = isinstance(recipe.data.source, list)
+    sources = {f"data.source.{number}" if several_given else "data.source": each for number, each in _listed(recipe)}
+    if recipe.evaluate.source is not None:
+        sources["evaluate.source"] = recipe.evaluate.source
+    for key, source in sources.items():
+        if source.images is not None and source.size is None:
+            yield key, "images need a common size, for instance `size: [224, 224]`"
+
+
+def _listed(recipe: Recipe) -> Iterator[tuple[int, Source]]:
+    source = recipe.data.source
+    yield from enumerate(source if isinstance(source, list) else [source])
+
+
+def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The optimizer's state, and where it is kept."""
+    name, state = recipe.optim.name, recipe.optim.state
+    if state != "fp32" and name != "adamw":
+        yield "optim.state", f"{state} is for adamw; {name} keeps its state in fp32"
+    if recipe.memory.offload == "optimizer" and name not in ("adamw", "sgd"):
+        yield (
+            "memory.offload",
+            f"optimizer goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
+            "worker holds",
+        )
+    if recipe.memory.loss == "chunked" and recipe.task == "classification":
+        yield "memory.loss", "chunked is for language models, and the task is classification: use auto or whole"
 
 
 def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, str]]:

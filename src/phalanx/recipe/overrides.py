@@ -43,7 +43,7 @@ def _index(holder: dict[str, Any] | list[Any], part: str, above: list[str], labe
     """`part` as a key of a mapping or a position in a list."""
     if isinstance(holder, dict):
         return part
-    if not part.isdecimal() or int(part) >= len(holder):
+    if not part.isdecimal() or len(part) > 9 or int(part) >= len(holder):
         raise RecipeError(
             f"{label}: {'.'.join(above)} is a list of {len(holder)}: found {part!r}, expected a position from 0"
         )

@@ -4,6 +4,7 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -13,10 +14,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveInt,
     StringConstraints,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 
 class Part(BaseModel):
@@ -27,22 +28,65 @@ class Part(BaseModel):
     )
 
 
-def _steps(value: Any) -> Any:
-    """Accept `100`, `"100 steps"` or `"1 step"`; anything else is left for pydantic to refuse."""
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]+)\s*(steps?)?\s*", value)):
-        return int(match[1])
+def _number(value: Any) -> Any:
+    """Refuse true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "expected a number")
     return value
 
 
+NUMBER = BeforeValidator(_number)
+"""Last in the annotation of each number that people write."""
+LONGEST = 10**10
+"""Steps of a run: at a millisecond each, those of four months."""
+MOST_SAMPLES = 10**8
+"""Of a step. `LONGEST` times so many are below 2^63, in which positions are counted."""
+MOST_WORKERS = 10**6
+MOST_THREADS = 1024
+LONGEST_SEQUENCE = 1 << 24
+LARGEST_VOCABULARY = 10**7
+LARGEST_SIDE = 1 << 14
+"""Pixels of a picture's height or width."""
+WIDEST = 1 << 16
+"""Rank of a matrix, and MiB of a bucket."""
+LARGEST = 1e6
+"""Of rates and weights, which are of the order of 1."""
+
+Count = Annotated[int, Field(gt=0, le=10**6), NUMBER]
+"""How many there are of something."""
+Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES), NUMBER]
+Ranks = Annotated[int, Field(gt=0, le=MOST_WORKERS), NUMBER]
+Begin = Annotated[int, Field(ge=0, le=LONGEST), NUMBER]
+"""A number of first steps, or none."""
+Rate = Annotated[float, Field(gt=0, le=LARGEST), NUMBER]
+Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
+
+
+def _steps(value: Any) -> Any:
+    """Accept `100`, `"100 steps"` or `"1 step"`; anything else is left for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,20})\s*(steps?)?\s*", value)):
+        return int(match[1])
+    return _number(value)
+
+
 STEPS_PATTERN = r"^\s*[0-9]+\s*(steps?)?\s*$"
+_Steps = Annotated[int, Field(gt=0, le=LONGEST)]
 
 Steps = Annotated[
-    PositiveInt,
-    BeforeValidator(
-        _steps, json_schema_input_type=PositiveInt | Annotated[str, StringConstraints(pattern=STEPS_PATTERN)]
-    ),
+    _Steps,
+    BeforeValidator(_steps, json_schema_input_type=_Steps | Annotated[str, StringConstraints(pattern=STEPS_PATTERN)]),
 ]
 """A number of optimizer steps, written `100` or `100 steps`."""
+
+
+def _finite(value: Any) -> Any:
+    """Refuse numbers that no JSON has: a builder in another process would get None for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"found {value}, expected finite numbers")
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in below:
+        _finite(each)
+    return value
 
 
 def _percent(value: str) -> str:
@@ -63,7 +107,7 @@ class Model(Part):
 
     build: str = "phalanx.models:transformer"
     """`module:callable`; modules beside the recipe are found, too. Or `hf:PATH` of a Hugging Face directory."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)
     """Arguments of the callable. `vocab`, `sequence`, `classes` are filled in from the data where it takes them. With
     `hf:PATH`, values that replace those of its config.json."""
     rules: dict[str, str] | None = None
@@ -74,14 +118,17 @@ class Adapter(Part):
     """Low-rank adapters (LoRA) for fine-tuning: the model's own weights stay as they are, and two small matrices beside
     each chosen layer learn what is added: alpha / rank x (B A). An export has them folded in."""
 
-    rank: PositiveInt = 8
+    rank: Annotated[int, Field(gt=0, le=WIDEST), NUMBER] = 8
     """Rows of A and columns of B, for each layer."""
-    alpha: Annotated[float, Field(gt=0)] = 16.0
+    alpha: Rate = 16.0
     """Scale of what is added, divided by `rank`."""
     modules: str | list[str] | None = None
     """Names of linear layers, or their last parts (`q_proj`); `*` stands for one part. null: all in the blocks."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
     """Of the inputs of A, in training."""
+
+
+Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER]
 
 
 class Idx(Part):
@@ -106,8 +153,8 @@ class Source(Part):
     field: str = "text"
     """Name of the text field in JSON-lines and Parquet files."""
     exclude: str | list[str] = Field(default_factory=list, description="Glob(s) of files to leave out.")
-    size: tuple[PositiveInt, PositiveInt] | None = Field(None, description="Height and width for image folders.")
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    size: tuple[Side, Side] | None = Field(None, description="Height and width for image folders.")
+    weight: Rate = 1.0
     """Share of the samples that comes from this source, relative to the weights of the others."""
 
     @model_validator(mode="after")
@@ -129,7 +176,7 @@ PACKAGES = ["**/site-packages/**", "**/dist-packages/**"]
 class Bpe(Part):
     """A byte-pair tokenizer trained on the data itself, with this many tokens."""
 
-    bpe: Annotated[int, Field(ge=257)]
+    bpe: Annotated[int, Field(ge=257, le=LARGEST_VOCABULARY), NUMBER]
     """Number of tokens of the vocabulary."""
 
 
@@ -141,7 +188,7 @@ class Data(Part):
     tokenizer: str | Bpe = Field(
         "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
     )
-    sequence: PositiveInt = 256
+    sequence: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER] = 256
     """Tokens of one training sample."""
     documents: Literal["join", "separate"] = "join"
     """`separate` keeps attention and targets within a document; `join` runs over its end."""
@@ -152,9 +199,11 @@ class Evaluate(Part):
 
     every: Steps | None = 100
     """Score every so many steps; null never does."""
-    share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    share: Fraction = 0.01
     """Share of the samples that is held out of training."""
-    samples: PositiveInt = Field(512, description="At most this many held-out samples are scored.")
+    samples: Annotated[int, Field(gt=0, le=LONGEST), NUMBER] = Field(
+        512, description="At most this many held-out samples are scored."
+    )
     source: Source | None = None
     """Held-out data of its own, instead of a share of the training data."""
 
@@ -162,13 +211,13 @@ class Evaluate(Part):
 class Batch(Part):
     """`global` samples make one optimizer step; `micro` samples are computed at once (it changes only rounding)."""
 
-    global_: PositiveInt = Field(16, alias="global")
+    global_: Samples = Field(16, alias="global")
     """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` tells how far it may
     grow: the gradient noise scale."""
     per: Literal["worker"] | None = None
     """`worker`: the batch is `global` samples for each worker that the run is first started on, and stays that when it
     goes on with others; `optim.scaling` lets the learning rate follow. null: `global` is the whole batch."""
-    micro: PositiveInt | Literal["auto"] = "auto"
+    micro: Samples | Literal["auto"] = "auto"
     """Samples computed at once by one worker. Changes speed, memory and rounding only. `auto`: as many as fit, by
     prediction and a trial; when memory runs out all the same, the run goes on with fewer."""
 
@@ -176,19 +225,19 @@ class Batch(Part):
 class Schedule(Part):
     """Learning rate over the run: linear warm-up, then decay to `final` x lr at the last step."""
 
-    warmup: Annotated[int, Field(ge=0)] = 20
+    warmup: Begin = 20
     """Steps over which the rate rises linearly."""
     decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
     """Shape of the way down from `lr`. `poly` and `step` are Caffe's: a power of what is left of the run, and drops at
     given times."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.1
     """Rate at the last step, as a share of `lr`; not of `step`, which ends where its drops lead."""
-    power: Annotated[float, Field(gt=0)] = 0.5
+    power: Annotated[float, Field(gt=0, le=100), NUMBER] = 0.5
     """Of `poly`: lr x (what is left of the run)^power."""
-    drops: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+    drops: list[Annotated[float, Field(gt=0, lt=1), NUMBER]] = Field(
         [0.5, 0.75], description="Of `step`: when the rate drops, as shares of the run after warm-up."
     )
-    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    gamma: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.1
     """Of `step`: what each drop multiplies the rate with."""
 
 
@@ -198,9 +247,9 @@ class Scaling(Part):
 
     rule: Literal["linear", "sqrt"] = "linear"
     """`linear` is usual for sgd, `sqrt` for adamw and lamb."""
-    base_batch: PositiveInt | None = None
+    base_batch: Samples | None = None
     """Samples of a step for which `lr` is right. null: batch.global, where that is for each worker."""
-    warmup: Annotated[int, Field(ge=0)] = 200
+    warmup: Begin = 200
     """Steps over which the rate rises from `lr` to that of the batch, beside the schedule's own warm-up."""
 
 
@@ -209,16 +258,16 @@ class Optim(Part):
 
     name: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
     """Which optimizer. `lars` and `lamb` are for large batches, in place of `sgd` and `adamw`."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Rate = 1e-3
     """Peak learning rate. That of `lars` is of the order of 1 to 30."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=LARGEST), NUMBER] = 0.1
     """How fast weights shrink by themselves."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Memory of adamw's and lamb's first and second moment."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Of sgd, muon and lars.")
+    momentum: Fraction = Field(0.9, description="Of sgd, muon and lars.")
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How adamw keeps its moments: 8, 4 or about 2 bytes for each parameter. The lower two round stochastically."""
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    clip: Annotated[float, Field(gt=0, le=1e12), NUMBER] | None = 1.0
     """Bound on the norm of the whole gradient; null leaves it alone."""
     schedule: Schedule = Schedule()
     """Learning rate over the run."""
@@ -228,24 +277,24 @@ class Optim(Part):
 class Layout(Part):
     """world = replicate x shard x tensor x pipeline x context; `expert` reuses shard x context."""
 
-    replicate: PositiveInt = 1
+    replicate: Ranks = 1
     """Whole copies of the model, each with its part of the batch."""
-    shard: PositiveInt = 1
+    shard: Ranks = 1
     """Ranks over which parameters are sharded."""
-    tensor: PositiveInt = 1
+    tensor: Ranks = 1
     """Ranks over which matrices are split."""
-    pipeline: PositiveInt = 1
+    pipeline: Ranks = 1
     """Stages of layers."""
-    context: PositiveInt = 1
+    context: Ranks = 1
     """Ranks over which a sequence is split."""
-    expert: PositiveInt = 1
+    expert: Ranks = 1
     """Ranks over which experts are split; reuses shard x context."""
     overlap: bool = False
     """Tensor ranks compute half of a product while the other half travels. Pays where products are large and links
     slow; `phalanx tune` finds out."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """In which order pipeline stages compute micro-batches."""
-    stages: list[PositiveInt] | None = None
+    stages: list[Count] | None = None
     """Blocks of each pipeline stage, in order. null: as even as parameters allow, in two stages a rank where the
     schedule wants several."""
 
@@ -300,9 +349,9 @@ LOCAL = ("local", "diloco")
 class Outer(Part):
     """The outer optimizer of `diloco`: SGD with Nesterov momentum on how far workers moved on average."""
 
-    lr: Annotated[float, Field(gt=0)] = 0.7
+    lr: Rate = 0.7
     """Learning rate of outer steps. 1 without momentum would be plain averaging."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Fraction = 0.9
     """Nesterov momentum of outer steps; 0 for none."""
 
 
@@ -319,25 +368,25 @@ class Exchange(Part):
     """By how much the held-out loss may end above that of a run that sends fp32 in every step: with `exact: no` a bound
     on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `9%` on `auto` may have
     workers train apart (diloco), which it does not without a bound."""
-    low_rank: PositiveInt = 4
+    low_rank: Annotated[int, Field(gt=0, le=WIDEST), NUMBER] = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["auto", "world", "replicas", "no"] = "auto"
     """What stays the same bits: see the part's description. `auto` is `world` on a CPU. On a GPU a trial measures what
     deterministic kernels cost: below 2% it is `world`, else `no`, and gradients still travel in fp32."""
-    bucket: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    bucket: Literal["auto"] | Annotated[float, Field(gt=0, le=WIDEST), NUMBER] = "auto"
     """MiB of gradients that travel together. `auto`: 25; between nodes at most a 12th of the gradients, but 1;
     `phalanx plan` writes the best for the cluster's network."""
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
-    start: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    start: Begin | Literal["auto"] = "auto"
     """`powersgd`, `local` and `diloco`: first steps of a run, in which gradients travel whole, or after each of which
     workers take the mean of their weights. `auto` with a `tolerance`: those before workers may train apart. 100 if it
     is `auto`, or a third of the run's steps before workers train apart, whatever is more."""
     outer: Outer = Outer()
-    fragments: PositiveInt = 1
+    fragments: Count = 1
     """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is
     asked for less at a time."""
-    delay: Annotated[int, Field(ge=0)] = 0
+    delay: Begin = 0
     """`local` and `diloco`: steps that workers go on before they take what was exchanged, which travels meanwhile."""
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     """`local` and `diloco`: what weights travel as, told as how far a worker moved. `int8` keeps what it could not
@@ -350,7 +399,7 @@ class Checkpoint(Part):
     every: Steps | Literal["auto"] | None = 50
     """Save every so many steps; null saves at the end only. `auto` measures, while training, what a save costs, and
     saves as often as is best at the rate of failures (Young 1974, Daly 2006)."""
-    keep: PositiveInt = 3
+    keep: Count = 3
     """Newest checkpoints that stay; the best by held-out loss stays besides."""
 
 
@@ -360,9 +409,9 @@ class Recovery(Part):
     hot: Steps | Percent | None = "1%"
     """Copy the state into the memory of the nodes every so many steps, or as often as takes such a share of the time
     (`1%`); null never does. A worker or node that is lost then costs the steps since the last copy."""
-    attempts: PositiveInt = 3
+    attempts: Count = 3
     """Failed attempts in a row without progress before the run is given up."""
-    silence: Annotated[float, Field(gt=0)] = 600.0
+    silence: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
     """Seconds without a sign of life after which workers that seem stuck are started again. It is told long before; a
     worker that is held still while others are not does not wait so long."""
 
@@ -401,6 +450,8 @@ class Recipe(Part):
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
-    threads: PositiveInt | Literal["auto"] = Field("auto", description="CPU threads of each worker.")
-    seed: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER] | Literal["auto"] = Field(
+        "auto", description="CPU threads of each worker."
+    )
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER] = 0
     """Of the initial weights, the order of data and all random numbers."""

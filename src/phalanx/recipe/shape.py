@@ -150,10 +150,19 @@ def form_in_words(schema: Schema) -> str:
 def _range(schema: Schema) -> str:
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
     high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
-    start = f"above {above}" if above is not None else f"of at least {low}" if low is not None else ""
-    end = f"below {below}" if below is not None else f"of at most {high}" if high is not None else ""
+    if schema.get("type") == "integer" and above is not None and high is not None:
+        low, above = above + 1, None
+    if low is not None and high is not None:
+        return f" from {_figure(low)} to {_figure(high)}"
+    start = f"above {_figure(above)}" if above is not None else f"of at least {_figure(low)}" if low is not None else ""
+    end = f"below {_figure(below)}" if below is not None else f"of at most {_figure(high)}" if high is not None else ""
     both = " and ".join(text for text in (start, end) if text)
     return f" {both}" if both else ""
+
+
+def _figure(value: float) -> str:
+    """A bound as people read it: 1,000,000, 0.5, 1e+18."""
+    return f"{int(value):,}" if value == int(value) and (value < 1e15 or isinstance(value, int)) else f"{value:g}"
 
 
 def either(words: list[str]) -> str:

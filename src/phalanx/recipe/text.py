@@ -31,6 +31,8 @@ _RESOLVERS: list[tuple[str, re.Pattern[str], str]] = [
 ]
 
 
+DIGITS = 3500
+"""Of a whole number; Python writes none that has more than 4,300 (sys.set_int_max_str_digits), as 3,570 of base 16."""
 DEPTH = 64
 """So deep may values be nested."""
 _TOO_DEEP = f"nested too deeply, expected at most {DEPTH} levels"
@@ -147,6 +149,9 @@ def _value(node: yaml.Node, key: Key, places: Places, place: Any, above: tuple[y
         return [_value(item, (*key, index), places, place, above) for index, item in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode):
         try:
+            if tag == "int" and len(node.value) > DIGITS:
+                why = f"a number of {len(node.value):,} digits, expected at most {DIGITS:,}"
+                raise RecipeError(f"{where}: {f'{dotted(key)}: ' if key else ''}found {why}")
             return _scalar(tag, str(node.value))
         except (ValueError, KeyError):
             pass

@@ -32,9 +32,10 @@ class Run:
     def existing(cls, path: Path | str) -> "Run":
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
-        if not run.resolved.is_file():
+        if not run.begun():
             raise UsageError(
-                f"{path}: no run here (it has no resolved.yaml); `phalanx train RECIPE --run {path}` makes one"
+                f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
+                f"--run {path}` makes one"
             )
         return run
 
@@ -91,15 +92,20 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         self.events.touch()
 
+    def begun(self) -> bool:
+        """Whether there is what a run leaves behind: its recipe, events or checkpoints. Any of them may be lost."""
+        events = self.events.is_file() and self.events.stat().st_size > 0 and _is_event_log(self.events)
+        return self.resolved.is_file() or events or any(self.checkpoints.glob("step-*/MANIFEST.json"))
+
     def foreign_file(self) -> str | None:
         """A file of the user's in the directory; None when the directory is new, empty, or a run.
 
         A `recipe.yaml` alone makes no run: it is how users call their own recipes."""
         if not self.path.is_dir():
             return None
-        begun = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
+        created = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
         resumed = self.resolved.is_file() and (self.logs.is_dir() or self.checkpoints.is_dir())
-        if begun or resumed or any(self.checkpoints.glob("step-*/MANIFEST.json")):
+        if created or resumed or any(self.checkpoints.glob("step-*/MANIFEST.json")):
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
         others = sorted(entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _NEW_DISK)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.changes import differences, is_free
+from phalanx.recipe.changes import differences, is_mathematics
 from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
 from phalanx.run import read_events
@@ -41,8 +41,6 @@ from phalanx.train.state import Progress, state_tensors
 from phalanx.train.step import Stepper, slots_for
 
 SAME_FILES = "restore the files that the recipe's data.source matched"
-PLACES = ("data.source", "data.tokenizer", "evaluate.source", "batch.micro")
-"""Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
 
 
 def make_stepper(
@@ -174,9 +172,7 @@ def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool)
         trained = Recipe.model_validate(meta["recipe"])
     except ValidationError as error:
         raise DataError(f"{path}: its recipe is not one that this Phalanx knows ({error.errors()[0]['msg']})") from None
-    own = (*PLACES, "exchange") if trained.exchange.exact == "no" else PLACES  # chosen while training
-    found = [each for each in differences(trained, parts.recipe) if not is_free(each.key)]
-    found = [each for each in found if not any(f"{each.key}.".startswith(f"{key}.") for key in own)]
+    found = [each for each in differences(trained, parts.recipe) if is_mathematics(each.key, trained)]
     if not found:
         return
     if not force:

@@ -202,7 +202,7 @@ def _comparable(tensor: Tensor) -> bool:
 def what_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
     """Names of what `forward`, called twice, changes: of what a checkpoint holds, and of what none does (buffers that
     are not persistent, and plain attributes). What the second of two equal forwards leaves as the first did is a cache
-    or a result, not state."""
+    or a result, not state; so is what each forward computes anew from what a checkpoint holds."""
     state = ForwardState([model], Place(), None, elastic=True)
     state.begin()
     forward()
@@ -210,7 +210,34 @@ def what_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[
     forward()
     state.found()
     now = _not_saved(model)
-    return sorted(state._found), sorted(name for name in now if name in before and not _equal(before[name], now[name]))
+    lost = sorted(name for name in now if name in before and not _equal(before[name], now[name]))
+    if tensors := {name: before[name] for name in lost if isinstance(before[name], Tensor)}:
+        computed = _computed(model, forward, state._of(model), tensors)
+        lost = [name for name in lost if name not in computed]
+    return sorted(state._found), lost
+
+
+@torch.no_grad()
+def _restore(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in held.items():
+        tensor.copy_(values[name])
+
+
+def _computed(
+    model: nn.Module, forward: Callable[[], object], held: dict[str, Tensor], others: Mapping[str, Tensor]
+) -> set[str]:
+    """Those of `others` that come out of a forward equal whatever they were before it, where what a checkpoint holds
+    was the same: the weight of the older spectral norm, say. They have the values of another forward to begin with."""
+    values = {name: tensor.detach().clone() for name, tensor in held.items()}
+    forward()
+    once = _not_saved(model)
+    _restore(held, values)
+    for name, value in others.items():
+        path, _, key = name.rpartition(".")
+        setattr(model.get_submodule(path), key, value.clone())
+    forward()
+    again = _not_saved(model)
+    return {name for name in others if name in once and name in again and _equal(once[name], again[name])}
 
 
 def _not_saved(model: nn.Module) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from torch import nn
 
 from phalanx.train.huggingface_calls import logits_of
 
+FLAT = 1e-6
+"""Below this temperature all but the likeliest token have a probability of 0, and logits divided by it overflow."""
+
 
 def generate(
     model: nn.Module,
@@ -35,7 +38,7 @@ def generate(
 
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < FLAT:
         return int(logits.argmax())
     logits = logits / temperature
     if top_k is not None and top_k < logits.numel():

@@ -8,13 +8,23 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from phalanx.data import Facts
-from phalanx.errors import DataError, UsageError
-from phalanx.recipe import Recipe, load_recipe
+from phalanx.data import Facts, open_data
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
+from phalanx.recipe import Recipe, differences, load_recipe
+from phalanx.recipe.changes import is_mathematics
+from phalanx.recipe.schema import Source
 from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
-from phalanx.train.checkpoint import checkpoint_name, list_checkpoints, load_tensors, newest_good
+from phalanx.train.checkpoint import (
+    Manifest,
+    checkpoint_name,
+    list_checkpoints,
+    load_tensors,
+    newest_good,
+    read_manifest,
+)
 from phalanx.train.checkpoint.format import EXTRA
+from phalanx.train.checkpoint.recipe import recipe_in
 from phalanx.train.model import build_model
 from phalanx.train.savable import extra_modules
 from phalanx.train.saving import best_file
@@ -34,6 +44,8 @@ class Trained:
     facts: Facts
     folder: Path | None
     checkpoint: Path
+    notes: tuple[str, ...] = ()
+    """What of the run is lost or damaged, and what was taken instead."""
 
 
 def load_trained(run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False) -> Trained:
@@ -42,35 +54,91 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
     it is `trusted`; DataError when it is damaged.
     """
-    checkpoint = _choose(run, step, best)
-    recipe = load_recipe(run.resolved).recipe
-    plan, environment = run.read_json(run.plan), run.read_json(run.environment)
-    if plan is None or environment is None:
-        raise DataError(f"{run.path}: plan.json or environment.json is missing; they tell how the model is built")
-    if "facts" not in plan:
+    checkpoint, notes = _choose(run, step, best)
+    manifest = read_manifest(checkpoint)
+    if "model" not in manifest.meta and "facts" not in run.read_lossy(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
             f"`phalanx checkpoint export {run.path} OUT` writes its weights"
         )
-    facts = _facts(run, plan["facts"])
-    named = environment.get("folder")
-    if not isinstance(named, str) or not Path(named).is_absolute() or "\0" in named:
-        raise DataError(f"{run.environment}: folder is {named!r}, expected an absolute path")
-    folder = Path(named)
-    if not trusted:
-        check_trusted(run.path, recipe, folder)
+    recipe = _recipe(run, checkpoint, manifest, notes)
+    facts = _facts(run, recipe, notes)
     # Without code of the user's own no module is looked for in a folder that a stranger may have named.
-    modules = folder if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
+    modules = _folder(run) if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
+    if modules is not None and not trusted:
+        check_trusted(run.path, recipe, modules)
     model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
     allocate([model], device)
     names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))
-    return Trained(model.eval(), recipe, facts, folder if code_of(recipe) else None, checkpoint)
+    return Trained(model.eval(), recipe, facts, modules if code_of(recipe) else None, checkpoint, tuple(notes))
 
 
-def _facts(run: Run, told: Any) -> Facts:
-    """What plan.json says of the data. DataError where that is not of its kind."""
+def given_device(run: Run) -> str:
+    """The `device` that the run's recipe was given with: what `auto` became is where it was trained, not where it can
+    be used. `auto` where that recipe is lost."""
+    try:
+        return load_recipe(run.recipe).recipe.device
+    except RecipeError:
+        return "auto"
+
+
+def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) -> Recipe:
+    """What the checkpoint was trained with: resolved.yaml where it says so, too, else what the checkpoint itself holds,
+    under its checksum."""
+    if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
+        return load_recipe(run.resolved).recipe
+    trained = recipe_in(checkpoint, manifest)
+    try:
+        now = load_recipe(run.resolved).recipe
+    except (RecipeError, DataError) as error:
+        why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
+        notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
+        return trained
+    differing = [each for each in differences(trained, now) if is_mathematics(each.key, trained)]
+    if differing:
+        notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
+        return trained
+    if isinstance(now.batch.micro, str) or any(each.prepared is None for each in _sources(now)):
+        notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
+        return trained
+    return now
+
+
+def _sources(recipe: Recipe) -> list[Source]:
+    source = recipe.data.source
+    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluate.source])]
+
+
+def _folder(run: Run) -> Path:
+    """The folder of the recipe that was trained, in which its modules and directories lie."""
+    try:
+        named = (run.read_json(run.environment) or {}).get("folder")
+    except DataError as error:
+        raise DataError(f"{error}; it tells in which folder the code of the model lies") from None
+    if not isinstance(named, str) or not Path(named).is_absolute() or "\0" in named:
+        why = f"folder is {named!r}, expected an absolute path" if run.environment.is_file() else "is missing"
+        raise DataError(f"{run.environment}: {why}; it tells in which folder the code of the model lies")
+    return Path(named)
+
+
+def _facts(run: Run, recipe: Recipe, notes: list[str]) -> Facts:
+    """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
+    plan = run.read_lossy(run.plan)
+    if "facts" in plan:
+        return _checked(run, plan["facts"])
+    lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
+    try:
+        facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
+    except (PhalanxError, OSError) as error:
+        raise DataError(f"{lost}, and the data do not tell what the model was built for: {error}") from None
+    notes.append(f"{lost}; what the model was built for is taken from the data")
+    return facts
+
+
+def _checked(run: Run, told: Any) -> Facts:
+    """Facts as plan.json holds them. DataError where they are not of their kind."""
     try:
         facts = TypeAdapter(Facts).validate_python(told)
         sizes = (facts.vocab, facts.classes, facts.sequence, *(facts.shape or ()))
@@ -82,7 +150,8 @@ def _facts(run: Run, told: Any) -> Facts:
     return facts
 
 
-def _choose(run: Run, step: int | None, best: bool) -> Path:
+def _choose(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
+    """The checkpoint that is meant, and which newer ones are damaged."""
     if best:
         chosen = run.read_json(best_file(run))
         if chosen is None:
@@ -95,9 +164,9 @@ def _choose(run: Run, step: int | None, best: bool) -> Path:
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
             raise UsageError(f"{run.path}: no checkpoint of step {step}; there are: {known}")
-        return path
+        return path, []
     rejected: list[str] = []
     found = newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
     if found is None:
         raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
-    return found
+    return found, [f"{each}; {found.name} is taken" for each in rejected]

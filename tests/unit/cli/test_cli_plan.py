@@ -53,6 +53,16 @@ def test_the_planned_recipe_is_written_beside_it_with_the_layout(
     assert isinstance(recipe.batch.micro, int)
 
 
+@pytest.mark.parametrize(
+    ("device", "cluster"), [("cuda", "h100"), ("cuda", "mi300x:8"), ("cpu", "cpu"), ("auto", "cpu")]
+)
+def test_a_device_that_the_cluster_has_is_planned_for(
+    device: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"device={device}", "--cluster", cluster) == 0
+    assert load_recipe("recipe.planned.yaml", []).recipe.device == device
+
+
 def test_the_planned_recipe_goes_where_it_shall(folder: Path) -> None:
     assert plan(BATCH, *HERE, "--out", "mine.yaml") == 0
     assert (folder / "mine.yaml").is_file()
@@ -127,7 +137,7 @@ node:
     ("arguments", "code", "text"),
     [
         (["--cluster", "h10"], 78, "h10"),
-        (["--cluster", "h100", "--gpus", "0"], 64, "--gpus 0: expected a number of devices, at least 1"),
+        (["--cluster", "h100", "--gpus", "0"], 64, "--gpus"),
         (["--cluster", "h100:8", "--gpus", "64"], 64, "has 8 devices"),
         (["--cluster", "nowhere.yaml"], 78, "nowhere.yaml"),
         ([*HERE, "--out", "nowhere/x.yaml"], 64, "--out nowhere/x.yaml: there is no folder"),
@@ -137,6 +147,23 @@ node:
         ([*HERE, "--top", "0"], 64, "--top"),
         (["batch.global=7", *HERE], 78, "a multiple of 1024 samples can"),
         (["stepz=3", *HERE], 78, "steps"),
+        (
+            ["device=cpu", "--cluster", "h100"],
+            78,
+            "device: found cpu, but h100 computes with NVIDIA H100 SXM; use device=",
+        ),
+        (
+            ["device=cuda", "--cluster", "cpu"],
+            78,
+            "computes with generic CPU; use device=cpu or device=auto, or another",
+        ),
+        (
+            ["device=cuda", "--cluster", "tpu v4:4"],
+            78,
+            "computes with Google TPU v4; use device=auto, or another --clus",
+        ),
+        (["device=xpu", "--cluster", "mi300x:8"], 78, "computes with AMD MI300X; use device=cuda or device=auto"),
+        (["device=mps", "--cluster", "gaudi3"], 78, "computes with Intel Gaudi3; use device=auto"),
         ([], 64, "this machine has not been measured: run `phalanx probe` first"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -166,7 +166,10 @@ def test_more_processes_than_gpus_are_refused(
     gpus = Machine("host", "cuda", "NVIDIA H100", 2, 64, 128, 2**36, 2**36, CPU)
     monkeypatch.setattr(cluster, "this_machine", lambda: gpus)
     assert cli.main(["probe", "--nproc", "3"]) == 64
-    assert capsys.readouterr().err == "error: --nproc 3: this machine has 2 GPUs\n"
+    assert capsys.readouterr().err == (
+        "error: 3 workers on a node with 2 GPUs: each worker takes one; use --nproc 2, or device=cpu to train on the "
+        "CPU\n"
+    )
 
 
 def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

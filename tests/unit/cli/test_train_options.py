@@ -12,7 +12,7 @@ from phalanx.run.directory import write_json
 from phalanx.train.place import from_environment
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1"}
-RECIPE = "name: one\nsteps: 3\n"
+RECIPE = "name: one\nsteps: 3\nmodel: {build: 'a:b'}\ndata: {source: {text: '*.txt'}}\n"
 
 
 @pytest.fixture
@@ -36,6 +36,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (LAUNCHED, ["one.yaml", "--nodes", "2"], "need --on slurm"),
         (LAUNCHED, ["one.yaml", "--limit", "2h"], "need --on slurm"),
         ({"PHALANX_NODES": "2", "PHALANX_LEADER": "n1:5000"}, ["loop.py"], "a script runs on one node here"),
+        ({}, ["loop.py", "--nproc", "99999"], "99,999 workers on a node with "),
+        ({}, ["one.yaml", "--nproc", "99999"], "99,999 workers on a node with "),
         ({}, ["loop.py", "--on", "slurm", "--nodes", "2"], "--nodes 2: loop.py is a script, which runs on one node"),
     ],
 )

@@ -1,8 +1,11 @@
 """Peak rates on paper."""
 
+from typing import Any
+
 import pytest
 
-from phalanx.cluster.datasheet import accelerator_peak, cpu_peak, flops_per_cycle, peak
+from phalanx.cluster.datasheet import accelerator_peak, cpu_peak, flops_per_cycle, peak, torch_devices
+from phalanx.cluster.description import Accelerator
 from phalanx.cluster.discover import Cpu, Machine
 
 ZEN4 = Cpu("AMD EPYC", "AuthenticAMD", 25, 17, 2.5, ("avx", "avx2", "fma", "avx512f", "avx512_bf16"))
@@ -101,3 +104,19 @@ def test_a_machine_has_the_peak_of_what_it_trains_on() -> None:
     assert cpu is not None
     assert (gpu.name, cpu.name) == ("NVIDIA H200 SXM", "AMD EPYC")
     assert peak(machine("cuda", "an unknown GPU")) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [
+        ({"name": "NVIDIA H100 SXM"}, ("cuda",)),
+        ({"name": "AMD EPYC 9654 96-Core Processor"}, ("cpu",)),
+        ({"name": "a box", "generation": "cpu"}, ("cpu",)),
+        ({"name": "a card", "vendor": "Intel"}, ("xpu",)),
+        ({"name": "Intel Gaudi3"}, ()),
+        ({"name": "a chip", "vendor": "Google", "generation": "tpu"}, ()),
+        ({"name": "a card that nobody knows"}, ("cpu", "cuda", "xpu", "mps")),
+    ],
+)
+def test_an_accelerator_is_a_device_of_torch(values: dict[str, Any], devices: tuple[str, ...]) -> None:
+    assert torch_devices(Accelerator(tflops={"fp32": 1.0}, memory_gib=1.0, **values)) == devices

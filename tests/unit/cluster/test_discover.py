@@ -11,13 +11,16 @@ from phalanx.cluster.discover import (
     LISTING,
     Accelerator,
     Cpu,
+    Machine,
     accelerators,
     cgroup_cores,
     cgroup_memory,
+    check_threads,
+    check_workers,
     parse_cpuinfo,
     this_machine,
 )
-from phalanx.errors import RecipeError, UnfitNodeError
+from phalanx.errors import RecipeError, UnfitNodeError, UsageError
 
 EPYC = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -260,3 +263,40 @@ def test_a_variable_that_may_hide_gpus_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(RecipeError, match="an NVIDIA or AMD GPU here \\(CUDA_VISIBLE_DEVICES= may hide it\\)"):
         look(machine(tmp_path, {}), device="cuda")
+
+
+def machine_of(cores: int, gpus: int = 0) -> Machine:
+    device = ("cuda", "a GPU", gpus) if gpus else ("cpu", "a CPU", 1)
+    return Machine("host", *device, cores, 2 * cores, 2**36, 2**36, Cpu("a CPU"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "nodes", "said"),
+    [
+        (machine_of(2), 65, 1, "65 workers on a node with 2 cores: expected at most 64; use --nproc 2, or a layout"),
+        (machine_of(64), 1025, 1, "1,025 workers on a node with 64 cores: expected at most 1,024"),
+        (machine_of(2), 129, 2, "65 workers on a node with 2 cores"),
+        (machine_of(64, gpus=8), 17, 2, "9 workers on a node with 8 GPUs: each worker takes one"),
+    ],
+)
+def test_more_workers_than_a_node_can_have_are_refused(machine: Machine, workers: int, nodes: int, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_workers(machine, workers, nodes)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "nodes"), [(machine_of(2), 64, 1), (machine_of(64), 1024, 1), (machine_of(2, gpus=8), 16, 2)]
+)
+def test_as_many_workers_as_a_node_can_have_are_not(machine: Machine, workers: int, nodes: int) -> None:
+    check_workers(machine, workers, nodes)
+
+
+def test_more_threads_than_a_node_can_start_are_refused() -> None:
+    check_threads(machine_of(2), 256, 1)
+    check_threads(machine_of(128), 1024, 4)
+    with pytest.raises(RecipeError) as caught:
+        check_threads(machine_of(2), 129, 2)
+    assert str(caught.value) == (
+        "threads: found 129 for each of 2 workers on a node with 2 cores, expected at most 128 or auto"
+    )

@@ -90,14 +90,14 @@ def test_more_cards_than_a_workstation_takes_need_a_file() -> None:
         load_cluster("l40s:16")
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "many", "", "1.5", "99999999999"])
+@pytest.mark.parametrize("number", ["0", "-1", "many", "", "1.5", "99999999999", "9" * 5000])
 def test_a_number_that_is_none_is_refused(number: str) -> None:
     with pytest.raises(RecipeError, match=r"expected NAME:NUMBER such as dgx-h100:16"):
         load_cluster(f"dgx-h100:{number}")
 
 
 def test_a_million_nodes_are_enough() -> None:
-    with pytest.raises(RecipeError, match=r"nodes: found 1,000,001, expected at most 1,000,000"):
+    with pytest.raises(RecipeError, match=r"nodes: found 1000001, expected a whole number from 1 to 1,000,000"):
         load_cluster("dgx-h100:1000001")
 
 
@@ -233,21 +233,24 @@ def test_storage_prices_and_reliability(tmp_path: Path) -> None:
         ("nodes: 2\nnode: dgx-h100\ntopology: fat-tre\n", "room.yaml:3: topology: unknown topology 'fat-tre'"),
         ("nodes: 2\nnode: dgx-h100\nstorage: NVMee 4\n", "room.yaml:3: storage: unknown storage 'NVMee 4'"),
         ("nodes: 2\n", "room.yaml:1: node: missing, expected a node of the catalogue (dgx-h100) or a mapping"),
-        ("node: dgx-h100\n", "room.yaml:1: nodes: missing, expected a whole number above 0"),
+        ("node: dgx-h100\n", "room.yaml:1: nodes: missing, expected a whole number from 1 to 1,000,000"),
         ("nodes: 2\nnode: dgx-h100\nnods: 3\n", "room.yaml:3: nods: unknown key; did you mean nodes?"),
         (
             "nodes: 1\nnode:\n  like: dgx-h100\n  acelerator: H200\n",
             "room.yaml:4: node.acelerator: unknown key; did you mean accelerator?",
         ),
-        ("nodes: none\nnode: dgx-h100\n", 'room.yaml:1: nodes: found "none", expected a whole number above 0'),
-        ("nodes: 0\nnode: dgx-h100\n", "room.yaml:1: nodes: found 0, expected a whole number above 0"),
+        (
+            "nodes: none\nnode: dgx-h100\n",
+            'room.yaml:1: nodes: found "none", expected a whole number from 1 to 1,000,000',
+        ),
+        ("nodes: 0\nnode: dgx-h100\n", "room.yaml:1: nodes: found 0, expected a whole number from 1 to 1,000,000"),
         (
             "nodes: 2\nnode: dgx-h100\ntopology: {oversubscription: 0.5}\n",
-            "room.yaml:3: topology.oversubscription: found 0.5, expected a number of at least 1",
+            "room.yaml:3: topology.oversubscription: found 0.5, expected a number from 1 to 1,000,000",
         ),
         (
             "nodes: 1\nnode:\n  like: dgx-h100\n  accelerator:\n    memory_gbps: -1\n",
-            "room.yaml:5: node.accelerator.memory_gbps: found -1, expected a number above 0 or null",
+            "room.yaml:5: node.accelerator.memory_gbps: found -1, expected a number above 0 and of at most 1e+18",
         ),
         (
             "nodes: 1\nnode:\n  like: dgx-h100\n  accelerator: {tflops: {bf61: 1}}\n",
@@ -372,3 +375,44 @@ def test_every_usual_node_can_be_named_by_its_accelerator() -> None:
         if node.values.get("usual"):
             cluster = load_cluster(f"{node.values['accelerator']}:{node.values['count']}")
             assert cluster.node.name == node.name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("scale_out: {link: x, gbps: 1e-300}", "node.scale_out.gbps: found 1e-300, expected at least 1e-09"),
+        (
+            "accelerator: {tflops: {bf16: 1e-300}}",
+            "node.accelerator.tflops.bf16: found 1e-300, expected at least 1e-09",
+        ),
+        ("count: true", "node.count: found true, expected a whole number"),
+        ("cores: 1e24", "node.cores: found 1e+24, expected a whole number"),
+        ("accelerator: {power_w: .nan}", "node.accelerator.power_w: found NaN, expected a number"),
+    ],
+)
+def test_a_figure_without_bounds_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "room.yaml"
+    path.write_text(f"nodes: 2\nnode:\n  like: dgx-h100\n  {text}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster(str(path))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "reliability: {failures_per_1000_node_days: 1e9}",
+            "failures_per_1000_node_days: found 1e+09, which no hardware",
+        ),
+        ("reliability: {restart_seconds: 1e18}", "restart_seconds: found 1e+18, which no hardware has"),
+        ("storage: {write_gbps: 1e-300}", "storage.write_gbps: found 1e-300, expected at least 1e-09"),
+        ("prices: {pue: 1e9}", "prices.pue: found 1000000000.0, expected a number from 1 to 1,000,000"),
+    ],
+)
+def test_figures_of_the_room_have_bounds_too(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "room.yaml"
+    path.write_text(f"nodes: 2\nnode: dgx-h100\n{text}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster(str(path))
+    assert said in str(caught.value)

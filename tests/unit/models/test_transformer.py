@@ -230,3 +230,8 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
 def test_an_input_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence=24"):
         build()(tokens(1, 25))
+
+
+def test_true_is_no_size_of_a_model() -> None:
+    with pytest.raises(ValueError, match="layers=True must be a whole number"):
+        transformer(vocab=16, sequence=8, layers=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from make_run import Maker, healthy, troubled
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import UsageError
 from phalanx.observe.advice import advise
 from phalanx.observe.history import read_history
 from phalanx.observe.html import html_page
@@ -220,17 +220,83 @@ def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> Non
     assert "-> not a number" in text
 
 
-def test_no_run_is_a_usage_error_and_a_broken_file_a_data_error(tmp_path: Path) -> None:
+def test_no_run_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run here"):
         summary(tmp_path)
+
+
+DAMAGES = {"missing": None, "empty": "", "half": "{", "list": "[1]", "no text": "\0", "words": "a: [", "nothing": "{}"}
+
+
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", ["plan.json", "cluster.json", "environment.json", "result.json", "resolved.yaml"])
+def test_a_lost_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str, content: str | None) -> None:
     path = healthy(tmp_path / "run", total=5)
-    (path / "plan.json").write_text("{")
-    with pytest.raises(DataError, match=r"plan\.json"):
-        summary(path)
-    (path / "plan.json").unlink()
-    (path / "resolved.yaml").write_text("a: [")
-    with pytest.raises(DataError, match=r"resolved\.yaml"):
-        summary(path)
+    damaged = path / name
+    damaged.unlink() if content is None else damaged.write_text(content)
+    found = summary(path)
+    also = ["recipe.yaml"] if name == "resolved.yaml" else []  # which such a run does not have
+    assert [each in text for each, text in zip([name, *also], found.lost, strict=True)] == [True] * len(found.lost)
+    assert (found.status, found.last_step) == ("done", 5)
+    for page in pages(path):
+        assert name in "".join(page.split())  # lines are broken
+        assert "5 of 5 steps" in page
+
+
+def test_a_recipe_as_it_was_given_stands_in_for_a_resolved_one(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    (path / "resolved.yaml").rename(path / "recipe.yaml")
+    found = summary(path)
+    assert found.what.name == "gpt-python"
+    assert found.lost == (f"{path / 'resolved.yaml'}: is missing; the recipe is shown as it was given",)
+
+
+@pytest.mark.parametrize("content", [None, "", "\0\n", "folder"])
+def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, content: str | None) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    events = path / "events.jsonl"
+    if content == "folder":
+        events.unlink()
+        events.mkdir()
+    else:
+        events.unlink() if content is None else events.write_text(content)
+    found = summary(path)
+    assert (found.status, found.last_step) == ("done", 5)
+    assert found.digest is not None
+    assert found.lost == (f"{events}: ends at step 0; result.json says done at step 5",)
+    text, _ = pages(path)
+    assert "done: 5 of 5 steps" in text
+    assert "not known: the events of its steps are lost" in text
+
+
+def test_where_the_end_of_the_events_is_lost_the_result_says_how_it_ended(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=100)
+    lines = (path / "events.jsonl").read_text().splitlines(keepends=True)
+    (path / "events.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    found = summary(path)
+    assert (found.status, found.last_step) == ("done", 100)
+    assert "result.json says done at step 100" in found.lost[0]
+
+
+def test_where_events_and_result_are_lost_checkpoints_say_how_far_it_came(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    (path / "events.jsonl").unlink()
+    (path / "result.json").unlink()
+    (path / "checkpoints" / "step-000000004").mkdir(parents=True)
+    found = summary(path)
+    assert (found.status, found.last_step) == ("not known", 4)
+    assert "how it ended is not known; 4 of 5 steps at least" in pages(path)[0]
+
+
+def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 5)
+    maker.end("stopped")
+    (maker.path / "result.json").write_text(json.dumps({"status": "stopped", "steps": 5}))
+    maker.start(from_step=4)
+    found = summary(maker.path)
+    assert (found.status, found.last_step, found.lost) == ("unfinished", 4, ())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from phalanx.recipe import (
     refused,
     workers_for,
 )
+from phalanx.recipe.checks import FP8
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -237,7 +238,9 @@ def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
 
 
 def test_a_list_of_numbers_is_told_as_one() -> None:
-    with pytest.raises(RecipeError, match=r"layout\.stages: .* expected a list of whole numbers above 0 or null"):
+    with pytest.raises(
+        RecipeError, match=r"layout\.stages: .* expected a list of whole numbers from 1 to 1,000,000 or null"
+    ):
         recipe("layout.stages=3")
 
 
@@ -422,3 +425,82 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
         with pytest.raises(RecipeError, match="nested too deeply, expected at most 64 levels") as caught:
             load_recipe(path, overrides)
         assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["device=cpu", "precision=fp8"],
+            "precision: fp8 needs tensor cores .*, and a CPU has none; bf16, fp16",
+        ),
+        (["device=xpu", "precision=fp8"], "precision: fp8 needs tensor cores .*, and an Intel GPU has none"),
+        (["device=mps", "compile=graphs"], "compile: graphs are CUDA graphs, and an Apple GPU has none"),
+        (["device=cpu", "compile=graphs"], "compile: graphs are CUDA graphs, and a CPU is no GPU; true or false"),
+        (["device=xpu", "exchange.exact=world"], "exchange.exact: found world, but torch does not say which kernels"),
+        (["device=mps", "layout.replicate=2"], "device: found mps, on which torch has no way to exchange gradients"),
+        (["optim.name=sgd", "optim.state=8bit"], "optim.state: 8bit is for adamw; sgd keeps its state in fp32"),
+        (
+            ["optim.name=muon", "memory.offload=optimizer"],
+            "memory.offload: optimizer goes with adamw and sgd; a step",
+        ),
+        (
+            ["task=classification", "memory.loss=chunked"],
+            "memory.loss: chunked is for language models, and the task",
+        ),
+        (["data.source={images: .}"], r"data.source: images need a common size, for instance `size: \[224, 224\]`"),
+        (["evaluate.source={images: .}"], "evaluate.source: images need a common size"),
+        (["data.source=[{text: a},{images: .}]"], r"data.source.1: images need a common size"),
+        (["layout.pipeline=2", "layout.stages=[1,1,1]"], "layout.stages: 1f1b on 2 ranks takes one stage a rank"),
+        (
+            ["layout={pipeline: 2, schedule: interleaved, stages: [1, 1]}"],
+            "layout.stages: interleaved on 2 ranks",
+        ),
+        (["layout.stages=[1,1]"], "layout.stages: is for pipelines: give layout.pipeline, or leave it out"),
+        (
+            ["layout.pipeline=4", "batch.micro=8"],
+            "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 2",
+        ),
+        (
+            ["layout.pipeline=8", "batch.global=4"],
+            "batch.global: 1f1b with 8 stages on 8 ranks has no micro-batch",
+        ),
+        (["exchange.strategy=ring", "exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd"),
+        (
+            ["batch.per=worker", "batch.global=90000000", "layout.replicate=2"],
+            "batch.global: 180,000,000 samples of 2 workers, expected at most 100,000,000 in all",
+        ),
+    ],
+)
+def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
+    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FP8, raising=False)
+    found = recipe(*overrides)
+    with pytest.raises(RecipeError, match=expected) as caught:
+        check(found, tmp_path, workers_for(found, 1))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["device=cuda", "precision=fp8", "compile=graphs"],
+        ["device=auto", "precision=fp8"],
+        ["device=cpu", "precision=tf32"],
+        ["device=mps"],
+        ["layout={pipeline: 2, schedule: zero-bubble, stages: [1, 1, 1, 1]}"],
+        ["layout={pipeline: 2, schedule: interleaved}", "batch.micro=8"],
+        ["exchange.strategy=powersgd", "exchange.exact=no", "exchange.low_rank=8"],
+        ["data.source={images: ., size: [8, 8]}"],
+    ],
+)
+def test_what_some_machine_can_do_passes_its_check(overrides: list[str], tmp_path: Path) -> None:
+    found = recipe(*overrides)
+    check(found, tmp_path, workers_for(found, 1))
+
+
+def test_without_a_number_of_workers_nothing_is_said_about_it(tmp_path: Path) -> None:
+    check(recipe("batch.global=7", "init=nowhere"), tmp_path, None)
+    with pytest.raises(RecipeError, match=r"optim\.state: 8bit is for adamw"):
+        check(recipe("batch.global=7", "optim.name=sgd", "optim.state=8bit"), tmp_path, None)

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
+from phalanx.recipe.text import parse
 
 
 @pytest.fixture
@@ -89,7 +90,6 @@ def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error:
         ("2024-01-01", "2024-01-01"),
         ("1:30", "1:30"),
         ("'1e-3'", "1e-3"),
-        ("-.inf", float("-inf")),
         ("[1, {a: 2}]", [1, {"a": 2}]),
         ("!!str 5", "5"),
     ],
@@ -99,6 +99,10 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
     assert found == value
     assert type(found) is type(value)
     assert load_recipe(None, [f"model.args.x={text}"]).recipe.model.args["x"] == value
+
+
+def test_infinity_is_read_by_the_rules_of_yaml_1_2() -> None:
+    assert parse("-.inf", "x")[0] == float("-inf")
 
 
 def test_the_word_no_is_not_false(folder: Path) -> None:
@@ -132,9 +136,9 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps: soon", '1: steps: found "soon", expected a whole number above 0 or `N steps`'),
+        ("steps: soon", '1: steps: found "soon", expected a whole number from 1 to 10,000,000,000 or `N steps`'),
         ("optim: [1]", "1: optim: found [1], expected a mapping (name, lr, "),
-        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number above 0 or auto"),
+        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number from 1 to 100,000,000 or auto"),
         ("layout: 3", "1: layout: found 3, expected a mapping (replicate, "),
         ("layout:\n  shrad: 3", "2: layout.shrad: unknown key; did you mean shard?"),
         ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
@@ -143,7 +147,10 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("data:\n  source:\n  - text: a\n  - {text: b, weight: x}", "4: data.source.1.weight: found "),
         ("data:\n  source: {weight: 2}", "2: data.source: give exactly one of text, "),
         ("data: {source: {idx: {images: a}}}", "1: data.source.idx.labels: missing, expected text"),
-        ("data: {tokenizer: {bpe: 3}}", "1: data.tokenizer.bpe: found 3, expected a whole number of at least 257"),
+        (
+            "data: {tokenizer: {bpe: 3}}",
+            "1: data.tokenizer.bpe: found 3, expected a whole number from 257 to 10,000,000",
+        ),
         ("optim: {betas: [1, 2, 3]}", "1: optim.betas: found [1, 2, 3], expected a list of 2"),
         ("evaluate: {share: 1.5}", "1: evaluate.share: found 1.5, expected a number of at least 0 and below 1"),
         ("- 1", "1: found [1], expected a mapping"),

@@ -52,3 +52,26 @@ def test_what_changes_is_found_beside_tensors_of_any_dtype(kind: str) -> None:
 def test_what_changes_is_found_beside_tensors_that_no_checkpoint_holds(kind: str) -> None:
     model = Holding(ODD[kind](), persistent=False)
     assert what_changes(model, model) == (["count"], ["number"])
+
+
+class Average(nn.Module):
+    """A layer of the older spectral norm, and a moving average that no checkpoint holds."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("average", torch.zeros(4), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_is_computed_anew_from_what_is_saved_is_no_state(persistent: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Average(persistent), torch.randn(3, 4)
+    changed, lost = what_changes(model, lambda: model(x))
+    assert changed == [*(["average"] if persistent else []), "layer.weight_u", "layer.weight_v"]
+    assert lost == ([] if persistent else ["average"])

@@ -3,24 +3,35 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_train import SEQUENCE, VOCAB
 
-from phalanx.data import Facts
-from phalanx.errors import DataError, UsageError
+from phalanx import cli
+from phalanx.data import Facts, prepare_source
+from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe.schema import Data, Source
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import Piece, Saver
 from phalanx.train.model import build_model
 from phalanx.train.saving import best_file
 from phalanx.train.state import model_tensors
-from phalanx.train.trained import load_trained
+from phalanx.train.trained import given_device, load_trained
 
 CPU = torch.device("cpu")
 FACTS = Facts("tokens", VOCAB, None, SEQUENCE, None)
+RECIPE = Recipe.model_validate(
+    {
+        "model": {"args": {"layers": 1, "width": 8, "heads": 2}},
+        "data": {"source": {"prepared": "/nowhere"}},
+        "batch": {"micro": 4},
+    }
+)
+OWN = Recipe.model_validate({"model": {"build": "os:system", "args": {"command": "exit"}}})
 
 
 @pytest.fixture
@@ -28,19 +39,26 @@ def run(tmp_path: Path) -> Run:
     """A run with checkpoints of step 2 and 4, whose weights are all 2 and 4."""
     run = Run(tmp_path)
     run.create()
-    recipe = Recipe.model_validate({"model": {"args": {"layers": 1, "width": 8, "heads": 2}}})
-    run.resolved.write_text(dump_recipe(recipe))
+    run.resolved.write_text(dump_recipe(RECIPE))
     write_json(run.plan, {"facts": asdict(FACTS)})
     write_json(run.environment, {"folder": str(tmp_path)})
-    model = build_model(recipe.model, FACTS, tmp_path, 0, CPU)
     for step in (2, 4):
-        tensors = {name: torch.full_like(tensor, step) for name, tensor in model_tensors(model).items()}
-        tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
-        saver = Saver(run.checkpoints, 0, 1)
-        saver.start(step, [Piece.whole(*item) for item in tensors.items()], {"step": step, "samples": step})
-        saver.wait()
-        saver.commit()
+        save(run, step)
     return run
+
+
+def save(run: Run, step: int, recipe: Recipe | None = RECIPE) -> None:
+    """A checkpoint whose weights are all its step, with the recipe that it was trained with or, as of before, none."""
+    model = build_model(RECIPE.model, FACTS, run.path, 0, CPU)
+    tensors = {name: torch.full_like(tensor, step) for name, tensor in model_tensors(model).items()}
+    tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
+    meta: dict[str, Any] = {"step": step, "samples": step}
+    if recipe is not None:
+        meta |= {"recipe": recipe.model_dump(mode="json", by_alias=True), "model": {"build": recipe.model.build}}
+    saver = Saver(run.checkpoints, 0, 1)
+    saver.start(step, [Piece.whole(*item) for item in tensors.items()], meta)
+    saver.wait()
+    saver.commit()
 
 
 def weight(run: Run, step: int | None = None, best: bool = False) -> float:
@@ -102,17 +120,97 @@ def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
     assert all(f"step-00000000{step}" in str(caught.value) for step in (2, 4))
 
 
-@pytest.mark.parametrize("name", ["plan.json", "environment.json"])
-def test_a_run_that_does_not_tell_how_its_model_is_built_is_refused(run: Run, name: str) -> None:
-    (run.path / name).unlink()
-    with pytest.raises(DataError, match=r"plan.json or environment.json is missing"):
+@pytest.mark.parametrize("content", [None, "", "model: [", "layers: 3\n", "\0"])
+def test_where_the_resolved_recipe_is_lost_it_is_that_of_the_checkpoint(run: Run, content: str | None) -> None:
+    run.resolved.unlink() if content is None else run.resolved.write_text(content)
+    trained = load_trained(run, None, False, CPU)
+    assert trained.recipe == RECIPE
+    assert trained.notes
+    assert "step-000000004" in trained.notes[0]
+    assert weight(run) == 4.0
+
+
+def test_a_resolved_recipe_that_was_changed_is_not_what_was_trained(run: Run) -> None:
+    run.resolved.write_text(dump_recipe(RECIPE).replace("heads: 2", "heads: 4"))
+    trained = load_trained(run, None, False, CPU)
+    assert trained.recipe == RECIPE
+    assert trained.notes == (
+        f"{run.resolved}: is not what step-000000004 was trained with, which is taken: model.args.heads: 2 -> 4",
+    )
+
+
+def test_where_data_lie_may_be_said_again(run: Run) -> None:
+    run.resolved.write_text(dump_recipe(RECIPE.model_copy(update={"device": "cpu", "steps": 5})))
+    trained = load_trained(run, None, False, CPU)
+    assert (trained.recipe.device, trained.recipe.steps, trained.notes) == ("cpu", 5, ())
+
+
+def test_a_recipe_that_is_not_resolved_is_not_taken_for_a_resolved_one(run: Run) -> None:
+    given = RECIPE.model_copy(update={"data": Data(source=Source(text="*.txt"))})
+    run.resolved.write_text(dump_recipe(given))
+    trained = load_trained(run, None, False, CPU)
+    assert trained.recipe == RECIPE
+    assert trained.notes == (f"{run.resolved}: is not resolved; the recipe is taken from step-000000004",)
+
+
+def test_a_checkpoint_of_before_needs_the_resolved_recipe(run: Run) -> None:
+    save(run, 6, recipe=None)
+    assert weight(run) == 6.0
+    run.resolved.unlink()
+    with pytest.raises(RecipeError, match="there is no such file"):
         load_trained(run, None, False, CPU)
+
+
+def test_a_damaged_newest_is_named_beside_what_is_taken(run: Run) -> None:
+    (run.checkpoints / "step-000000004" / "MANIFEST.json").write_text("{}")
+    (note,) = load_trained(run, None, False, CPU).notes
+    assert "step-000000004" in note
+    assert note.endswith("; step-000000002 is taken")
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", "\0"])
+def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
+    run: Run, content: str | None, tmp_path: Path
+) -> None:
+    run.plan.unlink() if content is None else run.plan.write_text(content)
+    with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not tell what the model was built for"):
+        load_trained(run, None, False, CPU)
+    (tmp_path / "a.txt").write_text("some words " * 300)
+    source = Source(text="*.txt")
+    prepare_source(source, Data(source=source), tmp_path, tmp_path / "data", workers=1)
+    data = Data(source=Source(prepared=str(tmp_path / "data")), sequence=SEQUENCE)
+    args = {**RECIPE.model.args, "vocab": VOCAB}
+    recipe = RECIPE.model_copy(update={"data": data, "model": RECIPE.model.model_copy(update={"args": args})})
+    save(run, 6, recipe)
+    run.resolved.unlink()
+    trained = load_trained(run, None, False, CPU)
+    assert trained.facts.sequence == SEQUENCE
+    assert trained.notes[-1].endswith("what the model was built for is taken from the data")
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
+def test_without_code_of_ones_own_the_environment_may_be_lost(run: Run, content: str | None) -> None:
+    run.environment.unlink() if content is None else run.environment.write_text(content)
+    assert weight(run) == 4.0
+    save(run, 6, OWN)
+    run.resolved.unlink()
+    with pytest.raises(DataError, match=r"environment\.json: .*; it tells in which folder the code of the model lies"):
+        load_trained(run, None, False, CPU)
+
+
+@pytest.mark.parametrize(
+    ("given", "device"), [("device: cpu\n", "cpu"), ("steps: 3\n", "auto"), ("]", "auto"), (None, "auto")]
+)
+def test_scores_are_computed_where_the_recipe_says(run: Run, given: str | None, device: str) -> None:
+    if given is not None:
+        run.recipe.write_text(given)
+    assert given_device(run) == device
 
 
 def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
     command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
-    run.resolved.write_text(dump_recipe(Recipe.model_validate({"model": command})))
+    save(run, 6, Recipe.model_validate({"model": command}))
     with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
         load_trained(run, None, False, CPU)
     assert not (tmp_path / "ran").exists()
@@ -149,5 +247,21 @@ def test_a_best_step_that_is_no_number_is_refused(run: Run, step: object) -> Non
 @pytest.mark.parametrize("folder", [None, 1, [], "", "logs"])
 def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) -> None:
     write_json(run.environment, {"folder": folder})
+    save(run, 6, OWN)
     with pytest.raises(DataError, match="expected an absolute path"):
         load_trained(run, None, False, CPU)
+
+
+def test_text_is_not_made_without_the_tokenizer_that_the_model_was_trained_with(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(run.path)]) == 65
+    assert f"tokenizer.json: is missing, and the model was trained on {VOCAB:,} tokens" in capsys.readouterr().err
+
+
+def test_scores_are_not_computed_elsewhere_than_the_recipe_says(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe.write_text("device: xpu\n")
+    assert cli.main(["evaluate", str(run.path)]) == 78
+    assert "device: found xpu, but torch" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.path), "--device", "cpu"]) == 65  # its data are nowhere
+    assert "device" not in capsys.readouterr().err

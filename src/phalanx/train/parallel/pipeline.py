@@ -31,6 +31,8 @@ from torch.distributed.pipelining import (
 )
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.checks import divisors
+from phalanx.recipe.pipelines import fitting, stages_problem
 from phalanx.train.nodes import dtype_name, dtype_named, heard_from, say_to
 from phalanx.train.parallel.stages import Stage
 from phalanx.train.parallel.standins import tensors_in
@@ -47,28 +49,11 @@ def owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
     RecipeError when the schedule cannot have so many stages on so many ranks."""
     if schedule not in SCHEDULES:
         raise RecipeError(f"layout.pipeline: no schedule {schedule!r}; expected {', '.join(SCHEDULES)}")
-    each = stages // ranks
-    if schedule in ("gpipe", "1f1b"):
-        fits, rule = stages == ranks, f"one stage a rank: {ranks} stages"
-    elif schedule == "interleaved":
-        fits, rule = stages % ranks == 0 and each > 1, f"2 or more stages a rank: {2 * ranks}, {3 * ranks}, ... stages"
-    else:
-        fits, rule = stages % ranks == 0 and each > 0, f"{ranks}, {2 * ranks}, ... stages"
-    if not fits:
-        raise RecipeError(f"layout.pipeline: {schedule} on {ranks} ranks takes {rule}, not {stages}")
-    if schedule == "zero-bubble" and each == 2:
+    if problem := stages_problem(schedule, stages, ranks):
+        raise RecipeError(f"layout.pipeline: {problem}")
+    if schedule == "zero-bubble" and stages == 2 * ranks:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
-
-
-def fitting(schedule: str, micro_batches: int, stages: int, ranks: int) -> bool:
-    """Whether the schedule can run with so many micro-batches a step."""
-    if schedule == "1f1b":
-        return micro_batches >= stages
-    if schedule == "gpipe" or (schedule == "zero-bubble" and stages == 2 * ranks):
-        return micro_batches >= 1
-    # In rounds of about as many micro-batches as there are ranks, all of the same length.
-    return micro_batches >= 1 and micro_batches % max(1, micro_batches // ranks) == 0
 
 
 def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: int, samples: int | None = None) -> None:
@@ -81,8 +66,7 @@ def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: i
         near = sorted(sorted(near, key=lambda n: abs(n - micro_batches))[:4])
         valid = f"{', '.join(map(str, near))} would fit"
     else:
-        sizes = [m for m in range(1, samples + 1) if samples % m == 0]
-        sizes = [m for m in sizes if fitting(schedule, samples // m, stages, ranks)]
+        sizes = [m for m in divisors(samples) if fitting(schedule, samples // m, stages, ranks)]
         if sizes:
             valid = f"batch.micro of {', '.join(map(str, sizes))} would fit"
         else:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.pipelines import stages_of
 from phalanx.recipe.schema import Layout
 from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.objective import Scoring, Sums
@@ -21,16 +22,9 @@ from phalanx.train.savable import extra_modules
 from phalanx.train.tasks import TensorBatch
 
 
-def number_of_stages(layout: Layout) -> int:
-    """Stages in all: as given, else one a rank, or two where the schedule wants several."""
-    if layout.stages is not None:
-        return len(layout.stages)
-    return layout.pipeline * (2 if layout.schedule == "interleaved" else 1)
-
-
 def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Layout, found: Outline) -> Division:
     """Where the model is cut into stages. RecipeError when it cannot be cut so."""
-    count = number_of_stages(layout)
+    count = stages_of(layout)
     owners(layout.schedule, count, layout.pipeline)
     if len(found.blocks) < count:
         raise RecipeError(

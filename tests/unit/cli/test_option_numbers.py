@@ -1,0 +1,90 @@
+"""Every number that the command line takes has bounds, and what is out of them is wrong usage, before anything runs."""
+
+import importlib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from phalanx import cli
+from phalanx.errors import UsageError
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each command's words and function."""
+    for verb, (where, _) in cli._VERBS.items():
+        module, _, attribute = where.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            for each in found.registered_commands:
+                assert each.callback is not None
+                yield (verb, each.name or each.callback.__name__), each.callback
+        else:
+            yield (verb,), found
+
+
+def numeric_options() -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """Each option of a single number: the words of its command, its name and what the parser knows of it."""
+    for words, function in commands():
+        for name, hint in typing.get_type_hints(function, include_extras=True).items():
+            kind, *info = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (None,)
+            if info and {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not tuple:
+                yield words, (info[0].param_decls or (f"--{name.replace('_', '-')}",))[0], info[0]
+
+
+OPTIONS = list(numeric_options())
+LABELS = [" ".join((*words, name)) for words, name, _ in OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_numeric_options_are_found() -> None:
+    assert {"train --nproc", "generate --temperature", "jobs submit --priority"} <= set(LABELS)
+    assert len(LABELS) > 25
+
+
+@pytest.mark.parametrize("number", range(len(OPTIONS)), ids=LABELS)
+def test_a_number_has_a_bound_on_either_side(number: int) -> None:
+    _, _, option = OPTIONS[number]
+    assert option.min is not None
+    assert option.max is not None
+
+
+@pytest.mark.parametrize(
+    "given", ["1000000000000000000000000", "-1000000000000000000000000", "nan", "inf", "1e308", ""]
+)
+@pytest.mark.parametrize("number", range(len(OPTIONS)), ids=LABELS)
+def test_a_number_out_of_bounds_is_wrong_usage(number: int, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, name, _ = OPTIONS[number]
+    assert cli.main([*words, "a", "b", f"{name}={given}"]) == 64
+    said = capsys.readouterr().err
+    assert name in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("size", [("0", "5"), ("-1", "5"), ("5", "16385"), ("5", "9" * 25)])
+def test_pictures_have_a_size_within_bounds(size: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "prepare", "--out", "o", "--images", "i", "--size", *size]) == 64
+    assert "1 to 16,384 pixels a side" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "256", "10000001", "-5", "1e3", "9" * 5000])
+def test_a_vocabulary_has_a_size_within_bounds(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "prepare", "--out", "o", "*.txt", "--tokenizer", f"bpe:{size}"]) == 64
+    assert "a BPE has 257 to 10,000,000 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1h", "1e400", "9" * 400 + ":00:00", "1h30", ""])
+def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
+    from phalanx.cli.submitting import seconds_of
+    from phalanx.jobs.spec import Job
+
+    with pytest.raises(UsageError, match="time"):
+        Job("a", ("true",), Path("/"), limit=seconds_of(text))

@@ -1,0 +1,121 @@
+"""Every number of a recipe has bounds, and what is no such number is refused by key, value and what may stand there."""
+
+import json
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.shape import alternatives, flat_keys, schema_at
+from phalanx.recipe.text import Key, dotted
+
+
+def numbers_below(key: Key) -> list[Key]:
+    """A key that holds a number, or the first place of a list of numbers."""
+    forms = list(alternatives(schema_at(key) or {}))
+    if any(form.get("type") in ("integer", "number") for form in forms):
+        return [key]
+    if any("items" in form or "prefixItems" in form for form in forms):
+        return numbers_below((*key, 0))
+    return []
+
+
+NUMBERS = sorted({each for key in flat_keys() for each in numbers_below(key)}, key=dotted)
+"""The keys of all numbers."""
+NAMES = [dotted(key) for key in NUMBERS]
+
+
+def refusal(name: str, text: str) -> str:
+    """What is said of a recipe with this text for a number."""
+    parts = name.split(".")
+    if parts[-1] == "0":  # lists are given whole
+        name, text = ".".join(parts[:-1]), f"[{text}, {text}]"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(None, [f"{name}={text}"])
+    return str(caught.value)
+
+
+def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
+    assert len(NUMBERS) > 45
+    assert {name.split(".")[0] for name in NAMES} >= {"adapter", "batch", "data", "exchange", "layout", "optim"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_has_a_bound_on_either_side(name: str) -> None:
+    key = NUMBERS[NAMES.index(name)]
+    for form in alternatives(schema_at(key) or {}):
+        if form.get("type") in ("integer", "number"):
+            assert form.keys() & {"minimum", "exclusiveMinimum"}, form
+            assert form.keys() & {"maximum", "exclusiveMaximum"}, form
+
+
+@pytest.mark.parametrize("text", ["1000000000000000000000000", "-1", "1e308", ".inf", "-.inf", ".nan", "true", "[]"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_out_of_bounds_or_no_number_is_refused_by_name(name: str, text: str) -> None:
+    said = refusal(name, text)
+    shown = name.removesuffix(".0")
+    assert shown in said
+    assert "expected" in said
+    assert "\n" not in said.replace(f"\noverride {shown}", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_of_thousands_of_digits_is_refused_by_name(name: str) -> None:
+    said = refusal(name, "9" * 5000)
+    assert name.removesuffix(".0") in said
+    assert "found a number of 5,000 digits" in said
+    assert len(said) < 300
+
+
+def test_a_text_of_thousands_of_digits_is_no_number_of_steps() -> None:
+    said = refusal("steps", f"'{'9' * 5000} steps'")
+    assert said.endswith("expected a whole number from 1 to 10,000,000,000 or `N steps`")
+    assert len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("threads=1000000000", "threads: found 1000000000, expected a whole number from 1 to 1,024 or auto"),
+        ("batch.global=true", "batch.global: found true, expected a whole number from 1 to 100,000,000"),
+        ("optim.lr=1e7", "optim.lr: found 10000000.0, expected a number above 0 and of at most 1,000,000"),
+        ("optim.schedule.final=2", "optim.schedule.final: found 2, expected a number from 0 to 1"),
+        ("steps='20000000000 steps'", "steps: found 20000000000, expected a whole number from 1 to "),
+        ("seed=9223372036854775808", "seed: found 9223372036854775808, expected a whole number from 0 to "),
+    ],
+)
+def test_a_refusal_tells_the_value_and_both_bounds(given: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(None, [given])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ("steps=1e3", "steps", 1000),
+        ("steps='1000'", "steps", 1000),
+        ("optim.lr='1e-3'", "optim.lr", 1e-3),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("seed=9223372036854775807", "seed", 2**63 - 1),
+        ("threads=1024", "threads", 1024),
+    ],
+)
+def test_numbers_within_bounds_may_be_written_as_before(given: str, name: str, value: Any) -> None:
+    found: Any = load_recipe(None, [given]).recipe
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_python_may_not_give_truth_for_a_number_either() -> None:
+    with pytest.raises(ValueError, match="expected a number"):
+        Recipe.model_validate(json.loads('{"threads": true}'))
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "{a: [1, {b: -.inf}]}"])
+def test_arguments_of_a_model_are_finite(value: str) -> None:
+    with pytest.raises(RecipeError, match=r"model\.args: found -?(nan|inf), expected finite numbers"):
+        load_recipe(None, [f"model.args.dropout={value}"])
