@@ -327,7 +327,8 @@ class Gang:
                 f"step {progress.step}: {why} {LIMIT} times in a row, and the checkpoint to go back to, of step "
                 f"{progress.missed}, was lost together with a worker: starting again from one before it"
             )
-        loaded = restore(parts.run, parts.place, parts.divided, parts.optimizer, parts.scale, self._reject)
+        held = (parts.divided, parts.optimizer, parts.scale)
+        loaded = restore(parts.run, parts.place, *held, self._reject, in_place=True)
         if loaded is None:
             raise GaveUpError(
                 f"step {progress.step}: {why} {LIMIT} times in a row, and no checkpoint to go back to; {CURE}"
@@ -336,6 +337,7 @@ class Gang:
         progress.units = loaded.manifest.meta["units"]
         progress.saved = self._settled = self._scored = progress.step
         self._back_for, self._changing = "", False
+        self.keeping.was_restored()
         self.saving.roll_back(progress.step)
         self._rollbacks[progress.step] += 1
         if self._rollbacks[progress.step] > LIMIT:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_train import GLOBAL, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import ExitCode, GaveUpError
 from phalanx.train import saving as saving_module
@@ -206,6 +206,26 @@ def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
     assert not same(states[5][1], states[2][1])
+
+
+def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
+    parts.model.teacher = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
+    copied: list[list[str]] = []
+    gang = Gang(parts, Progress(), {})
+    start = gang.saving.start
+
+    def noting(progress: Progress, state: Any, eager: list[str], best: bool) -> None:
+        copied.append(eager)
+        start(progress, state, eager, best)
+
+    gang.saving.start = noting  # type: ignore[method-assign]
+    for _ in steps_of(gang):
+        gang.saving.finish()
+    gang.finish()
+    assert [event["action"] for event in events(parts, "guard")].count("rollback") == 1
+    assert len(copied) > 2
+    assert not any("teacher" in eager for eager in copied)
 
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:

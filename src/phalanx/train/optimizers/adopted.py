@@ -87,12 +87,16 @@ class Adopted(Optimizer):
             self._checked = True
             self._check_state()
 
+    def forget(self) -> None:
+        """Drop the whole state."""
+        self.parts[0].state.clear()
+
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over a state that `state` gave. DataError for one that does not fit the model."""
         (optimizer,) = self.parts
         parameters = {name: parameter for parameter, name in self.names.items()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        optimizer.state.clear()
+        self.forget()
         for key, value in tensors.items():
             name, _, entry = key.removeprefix(PREFIX).rpartition("/")
             if name not in parameters:
