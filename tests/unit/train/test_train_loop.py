@@ -12,7 +12,7 @@ import torch
 from small_train import GLOBAL, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
 from torch import Tensor, nn
 
-from phalanx.errors import ExitCode, GaveUpError
+from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
@@ -226,6 +226,18 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
     assert [event["action"] for event in events(parts, "guard")].count("rollback") == 1
     assert len(copied) > 2
     assert not any("teacher" in eager for eager in copied)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Path, frozen: bool) -> None:
+    parts = make_parts(tmp_path)
+    parts.model.more = nn.Parameter(torch.ones(2), requires_grad=not frozen)
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
+    next(steps)
+    parts.model.more.requires_grad_(frozen)
+    with pytest.raises(UsageError, match=f"step 2: requires_grad of more was set to {frozen} after training began"):
+        next(steps)
 
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
