@@ -31,6 +31,7 @@ from phalanx.train.keeping import Keeping
 from phalanx.train.parts import Parts, never, reject
 from phalanx.train.place import let_go
 from phalanx.train.restoring import restore
+from phalanx.train.same_model import SameModel
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import Last, Progress, Standing
 from phalanx.train.step import Outcome
@@ -80,7 +81,7 @@ class Gang:
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
         self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell, may_part)
-        self._trained = [(name, p, p.requires_grad) for name, p in parts.divided.parameters().items()]
+        self._same = SameModel(parts.divided)
         self._begun = progress.samples  # when the current step began
         self._settled, self._scored = standing.settled, standing.scored
         self._back_for = standing.back_for
@@ -163,7 +164,7 @@ class Gang:
             return False
         if progress.samples != self._begun:
             raise UsageError(STEP_ONCE)
-        self._check_trained()
+        self._same.check(progress.step + 1)
         before = progress.step
         outcome = self._finish_step()
         # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
@@ -179,16 +180,6 @@ class Gang:
         if all_summoned and progress.step < recipe.steps and not self._stopping:
             raise Summoned
         return True
-
-    def _check_trained(self) -> None:
-        """UsageError where a parameter was frozen since: the optimizer would still change it, without a gradient; or is
-        trained now: each worker would go by its own gradient."""
-        for name, parameter, trained in self._trained:
-            if parameter.requires_grad != trained:
-                raise UsageError(
-                    f"step {self.progress.step + 1}: requires_grad of {name} was set to {not trained} after training "
-                    "began; set it where the model is built, and begin another run from the weights (init) to change it"
-                )
 
     def _settle(self) -> None:
         """Do what is due after a step."""

@@ -240,6 +240,33 @@ def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Pa
         next(steps)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: setattr(model, "late", nn.Parameter(torch.ones(2))), "parameter late came after"),
+        (
+            lambda model: setattr(model.hidden, "bias", nn.Parameter(torch.ones(8))),
+            "parameter hidden.bias was replaced",
+        ),
+        (
+            lambda model: setattr(model, "seen", torch.ones(3)),
+            "buffer seen changed its shape",
+        ),
+    ],
+)
+def test_a_model_that_becomes_another_while_training_is_told(
+    tmp_path: Path, change: Callable[[nn.Module], None], said: str
+) -> None:
+    parts = make_parts(tmp_path)
+    parts.model.register_buffer("seen", torch.ones(2))
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
+    next(steps)
+    parts.model.register_forward_hook(lambda *_: change(parts.model))
+    with pytest.raises(UsageError, match=f"step 2: {said}"):
+        next(steps)
+
+
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
     gang = Gang(parts, Progress(), {})
