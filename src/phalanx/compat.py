@@ -328,6 +328,14 @@ def version_of(tensor: "torch.Tensor") -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def map_tensors(function: "Callable[[torch.Tensor], torch.Tensor]", value: Any) -> Any:
+    """The value with what `function` makes of each tensor in it, in lists, dicts and what is registered as such."""
+    import torch
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(torch.Tensor, function, value)
+
+
 def has_hooks(parameter: "torch.Tensor") -> bool:
     """Whether something is to happen to its gradient in backward."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -54,7 +54,7 @@ def summed(
         torch.stack([model(samples(leaf), sent) for leaf in range(4)]).sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard_model(model, list(model.blocks), mesh["shard"])
+    shard_model(model, list(model.blocks), mesh["shard"], hooked=True)
     exchange = GradientExchange(
         as_reduced([model], model.parameters()),
         rank=mesh["replicate"].get_local_rank(),

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from phalanx.compat import watching
 from phalanx.recipe.schema import Layout, Optim
 from phalanx.run import Run
 from phalanx.train.checkpoint import Piece, Saver, checkpoint_name
 from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.divided import Divided, local
 from phalanx.train.parallel.mesh import build_mesh
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
@@ -90,6 +92,55 @@ def restored(
     return {"step": None if loaded is None else loaded.manifest.meta["step"], "changed": changed, "told": told} | {
         "optimizer": steps
     }
+
+
+def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place: bool) -> dict[str, Any]:
+    """Bytes of what is made while a checkpoint is read, and whether the state is the checkpoint's then."""
+    run = Run(Path(folder))
+    place = Place(rank, world, rank)
+    mesh = build_mesh(Layout(**layout), place)
+    model, _ = trained(0)
+    expected = {name: tensor.clone() for name, tensor in state_tensors(*trained(3), LossScale()).items()}
+    if mesh.fsdp is not None:
+        fully_shard(model, mesh=mesh.fsdp)
+    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, Optim())
+    learn(model, optimizer, 5)
+    used = {name: each.tensor.nbytes for name, each in held_state(divided, optimizer, LossScale()).items()}
+    known: set[int] = set()
+    made: list[int] = []
+
+    def note(result: Any) -> None:
+        if isinstance(result, Tensor) and not isinstance(result, DTensor):  # whose local part is seen, too
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in known:
+                known.add(storage.data_ptr())
+                made.append(storage.nbytes())
+
+    for parameter in model.parameters():
+        known.add(local(parameter).untyped_storage().data_ptr())
+    with watching(note):
+        restore(run, place, divided, optimizer, LossScale(), lambda *bad: None, in_place=in_place)
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in state_tensors(model, optimizer, LossScale()).items()
+    }
+    return {
+        "made": sum(made),
+        "weights": sum(size for name, size in used.items() if not name.startswith("optimizer/")),
+        "same": whole.keys() == expected.keys() and all(whole[name].equal(expected[name]) for name in whole),
+    }
+
+
+@pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
+def test_in_place_weights_take_no_memory_a_second_time(world: World, tmp_path: Path, layout: dict[str, int]) -> None:
+    written(Run(tmp_path), 3)
+    elsewhere, in_place = (
+        world.run(2, read, folder=str(tmp_path), layout=layout, in_place=in_place) for in_place in (False, True)
+    )
+    for one, other in zip(elsewhere, in_place, strict=True):
+        assert one["same"]
+        assert other["same"]
+        assert one["made"] - other["made"] == one["weights"] > 0
 
 
 @pytest.mark.parametrize("harm", [damage, unlink])

@@ -1,5 +1,7 @@
 """Replicas that are sharded sum their gradients once a step, whatever each micro-batch uses of the model."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -12,9 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Layout
 from phalanx.train.gradients import DividedGradients
+from phalanx.train.objective import Scoring
+from phalanx.train.parallel import mesh as mesh_module
+from phalanx.train.parallel import shard
 from phalanx.train.parallel.mesh import build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
+from phalanx.train.parallel.shard import REDUCES_UNUSED
+from phalanx.train.parallel.staging import divide_stages
 from phalanx.train.place import Place
+from phalanx.train.tasks import TensorBatch
 from worlds import World
 
 MICRO_BATCHES = 16
@@ -33,38 +41,51 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """What a micro-batch uses depends on its number, where `varied`: the first block not in the last one."""
+    """What a micro-batch uses depends on its number, where `varied`: the first block not in the last one. Where it is
+    `unlike`, what it uses of each block differs from worker to worker."""
 
-    def __init__(self, varied: bool):
+    def __init__(self, varied: bool, unlike: bool = False):
         super().__init__()
-        self.varied = varied
+        self.varied, self.unlike = varied, unlike
         self.first = nn.Linear(3, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, leaf: int) -> Tensor:
-        number = leaf % (MICRO_BATCHES // 4)
+        number = leaf // (MICRO_BATCHES // 4) if self.unlike else leaf % (MICRO_BATCHES // 4)
         x = self.first(torch.randn(5, 3, generator=torch.Generator().manual_seed(leaf)))
         for index, block in enumerate(self.blocks):
             if not self.varied or number in ((0, 1), (2, 3), (1, 3))[index]:
-                x = block(x, number, not self.varied)
+                x = block(x, number, not (self.varied or self.unlike))
         return x.square().sum()
 
 
-def summed(rank: int, world: int, *, varied: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def as_before_2_13(old: bool) -> Iterator[None]:
+    """FSDP as it is in torch 2.11 and 2.12, where this torch is newer."""
+    with pytest.MonkeyPatch.context() as patch:
+        if old:
+            patch.setattr(mesh_module, "REDUCES_UNUSED", False)
+            patch.setattr(shard, "REDUCES_UNUSED", False)
+        yield
+
+
+def summed(
+    rank: int, world: int, *, replicate: int, varied: bool = False, unlike: bool = False, old: bool = False
+) -> dict[str, Any]:
     """The gradients of two steps, and how often replicas were summed in each."""
-    layout = Layout(replicate=2, shard=2)
-    mesh = build_mesh(layout, Place(rank, world, rank))
     torch.manual_seed(0)
-    model, plain = Model(varied), Model(varied)
+    model, plain = Model(varied, unlike), Model(varied, unlike)
     plain.load_state_dict(model.state_dict())
-    divided, _ = divide(model, model, mesh, Choices())
+    with as_before_2_13(old):
+        mesh = build_mesh(Layout(replicate=replicate, shard=2), Place(rank, world, rank))
+        divided, _ = divide(model, model, mesh, Choices())
     own = mesh.own(MICRO_BATCHES)
     gradients = DividedGradients(divided, None, last=own[-1])
     sums: list[int] = []
     all_reduce = dist.all_reduce
 
     def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        sums[-1] += dist.get_world_size(options.get("group")) == 2
+        sums[-1] += options.get("group") is mesh.replicate
         return all_reduce(tensor, *arguments, **options)
 
     for leaf in range(MICRO_BATCHES):
@@ -89,12 +110,97 @@ def summed(rank: int, world: int, *, varied: bool) -> dict[str, Any]:
     return {"differ": differ, "sums": sums, "groups": groups}
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["this torch", "torch before 2.13"])
 @pytest.mark.parametrize("varied", [False, True], ids=["the same in each", "something else in each"])
-def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool) -> None:
-    for found in world.run(4, summed, varied=varied):
+def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool, old: bool) -> None:
+    for found in world.run(4, summed, replicate=2, varied=varied, old=old):
         assert found["differ"] == []
-        assert found["sums"] == [found["groups"]] * 2
+        assert found["sums"] == [1 if old or not REDUCES_UNUSED else found["groups"]] * 2
         assert found["groups"] == 4
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["this torch", "torch before 2.13"])
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_workers_may_use_other_parts_of_what_is_sharded_together(world: World, replicate: int, old: bool) -> None:
+    for found in world.run(2 * replicate, summed, replicate=replicate, unlike=True, old=old):
+        assert found["differ"] == []
+
+
+class Stages(nn.Module):
+    """What can be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, 0, True)
+        return x
+
+
+class Squares:
+    """A task: the sum of what comes out, squared."""
+
+    def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch["x"],), {}
+
+    def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
+        return output.square().sum(), len(output)
+
+
+def batch_of(leaf: int) -> TensorBatch:
+    return {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(leaf))}
+
+
+def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]:
+    """As `summed`, with two stages of a pipeline, each replicated and sharded."""
+    torch.manual_seed(0)
+    model, plain = Stages(), Stages()
+    plain.load_state_dict(model.state_dict())
+    task, place = Squares(), Place(rank, world, rank)
+    layout = Layout.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "schedule": schedule})
+    with as_before_2_13(old):
+        mesh = build_mesh(layout, place)
+        own = mesh.own(MICRO_BATCHES)
+        scoring = Scoring(task, "fp32", place.device)
+        made = (mesh, place, Choices(), len(own), lambda turn, stage: None, None)
+        divided, objective = divide_stages(model, scoring, batch_of(0), *made)
+    gradients = DividedGradients(divided, None)
+    sums: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sums[-1] += options.get("group") is mesh.replicate
+        return all_reduce(tensor, *arguments, **options)
+
+    for leaf in range(MICRO_BATCHES):
+        batch = batch_of(leaf)
+        task.loss(plain(batch["x"]), batch)[0].backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    differ: list[str] = []
+    for _ in range(2):
+        sums.append(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", counting)
+            objective.step([batch_of(leaf) for leaf in own])
+            gradients.finish()
+        for name, parameter in divided.parameters().items():
+            if not torch.allclose(parameter.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-5):  # type: ignore
+                differ.append(name)
+            parameter.grad = None
+    groups = {name.rpartition(".")[0].removesuffix(".even").removesuffix(".odd") for name in divided.parameters()}
+    return {"differ": differ, "sums": sums, "groups": sorted(groups)}
+
+
+@pytest.mark.parametrize(("schedule", "old"), [("1f1b", False), ("zero-bubble", False), ("1f1b", True)])
+def test_stages_of_a_pipeline_sum_over_replicas_once_a_step(world: World, schedule: str, old: bool) -> None:
+    for found in world.run(8, staged, schedule=schedule, old=old):
+        assert found["differ"] == []
+        assert found["sums"] == [1 if old or not REDUCES_UNUSED else len(found["groups"])] * 2
+        assert {"blocks.0", "blocks.2"} & set(found["groups"])
 
 
 class Writing(Model):

@@ -21,7 +21,7 @@ WORDS = {
     "optimizer": "the optimizer's state",
     "activations": "activations",
     "temporaries": "what comes and goes in backward",
-    "buffers": "buffers of communication",
+    "buffers": "buffers of communication and of checkpoints",
     "fragmentation": "fragmentation",
     "fixed": "the device's context",
 }

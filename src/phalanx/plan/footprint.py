@@ -63,7 +63,7 @@ class Footprint:
     temporaries: float
     """What comes and goes: a block that is computed again, gradients of activations, logits, gathered weights."""
     buffers: float
-    """Of communication."""
+    """Of communication; on a CPU of the checkpoint that is being written, which replicas share out."""
     fragmentation: float
     fixed: float
     """The device's context; on a CPU the process."""
@@ -165,6 +165,7 @@ def _made(setup: Setup, rank: int, state: Held, activations: float, temporaries:
     around = OUTSIDE.get(setup.stack.name, Outside())
     on_cpu = is_cpu(setup.cluster.node.accelerator)
     groups = sum(size > 1 for size in (setup.parts, layout.tensor, layout.pipeline, layout.context, layout.expert))
+    saved = (state.parameters + state.optimizer) / layout.replicate
     return Footprint(
         rank=rank,
         parameters=state.parameters,
@@ -172,7 +173,9 @@ def _made(setup: Setup, rank: int, state: Held, activations: float, temporaries:
         optimizer=state.optimizer,
         activations=activations,
         temporaries=temporaries,
-        buffers=0.0 if on_cpu else COMMUNICATOR * groups + (around.buckets if setup.zero and setup.parts > 1 else 0.0),
+        buffers=saved
+        if on_cpu
+        else COMMUNICATOR * groups + (around.buckets if setup.zero and setup.parts > 1 else 0.0),
         fragmentation=around.fragmented * allocated,
         fixed=PROCESS if on_cpu else around.context,
     )

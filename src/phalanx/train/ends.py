@@ -140,7 +140,7 @@ def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, 
     kept = None if loaded is None else loaded.path
     if loaded is None:
         held = (parts.divided, parts.optimizer, parts.scale)
-        loaded = restore(parts.run, parts.place, *held, lambda *bad: reject(parts, *bad))
+        loaded = restore(parts.run, parts.place, *held, lambda *bad: reject(parts, *bad), in_place=empty)
     if loaded is None:
         if had:
             raise DataError(

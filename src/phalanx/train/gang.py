@@ -31,6 +31,7 @@ from phalanx.train.keeping import Keeping
 from phalanx.train.parts import Parts, never, reject
 from phalanx.train.place import let_go
 from phalanx.train.restoring import restore
+from phalanx.train.same_model import SameModel
 from phalanx.train.schedule import learning_rate
 from phalanx.train.state import Last, Progress, Standing
 from phalanx.train.step import Outcome
@@ -80,6 +81,7 @@ class Gang:
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
         self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell, may_part)
+        self._same = SameModel(parts.divided)
         self._begun = progress.samples  # when the current step began
         self._settled, self._scored = standing.settled, standing.scored
         self._back_for = standing.back_for
@@ -162,6 +164,7 @@ class Gang:
             return False
         if progress.samples != self._begun:
             raise UsageError(STEP_ONCE)
+        self._same.check(progress.step + 1)
         before = progress.step
         outcome = self._finish_step()
         # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
@@ -327,7 +330,8 @@ class Gang:
                 f"step {progress.step}: {why} {LIMIT} times in a row, and the checkpoint to go back to, of step "
                 f"{progress.missed}, was lost together with a worker: starting again from one before it"
             )
-        loaded = restore(parts.run, parts.place, parts.divided, parts.optimizer, parts.scale, self._reject)
+        held = (parts.divided, parts.optimizer, parts.scale)
+        loaded = restore(parts.run, parts.place, *held, self._reject, in_place=True)
         if loaded is None:
             raise GaveUpError(
                 f"step {progress.step}: {why} {LIMIT} times in a row, and no checkpoint to go back to; {CURE}"
@@ -336,6 +340,7 @@ class Gang:
         progress.units = loaded.manifest.meta["units"]
         progress.saved = self._settled = self._scored = progress.step
         self._back_for, self._changing = "", False
+        self.keeping.was_restored()
         self.saving.roll_back(progress.step)
         self._rollbacks[progress.step] += 1
         if self._rollbacks[progress.step] > LIMIT:

@@ -110,8 +110,9 @@ class LocalGradients:
 
 class DividedGradients:
     """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
-    backward of the `last` micro-batch here; `replicas`, an exchange, sums whole parts between replicas; what is left is
-    summed here: parameters whose gradient is partial on each tensor rank, and those that two pipeline stages hold."""
+    backward of the `last` micro-batch here (those of a pipeline sum once anyway); `replicas`, an exchange, sums whole
+    parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank, those
+    that two pipeline stages hold, and all over replicas where neither of the two others does."""
 
     slots = None
 
@@ -119,8 +120,8 @@ class DividedGradients:
         self._divided = divided
         self._replicas = replicas
         self._last = last
-        root = divided.root if last is not None and divided.mesh.layout.replicate > 1 else None
-        self._deferring = [] if root is None else deferring(root)
+        replicates = last is not None and divided.mesh.fsdp is not None and divided.mesh.fsdp.ndim > 1
+        self._deferring = [] if divided.root is None or not replicates else deferring(divided.root)
         self._parameters = divided.trainable()
         self._partial = [p for name, p in self._parameters.items() if name in divided.partial]
         ties = {name: tie for name, tie in divided.tied.items() if name in self._parameters}
@@ -142,7 +143,7 @@ class DividedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         mesh = self._divided.mesh
-        if self._replicas is None and mesh.fsdp is None:
+        if self._replicas is None and (mesh.fsdp is None or mesh.fsdp.ndim == 1):
             _sum([_gradient(p) for p in self._parameters.values()], mesh.replicate)
         _sum([_gradient(p) for p in self._partial], mesh.tensor)
         for parameter, group in self._tied:
@@ -162,7 +163,9 @@ class DividedGradients:
 
     def square(self) -> Tensor | None:
         # What is partial on tensor ranks, held by two stages or summed over replicas once is there at the end only.
-        if self._deferring or self._partial or self._divided.mesh.pipeline is not None:
+        mesh = self._divided.mesh
+        sums_later = bool(self._partial) or mesh.pipeline is not None
+        if sums_later or (self._replicas is None and mesh.replicate is not None):
             return None
         present = {name: p for name, p in self._parameters.items() if p.grad is not None}
         own = self._divided.square({name: _gradient(p) for name, p in present.items()})

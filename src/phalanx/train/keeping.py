@@ -123,6 +123,10 @@ class Keeping:
             self._moved |= {name for name in known if now[name][1] != self._frozen[name][1]}
         return [*self._buffers, *sorted(self._moved), *([] if residuals is None else residuals.held())]
 
+    def was_restored(self) -> None:
+        """Parameters that are not trained were written to by no forward, but from a checkpoint."""
+        self._frozen = self._frozen_now(values=self._moved is None)
+
     def _frozen_now(self, values: bool) -> dict[str, tuple[int, int]]:
         found: dict[str, tuple[int, int]] = {}
         for module in self._parts.divided.modules:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from phalanx.errors import storage_failed
 from phalanx.run import Run
 from phalanx.train.checkpoint import (
@@ -22,7 +24,7 @@ from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale
-from phalanx.train.state import load_held, load_state
+from phalanx.train.state import load_held, load_state, model_tensors
 
 OnReject = Callable[[Path, str, str], None]
 TakeOver = Callable[[], None]
@@ -34,18 +36,30 @@ NONE = -1
 
 
 def restore(
-    run: Run, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, on_reject: OnReject
+    run: Run,
+    place: Place,
+    divided: Divided,
+    optimizer: Optimizer,
+    scale: LossScale,
+    on_reject: OnReject,
+    in_place: bool = False,
 ) -> Loaded | None:
     """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
     none. Nothing changes before every worker has read its part of the same one, so all of them fall back to the one
     before, or none. A bad one is reported on every worker. OSError on every worker when one's storage failed and there
-    is no other that all can read: a checkpoint that cannot be read now may be good."""
+    is no other that all can read: a checkpoint that cannot be read now may be good.
+
+    `in_place`: without memory for all of it once more. Weights are read over those that there are, and what the
+    optimizer has is dropped first; so where None is returned or an error raised, the caller must not go on."""
+    if in_place:
+        optimizer.forget()
 
     def read(path: Path) -> tuple[Manifest, TakeOver]:
         manifest = read_manifest(path)
         if not divided.alike:
-            return manifest, load_held(divided, optimizer, scale, path, manifest)
-        tensors = load_tensors(path, manifest=manifest)
+            return manifest, load_held(divided, optimizer, scale, path, manifest, in_place=in_place)
+        into = _fitting(model_tensors(divided.modules[0]), manifest) if in_place else {}
+        tensors = load_tensors(path, manifest.tensors, into, manifest=manifest)
         return manifest, lambda: load_state(divided.modules[0], optimizer, scale, tensors, str(path))
 
     mine, newest, unknown = None, None, False
@@ -68,6 +82,16 @@ def restore(
             return Loaded(path, manifest, {})
         if step_of(path) > newest:  # another worker could not read this one
             mine = None
+
+
+def _fitting(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """Those that a checkpoint has just so."""
+    records = {name: manifest.tensors[name] for name in tensors.keys() & manifest.tensors.keys()}
+    return {
+        name: tensors[name]
+        for name, record in records.items()
+        if (record.torch_dtype, tuple(record.shape)) == (tensors[name].dtype, tuple(tensors[name].shape))
+    }
 
 
 def _newest(

@@ -177,12 +177,19 @@ class Wanted:
 
 
 def load_held(
-    divided: Divided, optimizer: Optimizer, scale: LossScale, path: Path, manifest: Manifest, threads: int = 2
+    divided: Divided,
+    optimizer: Optimizer,
+    scale: LossScale,
+    path: Path,
+    manifest: Manifest,
+    threads: int = 2,
+    in_place: bool = False,
 ) -> Callable[[], None]:
     """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
-    it over: nothing in use changes before that is called. CorruptError names a bad file, DataError what does not fit.
-    """
-    return load_wanted(wanted_of(divided, path, manifest), divided, optimizer, scale, path, manifest, threads)
+    it over: nothing in use changes before that is called, unless weights are read `in_place`. CorruptError names a bad
+    file, DataError what does not fit."""
+    wanted = wanted_of(divided, path, manifest)
+    return load_wanted(wanted, divided, optimizer, scale, path, manifest, threads, in_place)
 
 
 def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
@@ -236,9 +243,13 @@ def load_wanted(
     path: Path,
     manifest: Manifest,
     threads: int = 2,
+    in_place: bool = False,
 ) -> Callable[[], None]:
-    """Read it into memory of its own, and return what takes it over. CorruptError names a bad file."""
-    staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
+    """Read it into memory of its own, but for weights that are read `in_place`, and return what takes it over.
+    CorruptError names a bad file."""
+    staged = wanted.blocks
+    if not in_place:
+        staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
     load_blocks(path, [*staged, *wanted.fresh], threads, manifest)
     for turn in wanted.turns:
         load_blocks(path, turn, threads, manifest)
@@ -247,7 +258,8 @@ def load_wanted(
     def take_over() -> None:
         with torch.no_grad():
             for (_, _, live), (_, _, read) in zip(wanted.blocks, staged, strict=True):
-                live.copy_(read)
+                if read is not live:
+                    live.copy_(read)
         wanted.settle()
         for module in divided.modules:
             load_extra_state(module, wanted.states, str(path))
@@ -264,7 +276,8 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
             raise DataError(f"{where}: has no tensor {name!r}, which the model needs")
         if source.shape != target.shape:
             raise DataError(f"{where}: {name} has shape {list(source.shape)}, the model's has {list(target.shape)}")
-        target.copy_(source)
+        if source.data_ptr() != target.data_ptr():  # else it was read in place
+            target.copy_(source)
     load_extra_state(model, tensors, where)
 
 

@@ -70,6 +70,16 @@ def test_more_shards_never_take_more() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_a_cpu_has_the_checkpoint_in_its_memory_while_it_is_written_and_replicas_share_it_out() -> None:
+    cluster = load_cluster("h100:8")
+    host = cluster.node.accelerator.model_copy(update={"generation": "cpu"})
+    cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"accelerator": host})})
+    alone = footprint(replace(setup(), cluster=cluster))
+    assert alone.buffers == alone.parameters + alone.optimizer > 0
+    shared = footprint(replace(setup(Layout(replicate=4)), cluster=cluster))
+    assert shared.buffers == pytest.approx((shared.parameters + shared.optimizer) / 4)
+
+
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
 def test_more_ranks_never_take_more(dimension: str) -> None:
     sizes = [footprint(setup(Layout(**{dimension: ranks}), micro=1)).allocated for ranks in (1, 2, 4, 8)]

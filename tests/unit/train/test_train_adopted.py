@@ -185,6 +185,42 @@ def test_other_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -
         train(model, Adopted(model, Global(model.parameters(), lr=0.1)), 1)
 
 
+class Late(torch.optim.SGD):
+    """Keeps a number that is no tensor from its third step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        type(self).steps += 1
+        if self.steps == 3:
+            self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+
+class Looking(torch.optim.SGD):
+    """Counts its steps in an attribute, as Lookahead does."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.count += 1
+
+
+def test_state_that_comes_later_is_told_in_the_step_in_which_it_comes() -> None:
+    model = make_model()
+    adopted = Adopted(model, Late(model.parameters(), lr=0.1, momentum=0.5))
+    train(model, adopted, 2)
+    with pytest.raises(UsageError, match=r"Late keeps 'count' of 0.weight as int"):
+        train(model, adopted, 1, first=2)
+
+
+def test_state_in_attributes_of_the_optimizer_is_told_in_the_first_step() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match="Looking keeps what a step changes in its attribute 'count'"):
+        train(model, Adopted(model, Looking(model.parameters(), lr=0.1)), 1)
+
+
 def test_an_optimizer_that_needs_a_closure_is_told() -> None:
     model = make_model()
     with pytest.raises(UsageError, match=r"LBFGS.step needs a closure"):

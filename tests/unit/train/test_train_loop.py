@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from small_train import GLOBAL, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
-from torch import Tensor
+from torch import Tensor, nn
 
-from phalanx.errors import ExitCode, GaveUpError
+from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
@@ -206,6 +206,65 @@ def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
     assert not same(states[5][1], states[2][1])
+
+
+def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
+    parts.model.teacher = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
+    copied: list[list[str]] = []
+    gang = Gang(parts, Progress(), {})
+    start = gang.saving.start
+
+    def noting(progress: Progress, state: Any, eager: list[str], best: bool) -> None:
+        copied.append(eager)
+        start(progress, state, eager, best)
+
+    gang.saving.start = noting  # type: ignore[method-assign]
+    for _ in steps_of(gang):
+        gang.saving.finish()
+    gang.finish()
+    assert [event["action"] for event in events(parts, "guard")].count("rollback") == 1
+    assert len(copied) > 2
+    assert not any("teacher" in eager for eager in copied)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Path, frozen: bool) -> None:
+    parts = make_parts(tmp_path)
+    parts.model.more = nn.Parameter(torch.ones(2), requires_grad=not frozen)
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
+    next(steps)
+    parts.model.more.requires_grad_(frozen)
+    with pytest.raises(UsageError, match=f"step 2: requires_grad of more was set to {frozen} after training began"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: setattr(model, "late", nn.Parameter(torch.ones(2))), "parameter late came after"),
+        (
+            lambda model: setattr(model.hidden, "bias", nn.Parameter(torch.ones(8))),
+            "parameter hidden.bias was replaced",
+        ),
+        (
+            lambda model: setattr(model, "seen", torch.ones(3)),
+            "buffer seen changed its shape",
+        ),
+    ],
+)
+def test_a_model_that_becomes_another_while_training_is_told(
+    tmp_path: Path, change: Callable[[nn.Module], None], said: str
+) -> None:
+    parts = make_parts(tmp_path)
+    parts.model.register_buffer("seen", torch.ones(2))
+    gang = Gang(parts, Progress(), {})
+    steps = steps_of(gang)
+    next(steps)
+    parts.model.register_forward_hook(lambda *_: change(parts.model))
+    with pytest.raises(UsageError, match=f"step 2: {said}"):
+        next(steps)
 
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:

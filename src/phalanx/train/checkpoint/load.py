@@ -45,6 +45,7 @@ OnReject = Callable[[Path, str, str], None]
 T = TypeVar("T")
 
 _RUN = 64  # chunks that one thread reads in one go
+_PIECE = 256 << 20  # bytes on their way to another device that are in host memory at once
 _BLOCK = 256 << 10  # bytes that are hashed right after they were read, while a core's own cache still holds them
 
 
@@ -103,18 +104,26 @@ def load_blocks(
     twice."""
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans: dict[str, list[_Span]] = {}
+
+    def read() -> None:
+        _read_files(path, manifest, spans, threads)
+        for tensor, arrived in bounced:
+            tensor.copy_(arrived)
+        spans.clear()
+        bounced.clear()
+
     for name, offset, tensor in wanted:
         record, extent = _record(path, manifest, name), tuple(tensor.shape)
         target = tensor = _target(path, name, record, offset, extent, tensor)
         if target.device.type != "cpu" or not target.is_contiguous():
+            if sum(arrived.nbytes for _, arrived in bounced) + target.nbytes > _PIECE:
+                read()
             target = torch.empty(extent, dtype=record.torch_dtype)
             bounced.append((tensor, target))
         flat = as_bytes(target)
         for piece in record.pieces:
             spans.setdefault(piece.file, []).extend(_spans(piece, offset, extent, flat, record.torch_dtype.itemsize))
-    _read_files(path, manifest, spans, threads)
-    for tensor, arrived in bounced:
-        tensor.copy_(arrived)
+    read()
 
 
 def files_of(manifest: Manifest, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> set[str]:

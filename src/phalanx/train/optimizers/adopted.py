@@ -58,7 +58,8 @@ class Adopted(Optimizer):
                 "run has not; use an optimizer that steps from gradients"
             )
         self._divided = divided
-        self._checked = False
+        self._checked = 0  # entries of its state that were looked at
+        self._own = _numbers(optimizer)
         self._given = [deepcopy(self._kept(group)) for group in optimizer.param_groups]
         self._left = list(self._initial)  # the rates that the groups had when this was done with them
 
@@ -83,16 +84,21 @@ class Adopted(Optimizer):
                 group["lr"] = now
         self._left = [float(group["lr"]) for group in optimizer.param_groups]
         optimizer.step()
-        if not self._checked:
-            self._checked = True
+        entries = sum(map(len, optimizer.state.values()))
+        if not self._checked or entries != self._checked:
+            self._checked = entries
             self._check_state()
+
+    def forget(self) -> None:
+        """Drop the whole state."""
+        self.parts[0].state.clear()
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over a state that `state` gave. DataError for one that does not fit the model."""
         (optimizer,) = self.parts
         parameters = {name: parameter for parameter, name in self.names.items()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        optimizer.state.clear()
+        self.forget()
         for key, value in tensors.items():
             name, _, entry = key.removeprefix(PREFIX).rpartition("/")
             if name not in parameters:
@@ -136,6 +142,12 @@ class Adopted(Optimizer):
         (optimizer,) = self.parts
         kind = type(optimizer).__name__
         self.settings()
+        now = _numbers(optimizer)
+        if moved := [name for name in now if _differs(now[name], self._own.get(name))]:
+            raise UsageError(
+                f"gang.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state and "
+                "its parameter groups are saved: a run could not go on exactly; keep it in a group"
+            )
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UsageError(
                 f"gang.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what belongs "
@@ -155,6 +167,18 @@ class Adopted(Optimizer):
                         f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
                         "cannot be divided with it; use layout.replicate"
                     )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers and tensors among its own attributes: what it has besides state and groups. Not truths, such as whether
+    it has begun."""
+    theirs = vars(torch.optim.SGD([torch.zeros(1)])).keys()
+    own = {name: value for name, value in vars(optimizer).items() if name not in theirs}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in own.items()
+        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    }
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

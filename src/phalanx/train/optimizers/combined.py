@@ -98,6 +98,12 @@ class Optimizer:
     def load_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over what `settings` gave."""
 
+    def forget(self) -> None:
+        """Drop the whole state."""
+        for part in self.parts:
+            for entries in part.state.values():
+                entries.clear()
+
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over a state that `state` gave; the tensors may become the optimizer's own. For a DTensor parameter they
         are DTensors like it, or plain tensors of its local part.
@@ -108,9 +114,7 @@ class Optimizer:
         """
         parameters = {name: parameter for parameter, name in self.names.items()}
         owners = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
-        for part in self.parts:
-            for entries in part.state.values():
-                entries.clear()
+        self.forget()
         found: dict[nn.Parameter, Entries] = {}
         for key, value in tensors.items():
             name, _, entry = key.removeprefix(PREFIX).rpartition("/")

@@ -22,6 +22,7 @@ from phalanx.data.feed import share
 from phalanx.recipe.exchanges import sums_shards
 from phalanx.recipe.schema import Exchange, Layout
 from phalanx.train.parallel.collectives import Group
+from phalanx.train.parallel.shard import REDUCES_UNUSED
 from phalanx.train.place import Place
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -46,9 +47,10 @@ class Mesh:
 
     `stage` are all ranks that hold the same layers. `data` numbers the parts of the batch, 0 <= data < data_size: ranks
     that differ in pipeline, context or tensor only work on the same samples. `fsdp` is the DeviceMesh over which
-    parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard"); None where they are whole.
+    parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard") where sums over replicas are left
+    to FSDP; None where they are whole.
     `expert_fsdp` is the same for experts, whose number of owners is smaller by `expert`. `rounds`: the ranks that shard
-    a replica take micro-batches in turns, and sums over replicas are not left to FSDP: `fsdp` has "shard" only.
+    a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
     """
 
     layout: Layout
@@ -153,12 +155,13 @@ def build_mesh(
         if layout.context > 1:
             owners = _own_group(ranks.flatten(2, 3).movedim(2, -1), place.rank)
         # rounds go with no other dimension than these two
-        fsdp = _mesh_of(place, owners, None if rounds else groups["replicate"])
+        replicas = groups["replicate"] if REDUCES_UNUSED and not rounds else None
+        fsdp = _mesh_of(place, owners, replicas)
         if layout.expert > 1:
             by_expert = ranks.reshape(layout.pipeline, layout.replicate, -1, layout.expert, layout.tensor)
             expert = _own_group(by_expert.movedim(3, -1), place.rank)
             same = _own_group(by_expert.movedim(2, -1), place.rank, single=True)
-            expert_fsdp = _mesh_of(place, same, groups["replicate"])
+            expert_fsdp = _mesh_of(place, same, replicas)
     return Mesh(
         layout,
         at,

@@ -138,6 +138,8 @@ def divide_part(
             experts=experts,
             expert_mesh=mesh.expert_fsdp,
             precision=choices.precision,
+            stage=mesh.pipeline is not None,
+            hooked=mesh.rounds and mesh.fsdp.device_type == "cpu",  # see GradientExchange
         )
     return cuts, frozenset(tensor.partial), tensor.vocabulary
 

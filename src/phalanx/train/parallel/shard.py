@@ -9,15 +9,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from phalanx.compat import has_hooks, is_compiled
+from phalanx.compat import has_hooks, is_compiled, map_tensors
 from phalanx.errors import RecipeError
 from phalanx.train.forward_state import weights_now
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP can reduce zeros for what a backward did not use, as it can since torch 2.13. Where it cannot, it must
+not sum over replicas either: what only the backwards before the last used would stay behind (`sum_replicas`)."""
 
 
 def shard_model(
@@ -29,10 +33,13 @@ def shard_model(
     expert_mesh: DeviceMesh | None = None,
     precision: str = "fp32",
     reshard: bool = True,
+    stage: bool = False,
+    hooked: bool = False,
 ) -> None:
     """Shard each block, then what is left under `root`. `experts` are modules inside blocks whose parameters other
     ranks do not hold: they are sharded over `expert_mesh`. `reshard` False keeps parameters gathered
-    between forward and backward, for more memory and less traffic."""
+    between forward and backward, for more memory and less traffic. `stage`: this is one of a pipeline. `hooked`: hooks
+    of the parameters want to see each gradient once in a backward."""
     # Gathered in the precision in which they are used anyway; gradients are reduced in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -54,6 +61,8 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if not stage:  # what those use does not depend on the batch (survey.py)
+                _reduce_unused(module, hooked)
     refuse_changes(root)
 
 
@@ -96,16 +105,41 @@ def _look_once(module: nn.Module, prefix: str) -> None:
     handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)]
 
 
-def deferring(root: nn.Module) -> list[FSDPModule]:
-    """The sharded modules below `root`, so that they can sum over replicas once for several backwards (`sum_replicas`);
-    none where torch cannot: without zeros for what the last backward does not use, gradients of those before would stay
-    behind."""
-    found: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    if not all(hasattr(module, "set_reduce_scatter_unused_params") for module in found):
-        return []  # torch before 2.13
-    for module in found:
+def _reduce_unused(module: FSDPModule, hooked: bool) -> None:
+    """Have each backward reduce all parameters of a sharded module that are trained. FSDP reduces those that have a
+    gradient, in one operation: of workers that use different ones, as where an expert gets no tokens, it would add the
+    gradient of one parameter to that of another. Of a module that is used twice it reduces zeros first, which hooks
+    would see."""
+    if REDUCES_UNUSED and not (hooked and isinstance(module, nn.Module) and not is_compiled(module)):
         module.set_reduce_scatter_unused_params(True, recurse=False)
-    return found
+    elif isinstance(module, nn.Module) and not is_compiled(module):
+        module.register_forward_hook(_use_all, prepend=True)  # before FSDP gives the gathered parameters back
+
+
+def _use_all(module: nn.Module, args: Any, output: Any) -> Any:
+    """The output as if all of the gathered parameters had been used for it."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+    others = {parameter for part in parts for parameter in part.parameters()}
+    own = [p for p in module.parameters() if p.requires_grad and p not in others and not isinstance(p, DTensor)]
+    return map_tensors(lambda tensor: _Using.apply(tensor, *own) if tensor.requires_grad else tensor, output)
+
+
+class _Using(torch.autograd.Function):
+    """A tensor as it is; in backward the parameters get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.new_zeros(())) for parameter in parameters]
+        return tensor.detach()  # unlike a view it may be written to
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return (*gradients, *(zero.expand(shape) for shape, zero in ctx.like))
+
+
+def deferring(root: nn.Module) -> list[FSDPModule]:
+    """The sharded modules below `root`, of which `sum_replicas` says when they sum over replicas."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def sum_replicas(modules: Iterable[FSDPModule], now: bool) -> None:
