@@ -366,6 +366,8 @@ def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monk
             "import gone\n",
             "importing 'ours_f' failed: ModuleNotFoundError: No module named 'gone' ({folder}",
         ),
+        ("ours_h:x", "x = {}\n", "'ours_h:x' is dict, expected a function or a class"),
+        ("ours_i:__builtins__", "", "'ours_i:__builtins__' is dict, expected a function or a class"),
         ("ours_g:x", "raise SystemExit(3)\n", "importing 'ours_g' failed: SystemExit: 3 ({folder}/ours_g.py:1)"),
     ],
 )
