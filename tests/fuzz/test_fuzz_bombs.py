@@ -4,12 +4,13 @@ They are streams of many equal parts, each packed once; the limits are lower her
 import bz2
 import gzip
 import lzma
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mutations import attempt
+from mutations import attempt, flipped, hand, mutated, spliced
 from small_data import prepare
 
 from phalanx.data import packing, sources
@@ -114,3 +115,27 @@ def test_json_lines_are_read_as_they_were_before_they_were_packed(tmp_path: Path
     out = prepare(tmp_path, tmp_path / "out", {"jsonl": f"a.{suffix}"})
     text = b"\0".join(b"%d" % number for number in range(2000)) + b"\0"
     assert (out / "shard-00000.bin").read_bytes() == text
+
+
+def _table() -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = {"text": [f"text {number % 7}" if number % 5 else None for number in range(300)]}
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(rows), sink, compression="zstd", row_group_size=100)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize("suffix", [*PACKERS, "parquet"])
+def test_a_changed_packed_file_is_read_or_refused_with_its_name(tmp_path: Path, suffix: str) -> None:
+    lines = b"".join(b'{"text": "text %d"}\n' % number for number in range(300))
+    content = _table() if suffix == "parquet" else PACKERS[suffix](lines)
+    path, kind = tmp_path / f"a.{suffix}", "parquet" if suffix == "parquet" else "jsonl"
+    rng = hand(f"packed {suffix}")
+    for _ in range(60):
+        bad = rng.choice([flipped, spliced, mutated])(content, rng)
+        path.write_bytes(bad)
+        made, said = attempt(lambda: prepare(tmp_path, tmp_path / "out", {kind: path.name}))
+        assert made is not None or path.name in said or "hold no text at all" in said, (bad, said)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)

@@ -34,7 +34,7 @@ RECIPE = {
     "optim": {"lr": 0.01, "schedule": {"warmup": 1}},
 }
 OURS = {ExitCode.DONE, ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE}
-TRIED = 2 if SEED == 0 else 20
+TRIED = 2 if SEED == 0 else 6
 FILES = (
     *("resolved.yaml", "recipe.yaml", "events.jsonl", "plan.json", "cluster.json", "environment.json"),
     *("checkpoints/best.json", "checkpoints/step-000000002/MANIFEST.json", "checkpoints/step-000000002/MANIFEST.xxh3"),
