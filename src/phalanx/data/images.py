@@ -19,6 +19,7 @@ from phalanx.data.packing import HEAD, check_kind, open_packed, packing
 from phalanx.data.shard import Values
 from phalanx.data.sources import CHUNK, Part, reading
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.streams import printable
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
@@ -114,6 +115,9 @@ def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
     if not root.is_dir():
         raise RecipeError(f"data.source: {root}: no such folder of images")
     labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    for label in labels:
+        if printable(label) != label:  # a manifest is read with them written out, and not as these classes
+            raise RecipeError(f"data.source: {root / label}: the name of a class has control characters; rename it")
     files, parts, empty = [], [], []
     for number, label in enumerate(labels):
         found = {os.path.realpath(path): path for path in reversed(_images_below(root / label))}
