@@ -249,6 +249,14 @@ def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
         check(loaded.recipe, loaded.folder, 1, loaded.at)
 
 
+def test_an_init_that_is_an_export_is_refused_with_its_right_name(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"init: .*out is a Hugging Face directory, or an export; give hf:out$"):
+        check(recipe("init=out"), tmp_path, 1)
+    check(recipe("init=hf:out"), tmp_path, 1)
+
+
 def test_init_is_relative_to_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     check(recipe("init=there"), tmp_path)
