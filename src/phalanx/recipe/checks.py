@@ -8,7 +8,7 @@ from phalanx.recipe.devices import kind_of
 from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
-from phalanx.recipe.imports import CONFIG, HUGGING_FACE
+from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.schema import LOCAL, LOSSY, Exchange, Layout, Recipe
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
@@ -81,7 +81,7 @@ def _problems(recipe: Recipe, folder: Path, workers: int) -> Iterator[tuple[str,
         yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
     if recipe.init is not None:
         path = recipe.init.removeprefix(HUGGING_FACE)
-        if path == recipe.init and (folder / path / CONFIG).is_file():
+        if path == recipe.init and (folder / path / "config.json").is_file():
             yield "init", f"{folder / path} is a Hugging Face directory, or an export; give {HUGGING_FACE}{path}"
         elif not (folder / path).exists():
             kind = "checkpoint or run" if path == recipe.init else "directory"
