@@ -19,6 +19,7 @@ from phalanx.data.packing import HEAD, check_kind, open_packed, packing
 from phalanx.data.shard import Values
 from phalanx.data.sources import CHUNK, Part, reading
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.streams import printable
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
@@ -46,14 +47,17 @@ def find_idx(images: str, labels: str, folder: Path) -> Images:
         count, *shape = _dimensions(stream, files[0].path, (3, 4))
     with _open(files[1].path) as stream:
         (label_count,) = _dimensions(stream, files[1].path, (1,))
-        numbers = np.frombuffer(_exactly(stream, label_count, files[1].path), np.uint8)
-    if label_count != count:
-        raise DataError(f"{files[1].path}: {label_count} labels for the {count} images of {files[0].path}")
+        if label_count != count:
+            raise DataError(f"{files[1].path}: {label_count} labels for the {count} images of {files[0].path}")
+        classes = 1
+        for start in range(0, count, CHUNK):
+            numbers = np.frombuffer(_exactly(stream, min(CHUNK, count - start), files[1].path), np.uint8)
+            classes = max(classes, int(numbers.max()) + 1)
     height, width, channels = (*shape, 1)[:3]
     if not 0 < height * width * channels <= LARGEST:
         raise DataError(f"{files[0].path}: its header says that an image is {height} x {width} x {channels}")
     parts = [Part(file.path, 0, count, file.size) for file in files]
-    return Images(files, parts, (height, width, channels), int(numbers.max(initial=0)) + 1, None)
+    return Images(files, parts, (height, width, channels), classes, None)
 
 
 def read_idx(images: Part, labels: Part, shape: tuple[int, int, int]) -> Iterator[tuple[Values, int]]:
@@ -111,6 +115,9 @@ def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
     if not root.is_dir():
         raise RecipeError(f"data.source: {root}: no such folder of images")
     labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    for label in labels:
+        if printable(label) != label:  # a manifest is read with them written out, and not as these classes
+            raise RecipeError(f"data.source: {root / label}: the name of a class has control characters; rename it")
     files, parts, empty = [], [], []
     for number, label in enumerate(labels):
         found = {os.path.realpath(path): path for path in reversed(_images_below(root / label))}
@@ -149,8 +156,9 @@ def read_image(part: Part, shape: tuple[int, int, int]) -> Values:
     try:
         with PIL.Image.open(part.path) as image:
             image.load()
-            upright = PIL.ImageOps.exif_transpose(image)
-            resized = _rgb(upright, image.format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
+            file_format = image.format
+            PIL.ImageOps.exif_transpose(image, in_place=True)
+            resized = _rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
     except _NoRangeError as error:
         raise DataError(f"{part.path}: {error}") from None
     except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
@@ -169,7 +177,8 @@ def _rgb(image: Any, file_format: str | None) -> Any:
     import PIL.Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
-        return PIL.Image.fromarray((np.asarray(image).astype(np.uint32) / 257 + 0.5).astype(np.uint8)).convert("RGB")
+        bytes_of = (np.arange(1 << 16) / 257 + 0.5).astype(np.uint8)
+        return PIL.Image.fromarray(bytes_of[np.asarray(image).astype(np.uint16, copy=False)]).convert("RGB")
     if image.mode in ("I", "F"):
         pixels = np.asarray(image)
         if image.mode == "I" or not (pixels.min() >= 0 and pixels.max() <= 1):
@@ -181,4 +190,4 @@ def _rgb(image: Any, file_format: str | None) -> Any:
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
         layers = image.convert("RGBA") if image.mode != "La" else image.convert("LA").convert("RGBA")
         return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), layers).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

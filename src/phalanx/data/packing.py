@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +13,10 @@ from phalanx.errors import DataError, UsageError
 
 HEAD = 512
 """Bytes by which a file is known."""
+BUFFER = 1 << 18
+UNPACKED, TIMES = 256 << 20, 200
+"""What a packed file may give: as many bytes as the first, or so many times its own size. Text is packed to a fifth
+or so, the most repetitive logs to a hundredth."""
 _PACKED = {
     "gzip": (b"\x1f\x8b\x08", (".gz",)),
     "bzip2": (b"BZh", (".bz2",)),
@@ -64,23 +69,45 @@ def packing_of(path: str | Path) -> str | None:
 
 
 def open_packed(raw: BinaryIO, kind: str, path: str | Path) -> BinaryIO:
-    """What is packed in an open file, as a stream."""
-    if kind == "zstd":
-        return _open_zstd(raw, path)
+    """What is packed in an open file, as a stream. Reading it raises DataError where it is `check_expansion`'s."""
     openers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-    stream: BinaryIO = openers[kind](raw)
-    return stream
+    stream = _open_zstd(raw, path) if kind == "zstd" else openers[kind](raw)
+    return io.BufferedReader(_Unpacked(stream, os.fstat(raw.fileno()).st_size, path), BUFFER)
 
 
-def _open_zstd(raw: BinaryIO, path: str | Path) -> BinaryIO:
+def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
+    """DataError where so much comes out of `size` bytes as only out of a file that is made to fill memory or disks."""
+    if unpacked > max(UNPACKED, TIMES * size):
+        raise DataError(
+            f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {TIMES} times as many, as only "
+            "a file does that is made to fill memory; where it is meant so, store it unpacked"
+        )
+
+
+class _Unpacked(io.RawIOBase):
+    """A stream that is not believed when it does not end."""
+
+    def __init__(self, stream: Any, size: int, path: str | Path):
+        self._stream, self._size, self._path, self._given = stream, size, path, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        given: int = self._stream.readinto(buffer)
+        self._given += given
+        check_expansion(self._path, self._size, self._given)
+        return given
+
+
+def _open_zstd(raw: BinaryIO, path: str | Path) -> Any:
     try:
         import pyarrow
     except ImportError:
         raise UsageError(
             f"{path}: zstd needs the `pyarrow` package: pip install 'phalanx[pyarrow]', or unpack the file"
         ) from None
-    stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(stream)
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
 
 
 def check_kind(path: str | Path, kind: str) -> None:

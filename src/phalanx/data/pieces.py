@@ -27,7 +27,7 @@ from phalanx.run.directory import write_json
 
 SMALLEST, LARGEST = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
 
-READING = 2
+READING = 3
 """What files become: another number where the same files become something else than before."""
 
 Piece = tuple[Part, ...]

@@ -8,6 +8,7 @@ as long as the plan (files, their sizes and times, tokenizer) is the same.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -299,7 +300,7 @@ def _write_in_processes(
             elif "error" in message:
                 raise getattr(phalanx.errors, message["error"])(message["text"])
             else:
-                raise RuntimeError(f"a worker that prepares data ended with status {message['status']}")
+                raise _lost(message["status"])
     finally:
         for process in processes:
             process.kill()
@@ -308,6 +309,19 @@ def _write_in_processes(
         for process in processes:
             _close(process)
     return entries, lost
+
+
+def _lost(status: int) -> Exception:
+    """Why a worker that prepares data ended without a word."""
+    if status >= 0:
+        return RuntimeError(f"a worker that prepares data ended with status {status}")
+    killed = " (if nobody did that, the machine ran out of memory)" if -status == signal.SIGKILL else ""
+    error = PhalanxError(
+        f"a process that prepares data was killed by signal {-status}{killed}; start again with the same "
+        "command, which goes on from here"
+    )
+    error.code = ExitCode.UNFINISHED
+    return error
 
 
 def _next(

@@ -1,11 +1,13 @@
 """Finding the files of a source, and reading documents from them in pieces of bounded size.
 
 Text, packed text, JSON lines and Parquet; images are in `images.py`. Nothing here tokenises or writes. Whatever is read
-comes as `Chunk`s of at most about a mebibyte (a JSON line or a Parquet cell is the exception: it comes whole).
+comes as `Chunk`s of at most about a mebibyte; only a JSON line and some Parquet cells are in memory as a whole.
 """
 
+import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +17,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from phalanx.data.finding import File
-from phalanx.data.packing import HEAD, check_kind, open_packed, packing, packing_of
+from phalanx.data.packing import HEAD, check_expansion, check_kind, open_packed, packing, packing_of
 from phalanx.errors import DataError, RecipeError, UsageError
 
 CHUNK = 1 << 20
 CONTEXT = 1 << 12
 """Bytes of a document before and behind a chunk, in sight of which it is tokenised."""
+LONGEST = 1 << 28
+"""Bytes of a line of JSON."""
+REPEATED = 20
+"""Text that is packed to less than this part of it repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ def reading(path: str | Path) -> Iterator[None]:
     """Turn what can go wrong while reading a source file into a DataError that names it."""
     try:
         yield
+    except MemoryError:
+        raise DataError(f"{path}: a piece of it needs more memory than there is here; divide it") from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read to its end ({getattr(error, 'strerror', None) or error})") from None
 
@@ -109,6 +117,8 @@ def _line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
         if scanned == limit:
             file.seek(offset)
             return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+        if scanned > LONGEST:
+            raise _too_long(f"{file.name}, the line at byte {offset} or before")
     return offset - 1 + scanned
 
 
@@ -146,12 +156,14 @@ def _character_start(buffer: bytes) -> int:
 
 
 def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: str) -> Iterator[Chunk]:
-    counted, offset = raw.tell(), stream.tell()
+    counted = offset = raw.tell()  # nothing of it was read yet
     while stop is None or offset < stop:
-        line = stream.readline()
+        line = stream.readline(LONGEST + 1)
         if not line:
             return
         where = f"{path}, the line at byte {offset}"
+        if len(line) > LONGEST:
+            raise _too_long(where)
         offset += len(line)
         try:
             record = json.loads(line) if not line.isspace() else {field: None}
@@ -160,8 +172,22 @@ def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: 
         except RecursionError:
             raise DataError(f"{where}: not JSON that can be read: it is nested too deeply") from None
         text = _field(record, field, where)
-        yield Chunk(text, True, True, raw.tell() - counted)
+        yield from _document(text, raw.tell() - counted)
         counted = raw.tell()
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(f"{where}: has more than {LONGEST >> 20} MiB, the most that a line of JSON may have")
+
+
+def _document(text: bytes, consumed: int) -> Iterator[Chunk]:
+    """A document in chunks, as if it were a file: tokens of it take many times its memory."""
+    if len(text) <= CHUNK:
+        yield Chunk(text, True, True, consumed)
+        return
+    stream = io.BytesIO(text)
+    for chunk in _text(stream, stream, None, Part("", 0, len(text), 0)):
+        yield chunk._replace(consumed=consumed if chunk.ends else 0)
 
 
 def _field(record: Any, field: str, where: str) -> bytes:
@@ -203,13 +229,33 @@ def _parquet(raw: BinaryIO, part: Part, field: str) -> Iterator[Chunk]:
     names = table.schema_arrow.names
     if field not in names:
         raise RecipeError(f"{part.path}: no column {field!r}; it has {_names(names)}. Name it in data.source.field")
+    size, given = os.fstat(raw.fileno()).st_size, 0
     for group in range(part.start, part.stop):
-        rows = max(table.metadata.row_group(group).num_rows, 1)
-        where = f"{part.path}, row group {group}"
-        for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
-            for value in batch.column(0):
-                yield Chunk(_encode(_value(value, where), field, where), True, True, 0)
+        rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
+        for batch in _batches(table, group, field, where, size):
+            for value in batch.column(0).drop_null():  # an empty document is none
+                text = _encode(_value(value, where), field, where)
+                given += len(text)
+                check_expansion(part.path, size, given)
+                yield from _document(text, 0)
             yield Chunk(b"", False, False, part.weight * batch.num_rows // rows)
+
+
+def _batches(table: Any, group: int, field: str, where: str, size: int) -> Iterator[Any]:
+    """Rows of a group, so few at a time that they fit into memory. Of repeated ones a file may hold a single large one,
+    and what a group is packed to says whether there are any."""
+    import pyarrow
+
+    described = table.metadata.row_group(group)
+    columns = [described.column(number) for number in range(described.num_columns)]
+    unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+    packed = min(sum(column.total_compressed_size for column in columns if column.path_in_schema == field), size)
+    check_expansion(where, packed, unpacked)
+    at_once = 256 if unpacked <= CHUNK else 16 if unpacked <= REPEATED * packed else 1
+    try:
+        yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[field])
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{where}: cannot be read ({error})") from None
 
 
 def _value(cell: Any, where: str) -> Any:

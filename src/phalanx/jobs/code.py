@@ -21,6 +21,8 @@ from phalanx.errors import UsageError
 
 LARGEST = 100_000_000
 """Bytes of a snapshot; who has more has data among the code."""
+MUCH = 10 * LARGEST
+"""Bytes of a commit of which git is not even asked for an archive, which comes into memory."""
 MOST = 20_000
 """Files of a snapshot."""
 NEVER = frozenset(
@@ -130,6 +132,8 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
                 f"--code {commit}: {names[0]}{more} changed since that commit, and the changes would not travel; "
                 "commit them, or say --code folder"
             )
+    if sum((sizes := _sizes_in(top, full)).values()) > MUCH:  # below that, attributes may keep some of it out
+        _check_size(f"commit {full[:12]} of {top}", sizes)
     archive = _git(top, f"--code {commit}", "archive", "--format=tar", full)
     entries, left_out = [], []
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -156,6 +160,14 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
     if start != "." and not any(entry.name.startswith(f"{start}/") for entry in entries):
         raise UsageError(f"{folder}: commit {commit} has no such folder")
     return _code(entries, top, start, left_out, full)
+
+
+def _sizes_in(top: Path, commit: str) -> dict[str, int]:
+    """Bytes of a commit's files. Git packs what repeats itself to a thousandth, and an archive comes into memory."""
+    listed = _git(top, f"--code {commit}", "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
+    found = (entry.partition("\t") for entry in os.fsdecode(listed).split("\0") if entry)
+    sizes = {name: described.split()[-1] for described, _, name in found}
+    return {name: int(size) for name, size in sizes.items() if size.isdecimal()}  # of a submodule none is known
 
 
 def unpack(tar: bytes, where: Path) -> None:

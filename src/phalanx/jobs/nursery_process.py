@@ -118,6 +118,8 @@ class NurseryProcess:
 
     def __exit__(self, *_: object) -> None:
         self.control.close()  # the nursery kills and reaps its children when it sees this
+        if not self._ready:  # it loads torch, has no children, and would look only afterwards
+            self.kill()
         wait = Wait(f"{WHO} to end", LEAVING, self.tell, saying=LEAVING / 3)
         while not self.gone():
             try:

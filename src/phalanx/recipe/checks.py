@@ -73,7 +73,9 @@ def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tup
         yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
     if recipe.init is not None and workers is not None:
         path = recipe.init.removeprefix(HUGGING_FACE)
-        if not (folder / path).exists():
+        if path == recipe.init and (folder / path / "config.json").is_file():
+            yield "init", f"{folder / path} is a Hugging Face directory, or an export; give {HUGGING_FACE}{path}"
+        elif not (folder / path).exists():
             kind = "checkpoint or run" if path == recipe.init else "directory"
             yield "init", f"there is no {kind} at {folder / path}"
     yield from _device(recipe, workers or 1)

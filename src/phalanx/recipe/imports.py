@@ -73,6 +73,8 @@ def import_object(path: str, folder: Path | None = None, key: str = "import path
             known = [known for known in dir(value) if not known.startswith("_")]
             owner = getattr(value, "__name__", type(value).__name__)
             raise RecipeError(f"{key}: {path!r}: {owner} has no {part!r}{nearest(part, known)}") from None
+    if not callable(value):
+        raise RecipeError(f"{key}: {path!r} is {type(value).__name__}, expected a function or a class")
     return value
 
 

@@ -56,7 +56,7 @@ def hot_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path | 
     base = base_of(environment)
     if base is None:
         return None
-    name = hashlib.sha256(os.path.realpath(run.path).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(run.path))).hexdigest()[:16]
     return base / f"{PREFIX}-{os.getuid()}-{name}-{node_name(environment)}"
 
 

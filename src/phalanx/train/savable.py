@@ -48,6 +48,9 @@ def check_model(model: nn.Module) -> None:
                 f"model.build: buffer {name!r} has no values (it is on the meta device); give it some in the builder"
             )
         _check_tensor("buffer", name, buffer)
+    for name in (*dict(model.named_parameters()), *buffers, *extra_modules(model)):
+        if not _is_text(name):
+            raise RecipeError(f"model.build: {name!r} is a name of no text that can be saved; give it another")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise RecipeError(
@@ -55,6 +58,15 @@ def check_model(model: nn.Module) -> None:
                 "workers; build it with sparse=False"
             )
     extra_state(model)
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8 has it: halves of characters, as of a file's name in another encoding, are read back otherwise."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:

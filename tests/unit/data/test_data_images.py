@@ -296,3 +296,19 @@ def test_a_pipe_among_pictures_is_refused_by_name(tmp_path):
         os.mkfifo(tmp_path / "root" / name / "x.png")
     with pytest.raises(RecipeError, match=r"a/x\.png: not a regular file"):
         prepare(tmp_path, tmp_path / "out", {"images": "root", "size": [8, 8]})
+
+
+@pytest.mark.parametrize("name", ["red\x1b[31m", "c\udce9", "a\u202eb", "bell\x07"])
+def test_a_class_of_a_name_that_no_manifest_gives_back_is_refused(folder, tmp_path, name):
+    (folder / "red").rename(folder / name)
+    with pytest.raises(RecipeError, match=r"the name of a class has control characters; rename it"):
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["café", "日本", "two words", "tab\tin"])
+def test_a_class_may_have_any_other_name(folder, tmp_path, name):
+    (folder / "red").rename(folder / name)
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    assert opened(out).facts.classes == 3
+    assert name in manifest_of(out)["labels"]

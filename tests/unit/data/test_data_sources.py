@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import all_tokens, manifest_of, prepare, write_texts
 
+import phalanx.data.prepare as prepare_module
 from phalanx.data import sources
 from phalanx.data.finding import find_files, stat_file
-from phalanx.data.sources import Part, documents, split_file
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.data.sources import CHUNK, Part, documents, split_file
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 
 
 def text_of(folder):
@@ -342,3 +343,33 @@ def test_the_parts_of_a_jsonl_file_have_every_line_once(tmp_path_factory, texts,
 def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
         list(documents(Part(str(tmp_path / "gone.txt"), 0, 5, 5), "text", ""))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_long_document_is_read_in_chunks_that_are_the_whole(tmp_path, kind):
+    text = "".join(f"line {number}\n" for number in range(400_000))
+    if kind == "jsonl":
+        write_texts(tmp_path, {"a": json.dumps({"text": text}) + '\n{"text": "b"}\n'})
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text, None, "b"]}), tmp_path / "a")
+    assert text_of(prepare(tmp_path, tmp_path / "out", {kind: "a"})) == text.encode() + b"\0b\0"
+    part = Part(str(tmp_path / "a"), 0, 1 if kind == "parquet" else (tmp_path / "a").stat().st_size, 1)
+    found = list(documents(part, kind, "text"))
+    assert max(len(chunk.data) for chunk in found) <= CHUNK
+    assert sum(chunk.begins for chunk in found) == sum(chunk.ends for chunk in found) == 2
+
+
+def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypatch):
+    """As when memory is short."""
+    write_texts(tmp_path, {f"{name}.txt": "x" * (5 << 20) for name in "ab"})
+    started = prepare_module._start_worker
+
+    def killed(lock):
+        process = started(lock)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(prepare_module, "_start_worker", killed)
+    with pytest.raises(PhalanxError, match=r"was killed by signal 9 \(if nobody did that, .* start again") as refused:
+        prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, workers=2)
+    assert refused.value.code == ExitCode.UNFINISHED

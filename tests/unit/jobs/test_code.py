@@ -159,6 +159,33 @@ def test_a_folder_that_is_too_large_says_how_large_and_what_is_biggest(
     assert "most of it: data/ 1.5 kB, notes 200 bytes, model.py 100 bytes" in str(refused.value)
 
 
+def test_a_commit_that_repeats_itself_is_refused_before_it_comes_into_memory(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "zeros").write_bytes(bytes(3 << 20))  # git packs it to 3 kB
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "zeros")
+    monkeypatch.setattr(travelling, "LARGEST", 1 << 20)
+    monkeypatch.setattr(travelling, "MUCH", 2 << 20)
+    asked = monkeypatched_git(monkeypatch)
+    with pytest.raises(UsageError, match=r"most of it: zeros 3\.15 MB"):
+        commit_code(repository, "HEAD")
+    assert "archive" not in asked
+
+
+def monkeypatched_git(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What git is asked from now on."""
+    asked: list[str] = []
+    real = travelling._asked
+
+    def noted(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+        asked.append(arguments[0])
+        return real(folder, *arguments)
+
+    monkeypatch.setattr(travelling, "_asked", noted)
+    return asked
+
+
 def test_too_many_files_are_refused_with_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(travelling, "MOST", 2)
     write(tmp_path, model_dot_py="x", data__a="", data__b="")

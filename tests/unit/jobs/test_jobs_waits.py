@@ -132,6 +132,15 @@ def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
+def test_one_that_still_loads_torch_is_not_waited_for_at_the_end(make: Make, said: list[str], tmp_path: Path) -> None:
+    """Whoever refuses a recipe meanwhile leaves at once."""
+    (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
+    nursery = make(tmp_path)
+    nursery.__exit__()
+    assert nursery.gone()
+    assert said == []
+
+
 def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
     make: Make, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,6 +252,14 @@ def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
         check(loaded.recipe, loaded.folder, 1, loaded.at)
 
 
+def test_an_init_that_is_an_export_is_refused_with_its_right_name(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"init: .*out is a Hugging Face directory, or an export; give hf:out$"):
+        check(recipe("init=out"), tmp_path, 1)
+    check(recipe("init=hf:out"), tmp_path, 1)
+
+
 def test_init_is_relative_to_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     check(recipe("init=there"), tmp_path)
@@ -369,6 +377,8 @@ def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monk
             "import gone\n",
             "importing 'ours_f' failed: ModuleNotFoundError: No module named 'gone' ({folder}",
         ),
+        ("ours_h:x", "x = {}\n", "'ours_h:x' is dict, expected a function or a class"),
+        ("ours_i:__builtins__", "", "'ours_i:__builtins__' is dict, expected a function or a class"),
         ("ours_g:x", "raise SystemExit(3)\n", "importing 'ours_g' failed: SystemExit: 3 ({folder}/ours_g.py:1)"),
     ],
 )

@@ -144,3 +144,9 @@ def test_without_room_to_say_which_copies_count_none_does(run: Run, monkeypatch:
     cut(run, 5)
     assert read_history(run) == ([], 0)
     assert os.listdir(run.path).count("hot.json") == 0
+
+
+def test_a_run_whose_name_is_no_utf8_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    variables = {"PHALANX_HOT": str(tmp_path / "hot")}
+    names = [os.fsdecode(tmp_path.as_posix().encode() + name) for name in (b"/\xe9", b"/\xe8", b"/e")]
+    assert len({hot_folder(Run(Path(name)), variables) for name in names}) == 3

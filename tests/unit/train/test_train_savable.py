@@ -73,6 +73,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "extra state": (lambda: nn.Sequential(Extra(object())), "get_extra_state of '0' holds object"),
     "extra state of sets": (lambda: Extra({"a": {1, 2}}), "get_extra_state of Extra holds set"),
     "extra state of bytes": (lambda: Extra(b"pickle"), "holds bytes"),
+    "half a character": (
+        lambda: nn.ModuleDict({"b\udce9": nn.Linear(1, 1)}),
+        r"'b\\udce9.weight' is a name of no text",
+    ),
 }
 
 
