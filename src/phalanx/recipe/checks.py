@@ -11,12 +11,16 @@ from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
-from phalanx.recipe.schema import LOCAL, LOSSY, MOST_SAMPLES, Exchange, Layout, Recipe, Source
+from phalanx.recipe.schema import LOCAL, LOSSY, MOST_SAMPLES, Exchange, Layout, Optim, Recipe, Schedule, Source
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
 TASKS = ("language-modeling", "classification")
 """Tasks that ship; any other is an import path."""
+OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
+"""Key of `optim` -> optimizers that use it."""
+DECAYS_WITH = {"power": ("poly",), "drops": ("step",), "gamma": ("step",), "final": ("cosine", "linear", "poly")}
+"""Key of `optim.schedule` -> decays that use it."""
 FP8_SINCE = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
 FP8 = "PHALANX_FP8"
@@ -288,8 +292,15 @@ def _listed(recipe: Recipe) -> Iterator[tuple[int, Source]]:
 
 
 def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The optimizer's state, and where it is kept."""
+    """The optimizer's state, where it is kept, and keys that only others have."""
     name, state = recipe.optim.name, recipe.optim.state
+    for key, names in OPTIMIZERS_WITH.items():
+        if getattr(recipe.optim, key) != getattr(Optim(), key) and name not in names:
+            yield f"optim.{key}", f"is for {', '.join(names)}, and the optimizer is {name}: leave it out"
+    schedule = recipe.optim.schedule
+    for key, names in DECAYS_WITH.items():
+        if getattr(schedule, key) != getattr(Schedule(), key) and schedule.decay not in names:
+            yield f"optim.schedule.{key}", f"is for decay: {', '.join(names)}, and it is {schedule.decay}: leave it out"
     if state != "fp32" and name != "adamw":
         yield "optim.state", f"{state} is for adamw; {name} keeps its state in fp32"
     if recipe.memory.offload == "optimizer" and name not in ("adamw", "sgd"):

@@ -477,6 +477,17 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
         ),
         (["exchange.strategy=ring", "exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd"),
         (
+            ["optim.name=sgd", "optim.betas=[0.9, 0.99]"],
+            "optim.betas: is for adamw, lamb, muon, and the optimizer is sgd",
+        ),
+        (["optim.momentum=0.5"], "optim.momentum: is for sgd, muon, lars, and the optimizer is adamw"),
+        (["optim.schedule.power=2"], "optim.schedule.power: is for decay: poly, and it is cosine"),
+        (["optim.schedule.gamma=0.5"], "optim.schedule.gamma: is for decay: step, and it is cosine"),
+        (
+            ["optim.schedule={decay: constant, final: 0}"],
+            "optim.schedule.final: is for decay: cosine, linear, poly, and it is constant",
+        ),
+        (
             ["batch.per=worker", "batch.global=90000000", "layout.replicate=2"],
             "batch.global: 180,000,000 samples of 2 workers, expected at most 100,000,000 in all",
         ),
@@ -503,6 +514,7 @@ def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
         ["layout={pipeline: 2, schedule: interleaved}", "batch.micro=8"],
         ["exchange.strategy=powersgd", "exchange.exact=no", "exchange.low_rank=8"],
         ["data.source={images: ., size: [8, 8]}"],
+        ["optim={name: muon, betas: [0.9, 0.99], momentum: 0.95, schedule: {decay: poly, power: 2, final: 0}}"],
     ],
 )
 def test_what_some_machine_can_do_passes_its_check(overrides: list[str], tmp_path: Path) -> None:

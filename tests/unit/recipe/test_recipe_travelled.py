@@ -50,7 +50,7 @@ def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
     original: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder, said in ((original, "edited since"), (copy, "as it was")):
-        (folder / "travelled_module.py").write_text(f"SAID = {said!r}")
+        (folder / "travelled_module.py").write_text(f"def said(): return {said!r}")
     (copy / "recipe.yaml").write_text("data: {source: {text: '${recipe.folder}/x.txt'}}")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PHALANX_CODE", str(copy))
@@ -58,4 +58,4 @@ def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
     loaded = load_recipe(copy / "recipe.yaml")
     assert loaded.folder == original
     assert loaded.given["data"]["source"]["text"] == str(original / "x.txt")
-    assert import_object("travelled_module:SAID", loaded.folder) == "as it was"
+    assert import_object("travelled_module:said", loaded.folder)() == "as it was"
