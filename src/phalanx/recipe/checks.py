@@ -298,9 +298,10 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if getattr(recipe.optim, key) != getattr(Optim(), key) and name not in names:
             yield f"optim.{key}", f"is for {', '.join(names)}, and the optimizer is {name}: leave it out"
     schedule = recipe.optim.schedule
-    for key, names in DECAYS_WITH.items():
-        if getattr(schedule, key) != getattr(Schedule(), key) and schedule.decay not in names:
-            yield f"optim.schedule.{key}", f"is for decay: {', '.join(names)}, and it is {schedule.decay}: leave it out"
+    for key, decays in DECAYS_WITH.items():
+        if getattr(schedule, key) != getattr(Schedule(), key) and schedule.decay not in decays:
+            what = f"is for decay: {', '.join(decays)}, and it is {schedule.decay}: leave it out"
+            yield f"optim.schedule.{key}", what
     if state != "fp32" and name != "adamw":
         yield "optim.state", f"{state} is for adamw; {name} keeps its state in fp32"
     if recipe.memory.offload == "optimizer" and name not in ("adamw", "sgd"):

@@ -1,7 +1,10 @@
 """An optimizer of the user's own loop under the engine's face: rates, state, and what it refuses."""
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,6 +222,90 @@ def test_state_in_attributes_of_the_optimizer_is_told_in_the_first_step() -> Non
     model = make_model()
     with pytest.raises(UsageError, match="Looking keeps what a step changes in its attribute 'count'"):
         train(model, Adopted(model, Looking(model.parameters(), lr=0.1)), 1)
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: [torch.zeros(2)],
+    "dict": lambda: {"a": {"b": torch.zeros(2)}},
+    "deque": lambda: deque([1.0, 2.0]),
+    "generator": torch.Generator,
+}
+
+
+def _change(kept: Any) -> None:
+    if isinstance(kept, torch.Generator):
+        torch.rand(1, generator=kept)
+    elif isinstance(kept, deque):
+        kept.append(3.0)
+    else:
+        (kept["a"]["b"] if isinstance(kept, dict) else kept[0]).add_(1)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_state_in_collections_and_generators_of_the_optimizers_own_is_told_in_the_first_step(name: str) -> None:
+    class Keeping(torch.optim.SGD):
+        kept: Any
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            _change(self.kept)
+
+    model = make_model()
+    optimizer = Keeping(model.parameters(), lr=0.1)
+    optimizer.kept = HOLDERS[name]()
+    with pytest.raises(UsageError, match="Keeping keeps what a step changes in its attribute 'kept'"):
+        train(model, Adopted(model, optimizer), 1)
+
+
+def test_parameters_groups_and_constants_in_attributes_of_the_optimizer_are_no_state() -> None:
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer.mine, optimizer.groups = list(model.parameters()), optimizer.param_groups
+    optimizer.by_group = {"first": optimizer.param_groups[0], "nan": float("nan"), "all": [1, torch.ones(2)]}
+    optimizer.again = optimizer.state
+    train(model, Adopted(model, optimizer), 2)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors in lists and dicts of its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for kept, parameter in zip(group["kept"]["all"], group["params"], strict=True):
+                parameter.grad = kept.mul_(0.9).add_(parameter.grad).clone()
+        super().step(closure)
+
+
+def test_tensors_in_collections_of_a_group_go_on_in_the_same_bits() -> None:
+    def adopted(model: nn.Module) -> Adopted:
+        optimizer = Nested(model.parameters(), lr=0.01)
+        for group in optimizer.param_groups:
+            group["kept"] = {"all": [torch.zeros_like(parameter) for parameter in group["params"]], "of": (0.9, None)}
+        return Adopted(model, optimizer)
+
+    model = make_model()
+    first = adopted(model)
+    assert first.settings() == {}
+    train(model, first, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    settings = first.settings()
+    expected = train(model, first, 3, first=3)
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = adopted(again)
+    resumed.load_settings(settings, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+
+
+def test_an_array_in_a_group_is_told_when_it_changes() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["array"] = np.zeros(2)
+    adopted = Adopted(model, optimizer)
+    train(model, adopted, 1)
+    optimizer.param_groups[0]["array"][0] = 1
+    with pytest.raises(RecipeError, match="a parameter group of SGD holds ndarray, which is not saved"):
+        train(model, adopted, 1)
 
 
 def test_an_optimizer_that_needs_a_closure_is_told() -> None:

@@ -1,10 +1,13 @@
 """An optimizer that the user's own training loop made, under the face that the engine gives all optimizers."""
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -143,7 +146,7 @@ class Adopted(Optimizer):
         kind = type(optimizer).__name__
         self.settings()
         now = _numbers(optimizer)
-        if moved := [name for name in now if _differs(now[name], self._own.get(name))]:
+        if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
             raise UsageError(
                 f"gang.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state and "
                 "its parameter groups are saved: a run could not go on exactly; keep it in a group"
@@ -169,16 +172,30 @@ class Adopted(Optimizer):
                     )
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and tensors among its own attributes: what it has besides state and groups. Not truths, such as whether
-    it has begun."""
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Numbers, tensors and generators among its own attributes, in lists and dicts, too: what it has besides state and
+    groups. Not truths, such as whether it has begun, and not the parameters."""
     theirs = vars(torch.optim.SGD([torch.zeros(1)])).keys()
-    own = {name: value for name, value in vars(optimizer).items() if name not in theirs}
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in own.items()
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    }
+    groups = optimizer.param_groups
+    seen = {id(each) for each in (optimizer.state, groups, *groups, *(p for group in groups for p in group["params"]))}
+    own = {name: list(_leaves(value, seen)) for name, value in vars(optimizer).items() if name not in theirs}
+    return {name: leaves for name, leaves in own.items() if leaves}
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Copies of what can change in a value; nothing of what was seen."""
+    if id(value) in seen or isinstance(value, bool):
+        return
+    if isinstance(value, Tensor):
+        yield value.detach().clone()
+    elif isinstance(value, torch.Generator):
+        yield value.get_state()
+    elif isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | deque):
+        seen.add(id(value))
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each, seen)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -188,5 +205,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _differs(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return not torch.equal(one.cpu(), other.cpu())
-    return type(one) is not type(other) or bool(one != other)
+        return one.dtype != other.dtype or not torch.equal(one.cpu(), other.cpu())
+    if type(one) is not type(other):
+        return True
+    if isinstance(one, dict):
+        return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    if isinstance(one, float) and math.isnan(one):
+        return not math.isnan(other)
+    return bool(np.any(one != other))
