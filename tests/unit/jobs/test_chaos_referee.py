@@ -195,3 +195,9 @@ def test_an_interruption_ends_the_run(commands: Commands) -> None:
         disturb(commands, scene_of(commands), (), lambda event: None, lambda starts: None, sleep=sleep)
     assert not any(process.is_running() for process in marked(commands._environments[0][MARK]))
     assert not psutil.pid_exists(commands._processes[0].pid)
+
+
+def test_what_tempfile_tries_a_folder_with_is_not_taken_for_left_behind(run: Run, mark: str, scratch: Path) -> None:
+    (scratch / "tmp" / "nxymom9a").write_bytes(b"blat")
+    (scratch / "tmp" / "nxymom9b").write_bytes(b"data of a run")
+    assert left(run, mark, scratch) == [f"temporary file: {scratch / 'tmp' / 'nxymom9b'}"]

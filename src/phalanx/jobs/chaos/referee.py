@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -126,8 +127,16 @@ def left_behind(
     shared = sorted(set(abandoned(site, processes(site))) - before.shared)
     left += [f"shared memory: /dev/shm/{name}" for name in shared]
     left += [f"temporary file: {path}" for path in temporary_files(run)]
-    left += [f"temporary file: {path}" for path in sorted((scratch / "tmp").iterdir())]
+    left += [f"temporary file: {path}" for path in sorted((scratch / "tmp").iterdir()) if not _is_probe(path)]
     return left + [f"queue: {entry}" for entry in queue()]
+
+
+def _is_probe(path: Path) -> bool:
+    """Whether it is what Python's `tempfile` makes for a moment, to see that it can write to a folder: a process that
+    was killed just then leaves it."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        return re.fullmatch("[a-z0-9_]{8}", path.name) is not None and path.read_bytes() in (b"", b"blat")
+    return False
 
 
 def temporary_files(run: Run) -> list[Path]:
