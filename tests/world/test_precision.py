@@ -35,6 +35,13 @@ def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(la
     assert states[0] == states[1]
 
 
+def test_a_pipeline_saves_the_loss_scale_once(lab: Lab) -> None:
+    changes = {**TRAINING, "precision": "fp16", "steps": 3}
+    alone, ended = lab.reference(changes), lab.train({**changes, "layout": {"pipeline": 2}}, 2)
+    assert ended.code == 0, ended.message
+    assert scale_of(ended) == scale_of(alone)
+
+
 def scale_of(run: Ended) -> dict[str, float]:
     """The loss scale and its count as the last checkpoint has them."""
     tensors = load_tensors(list_checkpoints(run.run.checkpoints)[0])

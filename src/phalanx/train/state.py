@@ -147,7 +147,8 @@ def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict
     held |= {name: divided.whole(value) for name, value in optimizer.settings().items()}
     if divided.residuals is not None:
         held |= divided.residuals.held()
-    held |= {name: divided.whole(value) for name, value in scale.state().items()}
+    if divided.mesh.at["pipeline"] == 0:  # equal in all stages
+        held |= {name: divided.whole(value) for name, value in scale.state().items()}
     return held if divided.apart is None else divided.apart.held(held)
 
 
