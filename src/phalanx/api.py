@@ -252,11 +252,17 @@ def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
     """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
     checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `now`, which are compared
     by what is in them when the run goes on."""
-    from phalanx.train.checkpoint.recipe import newest_recipe
-
-    resolved = load_recipe(run.resolved).recipe if run.resolved.is_file() else newest_recipe(run)
-    if resolved is None:
+    if run.resolved.is_file():
+        resolved = load_recipe(run.resolved).recipe
+    elif not run.checkpoints.is_dir():
         return None
+    else:
+        from phalanx.train.checkpoint.recipe import newest_recipe  # takes torch
+
+        newest = newest_recipe(run)
+        if newest is None:
+            return None
+        resolved = newest
     if run.recipe.is_file():
         return load_recipe(run.recipe).recipe, resolved
     evaluate = resolved.evaluate.model_copy(update={"source": now.evaluate.source})

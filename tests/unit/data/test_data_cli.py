@@ -49,7 +49,7 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
         (["*.txt", "--images", "x"], "give one source"),
         (["--images", "x"], "--size 224 224"),
         (["*.txt", "--jsonl", "--parquet"], "give one of them"),
-        (["*.txt", "--tokenizer", "bpe:many"], "at least 257"),
+        (["*.txt", "--tokenizer", "bpe:many"], "a BPE has 257 to 10,000,000 tokens"),
         (["*.txt", "--out", "."], "is there already"),
     ],
 )
