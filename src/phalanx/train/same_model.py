@@ -48,6 +48,11 @@ class SameModel:
 
     def _check_buffers(self, step: int) -> None:
         now = self._divided.buffers()
+        if came := sorted(now.keys() - self._buffers.keys()):
+            raise UsageError(
+                f"step {step}: buffer {came[0]} came after training began, so a run that goes on from a checkpoint "
+                "would lose it; register it with a value where the model is built, or with persistent=False"
+            )
         for name, before in self._buffers.items():
             if name in now and (now[name].shape, now[name].dtype) != before:
                 raise UsageError(

@@ -252,6 +252,8 @@ def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Pa
             lambda model: setattr(model, "seen", torch.ones(3)),
             "buffer seen changed its shape",
         ),
+        (lambda model: setattr(model, "none", torch.ones(2)), "buffer none came after"),
+        (lambda model: model.register_buffer("later", torch.ones(2)), "buffer later came after"),
     ],
 )
 def test_a_model_that_becomes_another_while_training_is_told(
@@ -259,6 +261,7 @@ def test_a_model_that_becomes_another_while_training_is_told(
 ) -> None:
     parts = make_parts(tmp_path)
     parts.model.register_buffer("seen", torch.ones(2))
+    parts.model.register_buffer("none", None)
     gang = Gang(parts, Progress(), {})
     steps = steps_of(gang)
     next(steps)
