@@ -63,7 +63,7 @@ def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tm
         rig.wait_for(lambda: slurm.poll(id).state.over, "the job's end", 90)
         status = slurm.poll(id)
         assert (status.state, status.attempts) == (State.DONE, 2), list(slurm.logs(id))
-        ran = sorted(slurm.logs(id))
+        ran = sorted({*slurm.logs(id)} & {*NODES})  # the first attempt may have begun, and says that it was ended
         assert len(ran) == 2
         assert [node for node, state in rig.states().items() if state.startswith("drain")] == ["n2"]
         assert "prolog" in reason(rig, "n2").lower()

@@ -255,12 +255,17 @@ def test_a_job_is_not_queued_again_more_often_than_it_may(tmp_path: Path) -> Non
     assert len(batch(tmp_path, "75 75 75", restarts=2)[1]) == 1
 
 
-@pytest.mark.parametrize(("codes", "srun"), [("137 143 143", 137), ("- - -", 137), ("139 - -", 1)])
+@pytest.mark.parametrize(("codes", "srun"), [("137 143 143", 137), ("- - -", 137), ("139 - -", 1), ("- - -", 233)])
 @pytest.mark.parametrize("deaths", [0, 1])
 def test_a_job_that_was_killed_is_queued_again(tmp_path: Path, codes: str, srun: int, deaths: int) -> None:
     code, calls, _ = batch(tmp_path, codes, srun=srun, deaths=deaths)
     assert (code > 128, calls[1:]) == (True, ["requeue 12345"])
     assert (tmp_path / "state" / "deaths").read_text() == f"{deaths + 1}\n"
+
+
+def test_a_program_that_ends_with_more_than_192_is_not_queued_again(tmp_path: Path) -> None:
+    code, calls, _ = batch(tmp_path, "255 - -", srun=255)
+    assert (code, len(calls)) == (255, 1)
 
 
 def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_queued_again(tmp_path: Path) -> None:

@@ -78,9 +78,10 @@ if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code=75; fi 
 if ((${#unfit[@]} > 0 && (code >= 128 || code == 75))); then code=77; fi
 if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
 
-# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small.
+# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small. An
+# srun that could not start the step, as right after a node came back, may end with more than 192.
 deaths=0
-if ((code > 128 && code <= 192)); then
+if ((code > 128 && code <= 192)) || [[ -z $leader$others && $code -gt 192 ]]; then
   if ((EPOCHSECONDS - begun < 600)); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
   deaths=$((deaths + 1))
 fi
