@@ -1,6 +1,6 @@
 """Kernels that a training step could use, each against the field's: attention, norm with rotation, SwiGLU, the loss.
 
-    python benchmarks/gpu_kernels.py [--toy] [--seconds 0.04] [--budget 25]
+    python benchmarks/gpu_kernels.py [--toy] [--seconds 0.04] [--budget 75]
 
 Prints one JSON object: by shape and part, forward and backward together of each way, in milliseconds (medians between
 CUDA events, after a warm-up) and TFLOP/s or GB/s. A library that is not installed is listed as missing. None is begun
@@ -11,9 +11,11 @@ import argparse
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from gpu_ceilings import attempt, milliseconds
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # a machine for some minutes has nothing installed
 
 LIGER, FA3 = "liger_kernel", "flash_attn_interface"
 MISSING = {"missing": True}
@@ -320,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a toy size: to see that it works")
     parser.add_argument("--seconds", type=float, default=0.04, help="for each figure")
-    parser.add_argument("--budget", type=float, default=25.0, help="seconds after which no figure is begun")
+    parser.add_argument("--budget", type=float, default=75.0, help="seconds after which no figure is begun")
     options = parser.parse_args()
     until = time.perf_counter() + options.budget
     found = measure(TOYS if options.toy else SHAPES, options.seconds, until)

@@ -40,7 +40,7 @@ SESSION_MEMORY = 80 * 10**9
 """Layers of the 8B shape are as many as fit here, so that cards with more memory train the same model."""
 AFTER_SPEED = 100.0
 """Seconds that are kept for what comes after the contenders."""
-ORDER = ("8b-4k", "gpt2", "1b3")
+ORDER = ("8b-4k", "gpt2", "1b3", "8b-8k")
 STEPS = 60
 KILL_AT = 30
 FP32_STEPS = 20
@@ -168,6 +168,9 @@ class BitsCase:
 
 COMPILED = ("compile=true",)
 REPLICAS = ("exchange.exact=replicas", "batch.micro=4", "compile=false")
+WIDE = "model.args={layers: 4, width: 2048, heads: 16}"
+"""A run takes fp8 only for products that are faster in it: a narrow model has none."""
+FP8 = ("precision=fp8", *COMPILED, WIDE, "batch.global=32", "data.sequence=512")
 FP32 = ("precision=fp32", f"steps={FP32_STEPS}", "compile=false")
 BITS = (
     BitsCase("eager", "eager", ("compile=false",)),
@@ -178,8 +181,8 @@ BITS = (
     BitsCase("compiled", "compiled, killed", COMPILED, kill=True),
     BitsCase("replicas", "exact: replicas", REPLICAS),
     BitsCase("replicas", "exact: replicas, killed", REPLICAS, kill=True),
-    BitsCase("fp8", "fp8", ("precision=fp8", *COMPILED)),
-    BitsCase("fp8", "fp8, killed", ("precision=fp8", *COMPILED), kill=True),
+    BitsCase("fp8", "fp8", FP8),
+    BitsCase("fp8", "fp8, killed", FP8, kill=True),
     BitsCase("chunked", "chunked loss", ("memory.loss=chunked", *COMPILED)),
     BitsCase("documents", "documents", ("data.documents=separate", *COMPILED)),
     BitsCase("graphs", "CUDA graphs", ("compile=graphs",)),
@@ -350,19 +353,14 @@ def peers(session: Session) -> dict[str, Any]:
     return {"done": [name for name in PEERS if name in found]}
 
 
-SEGMENTS = "expandable_segments:True"
-
-
 def segments(session: Session) -> dict[str, Any]:
-    """GPT-2 with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, each in a process of its own: speed, and bytes that
-    torch allocated and reserved at most. The default's are those of `speed` where it ran."""
-    runs = session.results.get("speed", {}).get("gpt2", {}).get("contenders", {}).get(gpu.PHALANX, [])
-    found = {"default": next((run for run in runs if "seconds" in run), None)}
-    for name, value in (("default", ""), ("expandable segments", SEGMENTS)):
-        if found.get(name) is None:
-            task = task_of(session, "gpt2", gpt2(session), gpu.PHALANX, 0.2 if session.emulated else 2.0, kernels=False)
-            environment = {**session.environment, **({"PYTORCH_CUDA_ALLOC_CONF": value} if value else {})}
-            found[name] = gpu.run_child(task, Path(task["folder"]), min(40.0, session.left()), environment)
+    """GPT-2 with expandable_segments:False and with :True, which is Phalanx's default, each in a process of its own:
+    speed, and bytes that torch allocated and reserved at most."""
+    found = {}
+    for name, value in (("fixed segments", "False"), ("expandable segments", "True")):
+        task = task_of(session, "gpt2", gpt2(session), gpu.PHALANX, 0.2 if session.emulated else 2.0, kernels=False)
+        environment = {**session.environment, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{value}"}
+        found[name] = gpu.run_child(task, Path(task["folder"]), min(40.0, session.left()), environment)
     return {"tokens": gpt2(session).tokens, "runs": found}
 
 
@@ -370,7 +368,7 @@ def kernels(session: Session) -> dict[str, Any]:
     """benchmarks/gpu_kernels.py."""
     toy = ["--toy", "--seconds", "0.01"] if session.emulated else []
     command = [sys.executable, str(HERE / "gpu_kernels.py"), *toy]
-    status, out, errors = session.call(command, 90)
+    status, out, errors = session.call(command, 120)
     found: dict[str, Any] = json.loads(out.splitlines()[-1]) if status == 0 else {"failed": errors[-2000:]}
     return found
 
@@ -465,7 +463,7 @@ PHASES = (
     Phase("ceilings", 40, ceilings),
     Phase("planner", 60, planner),
     Phase("peers", 60, peers),
-    Phase("kernels", 50, kernels),
+    Phase("kernels", 95, kernels),
     Phase("segments", 45, segments),
 )
 
@@ -551,7 +549,7 @@ KERNEL_COLUMNS = (("ms", 3), ("tflops", 1), ("gb_per_s", 0), ("peak_gb", 2))
 
 
 def segments_table(found: Mapping[str, Any]) -> list[str]:
-    """Rows of GPT-2 with torch's default allocator and with expandable segments."""
+    """Rows of GPT-2 with segments of fixed size and with expandable ones."""
     if not found:
         return []
     lines = [

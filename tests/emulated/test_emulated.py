@@ -191,6 +191,26 @@ def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, 
     assert "| expandable segments | " in done.stdout
 
 
+SEGMENTS = """
+import torch
+from phalanx.train.place import from_environment, join
+join(from_environment())
+held = torch.ones(1 << 20, device="cuda")
+print(*(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expandable"), [({}, "True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "False")]
+)
+def test_a_worker_expands_segments_unless_the_allocator_is_configured(
+    emulated: dict[str, str], setting: dict[str, str], expandable: str
+) -> None:
+    command = [sys.executable, "-c", SEGMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=emulated | setting, timeout=120, check=False)
+    assert done.stdout.strip() == expandable, done.stderr[-2000:]
+
+
 RECIPE = """
 name: tiny
 model: {build: "phalanx.models:transformer", args: {layers: 1, width: 32, heads: 2}}
