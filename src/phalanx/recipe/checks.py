@@ -11,7 +11,20 @@ from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
-from phalanx.recipe.schema import LOCAL, LOSSY, MOST_SAMPLES, Exchange, Layout, Optim, Recipe, Schedule, Source
+from phalanx.recipe.schema import (
+    LOCAL,
+    LOSSY,
+    MOST_SAMPLES,
+    SOURCE_KINDS,
+    Data,
+    Evaluate,
+    Exchange,
+    Layout,
+    Optim,
+    Recipe,
+    Schedule,
+    Source,
+)
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
@@ -21,6 +34,10 @@ OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon
 """Key of `optim` -> optimizers that use it."""
 DECAYS_WITH = {"power": ("poly",), "drops": ("step",), "gamma": ("step",), "final": ("cosine", "linear", "poly")}
 """Key of `optim.schedule` -> decays that use it."""
+SOURCES_WITH = {"field": ("jsonl", "parquet"), "exclude": ("text", "jsonl", "parquet"), "size": ("images",)}
+"""Key of a source -> kinds of sources that use it."""
+OF_TEXT = ("tokenizer", "sequence", "documents")
+"""Keys of `data` that pictures do not use."""
 FP8_SINCE = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
 FP8 = "PHALANX_FP8"
@@ -276,7 +293,7 @@ def device_problems(recipe: Recipe, kind: DeviceKind, name: str, fp8: bool) -> I
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Folders of pictures."""
+    """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
     sources = {f"data.source.{number}" if several_given else "data.source": each for number, each in _listed(recipe)}
     if recipe.evaluate.source is not None:
@@ -284,6 +301,19 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, source in sources.items():
         if source.images is not None and source.size is None:
             yield key, "images need a common size, for instance `size: [224, 224]`"
+        (kind,) = (name for name in SOURCE_KINDS if getattr(source, name) is not None)
+        for name, kinds in SOURCES_WITH.items():
+            if (
+                getattr(source, name) != Source.model_fields[name].get_default(call_default_factory=True)
+                and kind not in kinds
+            ):
+                yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {kind}: leave it out"
+    if all(source.images is not None or source.idx is not None for _, source in _listed(recipe)):
+        for name in OF_TEXT:
+            if getattr(recipe.data, name) != getattr(Data(), name):
+                yield f"data.{name}", "is for text, and the source has pictures: leave it out"
+    if recipe.evaluate.source is not None and recipe.evaluate.share != Evaluate().share:
+        yield "evaluate.share", "is a share of the training data, and evaluate.source names other data: leave one out"
 
 
 def _listed(recipe: Recipe) -> Iterator[tuple[int, Source]]:

@@ -483,6 +483,17 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
         (["optim.momentum=0.5"], "optim.momentum: is for sgd, muon, lars, and the optimizer is adamw"),
         (["optim.schedule.power=2"], "optim.schedule.power: is for decay: poly, and it is cosine"),
         (["optim.schedule.gamma=0.5"], "optim.schedule.gamma: is for decay: step, and it is cosine"),
+        (["data.source={text: x, size: [8, 8]}"], "data.source.size: is for images, and the source is text"),
+        (
+            ["data.source={prepared: x, exclude: y}"],
+            "data.source.exclude: is for text, jsonl, parquet, and the source is",
+        ),
+        (
+            ["data.source=[{text: x}, {text: x, field: t}]"],
+            "data.source.1.field: is for jsonl, parquet, and the source is",
+        ),
+        (["data={source: {images: ., size: [8, 8]}, sequence: 64}"], "data.sequence: is for text, and the source has"),
+        (["evaluate={share: 0.2, source: {text: x}}"], "evaluate.share: is a share of the training data, and"),
         (
             ["optim.schedule={decay: constant, final: 0}"],
             "optim.schedule.final: is for decay: cosine, linear, poly, and it is constant",
