@@ -197,7 +197,7 @@ E cuCtxSynchronize() { return 0; }
 // Memory of the GPU that is mapped piece by piece, for expandable segments: addresses are the host's, reserved without
 // memory behind them; what is made counts as used.
 void nullgpu_reserve(void *p, size_t n);
-void nullgpu_use(long n);
+E nullgpu_use(long n);
 E cuMemAddressReserve(void **p, size_t n, size_t align, void *at, unsigned long long flags) {
     *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (*p == MAP_FAILED)
@@ -210,9 +210,11 @@ E cuMemAddressFree(void *p, size_t n) {
     return munmap(p, n) ? 1 : 0;
 }
 E cuMemCreate(size_t **handle, size_t n, const void *properties, unsigned long long flags) {
+    E error = nullgpu_use(n);
+    if (error)
+        return error;
     *handle = malloc(sizeof n);
     **handle = n;
-    nullgpu_use(n);
     return 0;
 }
 E cuMemRelease(size_t *handle) {

@@ -251,7 +251,7 @@ static void strike(Comm *c, const Piece *out, int n) { // half of what is sent h
     for (int i = 0; i < n; i++)
         halves[i] = (Piece){out[i].peer, out[i].data, out[i].peer == c->rank ? 0 : out[i].n / 2};
     swap(c, halves, n, 0, 0);
-    kill(getpid(), struck);
+    raise(struck); // to this thread: else it goes on until another one takes the signal
 }
 static int p2p(Comm *c, Op *ops, int n) {
     Piece *pieces = calloc(2 * n, sizeof *pieces);

@@ -28,9 +28,9 @@ static int capability(int minor) { // "9.0"
 static size_t used = 0, pinned = 0;
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 long nullgpu_launches = 0, nullgpu_h2d = 0, nullgpu_d2h = 0, nullgpu_syncs = 0;
-// A planned fault, NULLGPU_FAIL=ERROR,CALLS[,ATTEMPT]: from so many calls on that give the GPU work (of cudaMalloc for
-// error 2, out of memory), counted in the worker of that attempt (any process without one), each call gives the error,
-// as of a context that is lost. Error 2 is no loss: only cudaMalloc fails.
+// A planned fault, NULLGPU_FAIL=ERROR,CALLS[,ATTEMPT]: from so many calls on that give the GPU work (that ask for memory
+// for error 2, out of memory), counted in the worker of that attempt (any process without one), each call gives the
+// error, as of a context that is lost. Error 2 is no loss: only what asks for memory fails.
 enum { OUT_OF_MEMORY = 2 };
 static int planned = -1; // unknown; 0: nothing is
 static long remaining = 0;
@@ -148,10 +148,13 @@ static int kind_of(const void *q) {
     return k;
 }
 void nullgpu_reserve(void *p, size_t n) { n ? note(p, n, 4) : drop(p); } // for libcuda; n = 0: free again
-void nullgpu_use(long n) {
+E nullgpu_use(long n) { // as cudaMalloc and cudaFree account for it
+    if (n > 0 && (used + n > total() || due(1)))
+        return OUT_OF_MEMORY;
     pthread_mutex_lock(&mu);
     used += n;
     pthread_mutex_unlock(&mu);
+    return 0;
 }
 E cudaGetDeviceCount(int *n) {
     *n = count();
