@@ -8,7 +8,7 @@ Numbers: the step, and the samples consumed, from which the order of data follow
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,8 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
         want(name, divided.held(name, parameter))
     for name, buffer in divided.buffer_copies():
         want(name, divided.whole(buffer.detach()))
+    if divided.mesh.layout.pipeline == 1:  # else the rest of the model is in other stages
+        check_nothing_left(manifest.tensors, {*parameters, *dict(divided.buffer_copies())}, str(path))
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():
         name, _, entry = key.removeprefix(PREFIX).rpartition("/")
@@ -234,6 +236,13 @@ def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
         read, settle = divided.residuals.wanted(manifest)
         found = Wanted(wanted, fresh + read, states, settle)
     return found if divided.apart is None else divided.apart.wanted(found, manifest)
+
+
+def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:
+    """DataError naming a saved weight or buffer that the model does not have: it would be lost silently."""
+    left = next((name for name in saved if "/" not in name and name not in known), None)
+    if left is not None:
+        raise DataError(f"{where}: holds {left!r}, which the model does not have: was its code changed since?")
 
 
 def load_wanted(
@@ -270,8 +279,10 @@ def load_wanted(
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy weights into the model. DataError naming what is missing or of another shape."""
-    for name, target in model_tensors(model).items():
+    """Copy weights into the model. DataError naming what is missing, of another shape, or not the model's."""
+    targets = model_tensors(model)
+    check_nothing_left(tensors, targets, where)
+    for name, target in targets.items():
         source = tensors.get(name)
         if source is None:
             raise DataError(f"{where}: has no tensor {name!r}, which the model needs")

@@ -9,6 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from phalanx.data import Facts, open_data
+from phalanx.data.cache import prepare_all
+from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, differences, load_recipe
 from phalanx.recipe.changes import is_mathematics
@@ -28,7 +30,7 @@ from phalanx.train.checkpoint.recipe import recipe_in
 from phalanx.train.model import build_model
 from phalanx.train.savable import extra_modules
 from phalanx.train.saving import best_file
-from phalanx.train.state import load_model, model_tensors
+from phalanx.train.state import check_nothing_left, load_model, model_tensors
 from phalanx.train.weights import allocate
 
 LARGEST = 1 << 31
@@ -70,6 +72,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
     allocate([model], device)
     names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
+    check_nothing_left(manifest.tensors, names, str(checkpoint))
     with torch.no_grad():
         load_model(model, load_tensors(checkpoint, names), str(checkpoint))
     return Trained(model.eval(), recipe, facts, modules if code_of(recipe) else None, checkpoint, tuple(notes))
@@ -82,6 +85,21 @@ def given_device(run: Run) -> str:
         return load_recipe(run.recipe).recipe.device
     except RecipeError:
         return "auto"
+
+
+def prepare_again(run: Run, recipe: Recipe) -> None:
+    """Prepare the run's data again where they are gone from the cache. DataError where its sources have changed or
+    cannot be found."""
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    scored = [] if recipe.evaluate.source is None else [recipe.evaluate.source]
+    places = [Path(source.prepared) for source in (*sources, *scored) if source.prepared is not None]
+    if all(is_dataset(place) for place in places):
+        return
+    given = load_recipe(run.recipe).recipe
+    prepare_all(given.data, given.evaluate, _folder(run))
+    gone = next((place for place in places if not is_dataset(place)), None)
+    if gone is not None:
+        raise DataError(f"{gone}: the run's data are gone, and what {run.recipe} names now makes others")
 
 
 def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) -> Recipe:

@@ -8,6 +8,7 @@ import torch
 from small_train import mesh_of, tiny_lm
 from torch import Tensor, nn
 
+from phalanx.errors import DataError
 from phalanx.recipe.schema import Layout, Optim
 from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
@@ -178,6 +179,14 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
         found = held_state(divided, optimizer, LossScale())
         for name, held in held_state(expected_divided, expected_optimizer, LossScale()).items():
             assert found[name].tensor.equal(held.tensor), name
+
+
+def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run: Run) -> None:
+    path = save(run, [tensor_rank(0, 1)])
+    smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
+    optimizer = Optimizer(smaller, Optim())
+    with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
+        load_held(Divided(mesh_of(0), (smaller,)), optimizer, LossScale(), path, read_manifest(path))
 
 
 def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:

@@ -74,6 +74,12 @@ def test_a_missing_tensor_is_named_with_where_it_was_looked_for() -> None:
         load_model(tiny_lm(), without("norm.bias"), "checkpoints/step-9")
 
 
+def test_a_saved_tensor_that_the_model_does_not_have_is_named() -> None:
+    tensors = {**model_tensors(tiny_lm()), "gate.weight": torch.zeros(3)}
+    with pytest.raises(DataError, match=r"step-9: holds 'gate.weight', which the model does not have"):
+        load_model(tiny_lm(), tensors, "step-9")
+
+
 def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
     tensors = {**model_tensors(tiny_lm()), "hidden.bias": torch.zeros(3)}
     with pytest.raises(DataError, match=r"step-9: hidden.bias has shape \[3\], the model's has \[8\]"):
