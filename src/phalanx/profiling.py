@@ -112,8 +112,13 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
     except RecipeError:
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way
+        own = ""
+        if ":" in recipe.task:
+            kind = "next tokens" if facts.kind == "tokens" else "classes"
+            own = f"; the loss was that of {kind}, since `phalanx plan` does not follow {recipe.task}: "
+            own += "`phalanx train --dry-run` tries it on this machine"
         raise RecipeError(
-            f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}"
+            f"model: {recipe.model.build} cannot be followed without memory and values: {told(error)}{own}"
         ) from error
 
 

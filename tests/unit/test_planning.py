@@ -197,6 +197,17 @@ def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
         planned(folder, "model={build: 'odd:Odd'}")
 
 
+def test_a_model_that_has_not_what_the_loss_of_plan_needs_is_refused_with_its_own_task(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "from torch import nn\n\n\nclass Own(nn.Module):\n"
+        "    def __init__(self, vocab):\n        super().__init__()\n        self.map = nn.Embedding(vocab, vocab)\n\n"
+        "    def forward(self, x):\n        return {'embedding': self.map(x)}\n\n\nclass Task:\n"
+        "    def inputs(self, batch):\n        pass\n\n    def loss(self, output, batch):\n        pass\n"
+    )
+    with pytest.raises(RecipeError, match=r"KeyError: 'logits'.* does not follow own:Task: `phalanx train --dry-run`"):
+        planned(folder, "model={build: 'own:Own'}", "task=own:Task")
+
+
 def test_more_replicas_are_less_efficient_and_never_slower(folder: Path) -> None:
     curve = planned(folder, "layout.replicate=64").scaling
     assert [world for world, _ in curve] == [1, 2, 4, 8, 16, 32, 64]

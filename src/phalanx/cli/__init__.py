@@ -164,7 +164,7 @@ def _run(arguments: list[str], beside: Call | None) -> int:
     except typer.Exit as done:
         return done.exit_code
     except _ParserError as error:
-        message: str = error.format_message()
+        message = error.format_message().replace("Value error, ", "")  # typer's, of a word that is none of an option's
         # `phalanx data` alone: its message is its help
         if message.startswith("Usage:"):
             print(message, file=sys.stderr)
