@@ -150,6 +150,7 @@ def _image_data() -> Values:
 def _evaluation(rng: random.Random, images: bool) -> Values:
     found: Values = {"every": weighted(rng, {None: 1, 5: 1, 20: 3}), "share": 0.05, "samples": rng.choice([3, 6])}
     if rng.random() < 0.15:
+        del found["share"]
         found["source"] = _image_data()["source"] if images else {"text": "text-0.txt"}
     return found
 

@@ -260,6 +260,18 @@ def test_checkpoints_can_be_reached_again_when_something_has_failed_of_it(told: 
     assert not told.run.checkpoints.is_symlink()
 
 
+def test_checkpoints_can_be_reached_again_when_all_agents_are_gone(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = told.worker(0)
+    agent = psutil.Process(process.pid)
+    monkeypatch.setattr(Scene, "agent", lambda self, rank: agent)
+    failing = struck_by_storage(told)
+    assert not told.comes(failing)
+    process.kill()
+    for _ in failing:
+        pass
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+
+
 def test_checkpoints_are_brought_back_when_the_run_is_ended_meanwhile(told: Told) -> None:
     told.worker(0)
     struck_by_storage(told).close()

@@ -82,6 +82,14 @@ class Scene:
         """Its node's agent."""
         return self.marked(self.nursery(rank).ppid())
 
+    def agents(self) -> set[psutil.Process]:
+        """Those of all nodes, as far as they are there."""
+        found: set[psutil.Process] = set()
+        for rank in self.story.workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.add(self.agent(rank))
+        return found
+
     def runner(self) -> psutil.Process:
         """What the queue has put above the job."""
         return self.marked(self.agent(0).ppid())
@@ -216,9 +224,11 @@ def full(fault: Fault, scene: Scene) -> Waiting:
 
 def storage(fault: Fault, scene: Scene) -> Waiting:
     """In the place of the checkpoints there is a link to itself, which nobody can follow (ELOOP, what autofs says of a
-    lost mount), until a save has failed of it, or the attempt."""
+    lost mount), until a save has failed of it, or the attempt, or all agents are gone: one that starts then would not
+    get as far as an attempt."""
     story, folder = scene.story, scene.story.run.checkpoints
     aside, seen = folder.with_name(ASIDE), (story.failed, story.faults, story.attempt)
+    agents = scene.agents()
     phase = doing(story)
 
     def take_away() -> None:
@@ -232,7 +242,7 @@ def storage(fault: Fault, scene: Scene) -> Waiting:
     yield from while_held(scene, take_away)
     try:
         tell(fault, scene, f"{folder.name} cannot be reached", phase)
-        while (story.failed, story.faults, story.attempt) == seen:
+        while (story.failed, story.faults, story.attempt) == seen and not (agents and all(map(gone, agents))):
             yield LOOK
         yield from while_held(scene, bring_back)
     finally:
@@ -242,11 +252,7 @@ def storage(fault: Fault, scene: Scene) -> Waiting:
 
 def while_held(scene: Scene, act: Callable[[], None]) -> Waiting:
     """Do something between two moments of the run: all its agents, and all below them, are held still for it."""
-    agents: set[psutil.Process] = set()
-    for rank in scene.story.workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            agents.add(scene.agent(rank))
-    held = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
+    held = [process for agent in scene.agents() for process in (agent, *agent.children(recursive=True))]
     try:
         for process in held:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -258,6 +264,13 @@ def while_held(scene: Scene, act: Callable[[], None]) -> Waiting:
         for process in held:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def runs(process: psutil.Process) -> bool:
