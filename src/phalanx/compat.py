@@ -346,3 +346,10 @@ def has_values(tensor: "torch.Tensor") -> bool:
     from torch._subclasses import FakeTensor
 
     return not isinstance(tensor, FakeTensor)
+
+
+def set_allocator(settings: str) -> None:
+    """Configure torch's allocator on the GPU, whatever its environment variable said when it was first used."""
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings(settings)
