@@ -194,6 +194,11 @@ def outwait(silence: float) -> None:
     _patience[:] = [max(PATIENCE, timedelta(seconds=min(silence, 1e9) + AFTERWARDS))]
 
 
+def patience() -> timedelta:
+    """How long collectives of a group that is made now wait."""
+    return _patience[0]
+
+
 _watching: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
 """What is told of connections that this process opens for a group."""
 
