@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Cluster, Machine, peak
+from phalanx.cluster.discover import has_compiler
 from phalanx.cluster.failures import DAY
 from phalanx.data import open_data
 from phalanx.errors import RecipeError, TrialError
@@ -108,7 +109,7 @@ def first_resolution(
     precision = choose_precision(given, seconds, machine.device, bf16)
     choices = [threads, *chosen, precision, *bucket, *choose_start(given)]
     if given.compile == "auto" and machine.device != "cpu":
-        choices.append(choose_compile(given, machine.device, blocks))
+        choices.append(choose_compile(given, machine.device, blocks, has_compiler()))
     choices += choose_exact(given, seconds, machine.device)
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
@@ -299,7 +300,8 @@ def tried_memory(
         choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
-        trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact}
+        compiled = choose_compile(given, room.device, blocks, has_compiler()).value
+        trial |= {"compile": compiled, "exact": given.exchange.exact}
         trial["alone"] = room.world == 1
         seconds = call(RACE, {**trial, "offload": given.memory.offload})
         if OUT_OF_MEMORY not in seconds:

@@ -10,6 +10,8 @@ the feed-forward.
 
 import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,7 +23,10 @@ from phalanx.models.attention import Plan, attend, plan
 from phalanx.models.bounds import check_bounds
 
 EPS = 1e-6  # of RMSNorm
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (
+    bool(os.environ.get("CC")) or any(shutil.which(name) is not None for name in ("clang", "gcc"))
+)
+"""Whether a kernel of Triton can be launched, for which it wants a C compiler."""
 
 
 def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:

@@ -75,13 +75,16 @@ def precisions_to_time(recipe: Recipe, device: str, bf16: bool = True) -> list[s
     return list(AUTOMATIC) if device == "cpu" else [likely_precision(recipe, device, bf16)]
 
 
-def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
+def choose_compile(recipe: Recipe, device: str, blocks: int, compiler: bool = True) -> Choice:
     """Whether a model with so many repeated blocks is compiled. On a GPU eager kernels are bound by launches and
-    memory, and compiling takes the time of one block; a run of a few steps does not earn it back."""
+    memory, and compiling takes the time of one block; a run of a few steps does not earn it back. `compiler`: whether
+    this machine has one of C."""
     if recipe.compile != "auto":
         return Choice("compile", recipe.compile, "given")
     if not kind_of(device).compiles:
         return Choice("compile", False, f"the rule on {kind_of(device).what}")
+    if not compiler:
+        return Choice("compile", False, "torch.compile needs a C compiler on a GPU, and there is none: gcc or CC")
     if not blocks:
         return Choice("compile", False, "the model has no repeated blocks")
     if isinstance(recipe.layout, Layout) and recipe.layout.splits_backward:

@@ -363,6 +363,15 @@ def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
     assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").why == "the rule on cuda"
 
 
+def test_without_a_c_compiler_nothing_is_compiled_on_a_gpu_by_itself() -> None:
+    choice = choose_compile(recipe(), "cuda", 12, compiler=False)
+    assert (choice.value, choice.why) == (
+        False,
+        "torch.compile needs a C compiler on a GPU, and there is none: gcc or CC",
+    )
+    assert choose_compile(recipe(compile=True), "cuda", 12, compiler=False).value is True
+
+
 def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() -> None:
     assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
     assert precisions_to_time(recipe(), "cuda", bf16=False) == ["fp32"]
