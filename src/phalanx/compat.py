@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import operator
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -353,3 +355,11 @@ def set_allocator(settings: str) -> None:
     import torch
 
     torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def has_compiler() -> bool:
+    """Whether there is what Triton, and so torch.compile, needs to launch kernels on a GPU: a C compiler and Python's
+    headers."""
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    named = bool(os.environ.get("CC")) or any(shutil.which(name) is not None for name in ("gcc", "clang"))
+    return named and headers.is_file()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Cluster, Machine, peak
-from phalanx.cluster.discover import has_compiler
 from phalanx.cluster.failures import DAY
+from phalanx.compat import has_compiler
 from phalanx.data import open_data
 from phalanx.errors import RecipeError, TrialError
 from phalanx.foretelling import automatic_layout, foretold_here, probed

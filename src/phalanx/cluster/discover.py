@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -293,11 +292,6 @@ def _listed(python: str, timeout: float, chosen: tuple[str | None, ...]) -> tupl
 def intel(root: Path) -> bool:
     """Whether a driver of Intel's GPUs is loaded: it has no device file of its own."""
     return any(_read(path) == INTEL for path in root.glob("sys/class/drm/renderD*/device/vendor"))
-
-
-def has_compiler() -> bool:
-    """Whether there is a C compiler, which Triton, and so torch.compile, needs to launch kernels on a GPU."""
-    return bool(os.environ.get("CC")) or any(shutil.which(name) is not None for name in ("clang", "gcc"))
 
 
 def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:

@@ -84,7 +84,7 @@ def choose_compile(recipe: Recipe, device: str, blocks: int, compiler: bool = Tr
     if not kind_of(device).compiles:
         return Choice("compile", False, f"the rule on {kind_of(device).what}")
     if not compiler:
-        return Choice("compile", False, "torch.compile needs a C compiler on a GPU, and there is none: gcc or CC")
+        return Choice("compile", False, "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU")
     if not blocks:
         return Choice("compile", False, "the model has no repeated blocks")
     if isinstance(recipe.layout, Layout) and recipe.layout.splits_backward:

@@ -17,7 +17,6 @@ from phalanx.cluster.discover import (
     cgroup_memory,
     check_threads,
     check_workers,
-    has_compiler,
     parse_cpuinfo,
     this_machine,
 )
@@ -301,15 +300,3 @@ def test_more_threads_than_a_node_can_start_are_refused() -> None:
     assert str(caught.value) == (
         "threads: found 129 for each of 2 workers on a node with 2 cores, expected at most 128 or auto"
     )
-
-
-def test_a_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert not has_compiler()
-    (tmp_path / "gcc").write_text("#!/bin/sh\n")
-    (tmp_path / "gcc").chmod(0o755)
-    assert has_compiler()
-    (tmp_path / "gcc").unlink()
-    monkeypatch.setenv("CC", "icx")
-    assert has_compiler()
