@@ -238,6 +238,7 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
         torch.set_float32_matmul_precision("high")
         assert isinstance(recipe.threads, int)
         torch.set_num_threads(recipe.threads)
+        join(place)  # for the same allocator, with segments that expand
         model = WithLoss(plain_model(recipe, place.device))
         job.has_loss = True
         if name == TRAINER:

@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.cluster import Machine, environment, this_machine
 from phalanx.cluster.discover import check_threads, check_workers
+from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
 from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
@@ -384,6 +385,7 @@ def supervise(
         crew=crew,
         preflight=lambda: quick(run.path, expected),
         replica=replica_that_can_be_lost(recipe, machine.device),
+        meter=joules_here if machine.gpus else lambda count: None,  # a GPU that does not train is left alone
     )
     return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
 

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import operator
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -346,3 +348,18 @@ def has_values(tensor: "torch.Tensor") -> bool:
     from torch._subclasses import FakeTensor
 
     return not isinstance(tensor, FakeTensor)
+
+
+def set_allocator(settings: str) -> None:
+    """Configure torch's allocator on the GPU, whatever its environment variable said when it was first used."""
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def has_compiler() -> bool:
+    """Whether there is what Triton, and so torch.compile, needs to launch kernels on a GPU: a C compiler and Python's
+    headers."""
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    named = bool(os.environ.get("CC")) or any(shutil.which(name) is not None for name in ("gcc", "clang"))
+    return named and headers.is_file()

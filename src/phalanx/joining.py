@@ -44,6 +44,7 @@ from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
 from phalanx.plan import choices_untried, go_on, resolve
 from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused, stays_told
+from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
@@ -327,7 +328,7 @@ def _ready(
         plan: dict[str, Any] = where.read_lossy(where.plan)
     else:
         whole = grown(given, world)
-        choices = choices_untried(whole, machine.cores, world, machine.device)
+        choices = choices_untried(whole, machine.cores, world, machine.device, has_bf16(machine.capability))
         resolved = resolve(whole, choices, world)
         plan = {"chosen": [vars(choice) for choice in choices]}
         if loop := where.read_lossy(where.plan).get("loop"):  # forced: it went on with this optimizer's state

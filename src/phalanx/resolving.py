@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.cluster import Cluster, Machine, peak
 from phalanx.cluster.failures import DAY
+from phalanx.compat import has_compiler
 from phalanx.data import open_data
 from phalanx.errors import RecipeError, TrialError
 from phalanx.foretelling import automatic_layout, foretold_here, probed
@@ -37,6 +38,7 @@ from phalanx.plan import (
 )
 from phalanx.plan.memory import Forecast
 from phalanx.recipe import Recipe
+from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, WRITES, not_kept
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.run.cache import remembered
@@ -92,7 +94,8 @@ def first_resolution(
     # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
     sharing = max(world, *COMMON_WORLDS) if given.exchange.exact == "replicas" else world
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
-    room, alone = Room(machine.device, memory, world), Room(machine.device, machine.device_memory_bytes, 1)
+    bf16 = has_bf16(machine.capability)
+    room, alone = Room(machine.device, memory, world, bf16), Room(machine.device, machine.device_memory_bytes, 1, bf16)
     profile, needs = measured_needs(given, alone, world, payload, call)
     check_state(given, profile, world, machine.device)
     blocks = profile.get("blocks", 0)
@@ -103,9 +106,10 @@ def first_resolution(
         forecast = forecast_of(given, folder, here, world)
         chosen, seconds = tried_memory(given, needs, room, payload, call, forecast, blocks)
     bucket = choose_bucket(given, needs.trainable, world, nodes, machine.device)
-    choices = [threads, *chosen, choose_precision(given, seconds, machine.device), *bucket, *choose_start(given)]
+    precision = choose_precision(given, seconds, machine.device, bf16)
+    choices = [threads, *chosen, precision, *bucket, *choose_start(given)]
     if given.compile == "auto" and machine.device != "cpu":
-        choices.append(choose_compile(given, machine.device, blocks))
+        choices.append(choose_compile(given, machine.device, blocks, has_compiler()))
     choices += choose_exact(given, seconds, machine.device)
     recipe = resolve(given, choices, world)
     choices = [*layout_choices(layout), *choices]
@@ -240,7 +244,7 @@ def measured_needs(
     logits = 4 * (facts.sequence or 0) * (facts.vocab or 0)
     asked = {**payload, "losses": losses_to_try(given, logits, Room(alone.device, alone.memory, world))}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
-    asked["precision"] = likely_precision(given, alone.device)
+    asked["precision"] = likely_precision(given, alone.device, alone.bf16)
 
     def needs_of(profile: dict[str, Any]) -> Needs:
         return Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)
@@ -290,13 +294,14 @@ def tried_memory(
     it took, compiled and with deterministic kernels where the run of a model with so many repeated `blocks` will be.
     Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds where that
     is too large for one worker and the layout divides it."""
-    precisions = precisions_to_time(given, room.device)
+    precisions = precisions_to_time(given, room.device, room.bf16)
     failed: list[tuple[str, str, int]] = []
     while True:
         choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
         trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
-        trial |= {"compile": choose_compile(given, room.device, blocks).value, "exact": given.exchange.exact}
+        compiled = choose_compile(given, room.device, blocks, has_compiler()).value
+        trial |= {"compile": compiled, "exact": given.exchange.exact}
         trial["alone"] = room.world == 1
         seconds = call(RACE, {**trial, "offload": given.memory.offload})
         if OUT_OF_MEMORY not in seconds:

@@ -209,7 +209,13 @@ E cuMemAddressFree(void *p, size_t n) {
     nullgpu_reserve(p, 0);
     return munmap(p, n) ? 1 : 0;
 }
+static int cannot_map(const char *call) { // virtual GPUs and WSL2
+    const char *s = getenv("NULLGPU_NO_MAPPING");
+    return s && !strcmp(s, call);
+}
 E cuMemCreate(size_t **handle, size_t n, const void *properties, unsigned long long flags) {
+    if (cannot_map("cuMemCreate"))
+        return 801;
     E error = nullgpu_use(n);
     if (error)
         return error;
@@ -224,7 +230,9 @@ E cuMemRelease(size_t *handle) {
 }
 E cuMemMap(void *p, size_t n, size_t offset, size_t *handle, unsigned long long flags) { return 0; }
 E cuMemUnmap(void *p, size_t n) { return madvise(p, n, MADV_DONTNEED) ? 1 : 0; }
-E cuMemSetAccess(void *p, size_t n, const void *access, size_t count) { return 0; }
+E cuMemSetAccess(void *p, size_t n, const void *access, size_t count) {
+    return cannot_map("cuMemSetAccess") ? 999 : 0;
+}
 E cuGetProcAddress_v2(const char *s, void **p) {
     *p = 0;
     return 500;

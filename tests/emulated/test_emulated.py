@@ -196,14 +196,20 @@ import torch
 from phalanx.train.place import from_environment, join
 join(from_environment())
 held = torch.ones(1 << 20, device="cuda")
-print(*(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
 """
 
 
 @pytest.mark.parametrize(
-    ("setting", "expandable"), [({}, "True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "False")]
+    ("setting", "expandable"),
+    [
+        ({}, "True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "False"),
+        ({"NULLGPU_NO_MAPPING": "cuMemCreate"}, "False"),
+        ({"NULLGPU_NO_MAPPING": "cuMemSetAccess"}, "False"),
+    ],
 )
-def test_a_worker_expands_segments_unless_the_allocator_is_configured(
+def test_a_worker_expands_segments_unless_the_allocator_is_configured_or_the_driver_cannot(
     emulated: dict[str, str], setting: dict[str, str], expandable: str
 ) -> None:
     command = [sys.executable, "-c", SEGMENTS]

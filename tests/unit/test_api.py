@@ -2,7 +2,8 @@
 
 import errno
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -288,3 +289,18 @@ def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: s
     run.resolved.write_text(text)
     with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
         check_whole(run, load_recipe(run.resolved).recipe)
+
+
+@pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cuda", True)])
+def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
+    run: Run, device: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    machine = SimpleNamespace(device=device, gpus=int(reads), count=1)
+    monkeypatch.setattr(api, "this_machine", lambda device: machine)
+    monkeypatch.setattr(api, "joules_here", lambda count: 7.0)
+    monkeypatch.setattr(api, "Agent", lambda *_, **more: given.update(more))
+    monkeypatch.setattr(api, "to_the_end", lambda *_: None)
+    ready: Any = SimpleNamespace(run=run, recipe=resolved(device=device), folder=run.path, first_attempt=0, notes=[])
+    api.supervise(ready, cast(Any, None), lambda event: None, force=False)
+    assert given["meter"](1) == (7.0 if reads else None)

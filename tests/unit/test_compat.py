@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,21 @@ open(sys.argv[1], "w")
 def test_a_child_whose_parent_died_before_it_asked_to_die_with_it_dies_at_once(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LATE, str(tmp_path / "lived")], capture_output=True, check=True, timeout=30)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_c_compiler_and_pythons_headers_are_looked_for_as_triton_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert not compat.has_compiler()
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    assert compat.has_compiler()
+    (tmp_path / "gcc").unlink()
+    monkeypatch.setenv("CC", "icx")
+    assert compat.has_compiler()
+    (tmp_path / "Python.h").unlink()
+    assert not compat.has_compiler()

@@ -1,4 +1,5 @@
-"""A decoder-only transformer, as plain PyTorch modules: no import of the rest of Phalanx, no loss, no generation.
+"""A decoder-only transformer, as plain PyTorch modules: no loss, no generation, and of the rest of Phalanx compat
+only.
 
 Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention with normalised queries and keys, and a SwiGLU
 or squared-ReLU feed-forward, without biases (Touvron et al. 2023; Ainslie et al. 2023; Dehghani et al. 2023;
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx.compat import has_compiler
 from phalanx.models.attention import Plan, attend, plan
 from phalanx.models.bounds import check_bounds
 
 EPS = 1e-6  # of RMSNorm
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()
+"""Whether kernels of Triton can be launched."""
 
 
 def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:

@@ -51,6 +51,8 @@ class Room:
     device: str
     memory: int
     world: int
+    bf16: bool = True
+    """Whether a GPU computes in that."""
 
 
 @dataclass(frozen=True)

@@ -60,27 +60,31 @@ def choose_threads(recipe: Recipe, cores: int, world: int) -> Choice:
     return Choice("threads", threads, f"{cores} cores for {world} {'worker' if world == 1 else 'workers'}")
 
 
-def likely_precision(recipe: Recipe, device: str) -> str:
-    """What the precision will probably be, before anything was timed."""
+def likely_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
+    """What the precision will probably be, before anything was timed. `bf16`: whether a GPU computes in that."""
     if recipe.precision != "auto":
         return recipe.precision
-    return "bf16" if kind_of(device).is_gpu else "fp32"
+    return "bf16" if kind_of(device).is_gpu and bf16 else "fp32"
 
 
-def precisions_to_time(recipe: Recipe, device: str) -> list[str]:
-    """The precisions whose time decides. On a GPU bf16 is taken without a race: its tensor cores have no fp32."""
+def precisions_to_time(recipe: Recipe, device: str, bf16: bool = True) -> list[str]:
+    """The precisions whose time decides. On a GPU with `bf16` that is taken without a race: its tensor cores have no
+    fp32."""
     if recipe.precision != "auto":
         return [recipe.precision]
-    return list(AUTOMATIC) if device == "cpu" else [likely_precision(recipe, device)]
+    return list(AUTOMATIC) if device == "cpu" else [likely_precision(recipe, device, bf16)]
 
 
-def choose_compile(recipe: Recipe, device: str, blocks: int) -> Choice:
+def choose_compile(recipe: Recipe, device: str, blocks: int, compiler: bool = True) -> Choice:
     """Whether a model with so many repeated blocks is compiled. On a GPU eager kernels are bound by launches and
-    memory, and compiling takes the time of one block; a run of a few steps does not earn it back."""
+    memory, and compiling takes the time of one block; a run of a few steps does not earn it back. `compiler`: whether
+    this machine has one of C."""
     if recipe.compile != "auto":
         return Choice("compile", recipe.compile, "given")
     if not kind_of(device).compiles:
         return Choice("compile", False, f"the rule on {kind_of(device).what}")
+    if not compiler:
+        return Choice("compile", False, "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU")
     if not blocks:
         return Choice("compile", False, "the model has no repeated blocks")
     if isinstance(recipe.layout, Layout) and recipe.layout.splits_backward:
@@ -115,11 +119,13 @@ def choose_exact(recipe: Recipe, trial: Mapping[str, Any], device: str) -> list[
     return [Choice("exchange.exact", "no", f"{why}: a run that resumes may end with other bits; world promises them")]
 
 
-def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu") -> Choice:
+def choose_precision(recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu", bf16: bool = True) -> Choice:
     """The precision, by the time that this very model takes for forward and backward. Those that ran out of memory have
-    no time."""
+    no time. `bf16`: whether a GPU computes in that."""
     if recipe.precision != "auto":
         return Choice("precision", recipe.precision, "given")
+    if not bf16:
+        return Choice("precision", "fp32", "this GPU does not compute in bf16; fp16 may be faster")
     timed = [name for name in AUTOMATIC if name in seconds]
     if not timed:
         why = f"the rule for a model on {device} that could not be timed"
@@ -155,15 +161,15 @@ def choose_start(recipe: Recipe) -> list[Choice]:
     return [Choice("exchange.start", steps, why)]
 
 
-def choices_untried(recipe: Recipe, cores: int, world: int, device: str) -> list[Choice]:
+def choices_untried(recipe: Recipe, cores: int, world: int, device: str, bf16: bool = True) -> list[Choice]:
     """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
     threads = choose_threads(recipe, cores, world)
     micro = Choice("batch.micro", recipe.batch.micro, "given")
     if recipe.batch.micro == "auto":
         parts = shared_among(recipe, world)
         micro = Choice("batch.micro", max(1, recipe.batch.global_ // parts), "a worker's whole share at once")
-    precision = Choice("precision", recipe.precision, "given")
-    if recipe.precision == "auto":
+    precision = choose_precision(recipe, {}, device, bf16)
+    if recipe.precision == "auto" and bf16:
         why = f"the rule for a loop of one's own on {device}"
         precision = Choice("precision", likely_precision(recipe, device), why)
     recompute = Choice("memory.recompute", recipe.memory.recompute, "given")

@@ -40,6 +40,8 @@ OF_TEXT = ("tokenizer", "sequence", "documents")
 """Keys of `data` that pictures do not use."""
 FP8_SINCE = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
+BF16_SINCE = (8, 0)
+"""Likewise (Ampere) of bf16, which torch computes on older ones as well, slowly."""
 FP8 = "PHALANX_FP8"
 """Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
 NO_FP8 = (
@@ -68,6 +70,12 @@ def check(recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[s
 def has_fp8(capability: Sequence[int] | None) -> bool:
     """Whether a device of this CUDA compute capability (None: it is no such device) multiplies in fp8."""
     return capability is not None and tuple(capability) >= FP8_SINCE
+
+
+def has_bf16(capability: Sequence[int] | None) -> bool:
+    """Whether a device of this CUDA compute capability (None: it is no such device) is no slower in bf16 than in fp32:
+    False for NVIDIA GPUs before Ampere."""
+    return capability is None or tuple(capability) >= BF16_SINCE
 
 
 def check_device(

@@ -8,9 +8,12 @@ import psutil
 import torch
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.devices import kind_of
 
-WORDS = ("not enough memory", "allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-"""What torch says when the CPU's allocator fails, or a library's on a GPU (cuBLAS, cuDNN)."""
+GPU_WORDS = ("out of memory", "_STATUS_ALLOC_FAILED")
+"""What a GPU's driver says when an allocation fails, or a library's there (cuBLAS, cuDNN)."""
+WORDS = ("not enough memory", "allocate memory", *GPU_WORDS)
+"""The same, or what torch says when the CPU's allocator fails."""
 
 
 class OutOfMemory(RecipeError):
@@ -24,6 +27,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
+def _of_gpu(error: BaseException) -> bool:
+    """Whether it was a GPU's memory, which can tell how much it has, that ran out."""
+    at = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if at is None or not kind_of(at.type).memory_statistics or isinstance(error, MemoryError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in GPU_WORDS)
+
+
 @contextlib.contextmanager
 def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
     """Turn an allocation failure into an OutOfMemory that names a micro-batch that would fit."""
@@ -32,8 +43,8 @@ def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        on_gpu = isinstance(error, torch.OutOfMemoryError) and torch.accelerator.is_available()
-        free = torch.get_device_module().mem_get_info()[1] * 9 // 10 if on_gpu else psutil.virtual_memory().available
+        all_of_it = torch.get_device_module().mem_get_info()[1] if _of_gpu(error) else None
+        free = psutil.virtual_memory().available if all_of_it is None else all_of_it * 9 // 10
         raise OutOfMemory(advise(micro, plan, free)) from error
 
 

@@ -25,6 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
 from phalanx.cluster.interfaces import VARIABLES, missing
 from phalanx.cluster.near_cores import stay_near
+from phalanx.compat import set_allocator
 from phalanx.errors import DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.recipe.devices import KINDS, kind_of
 from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
@@ -125,11 +126,23 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """By which a user configures torch's allocator, by its new and its old name."""
 
 
-def _expand_segments(device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have torch's allocator extend the memory it reserved rather than reserve more, unless the user configured it:
-    less of it lies unused (docs/benchmarks/gpu.md). Without effect once the allocator was used."""
-    if device.type == "cuda" and torch.version.hip is None and not any(name in environment for name in ALLOCATOR):
-        environment[ALLOCATOR[1]] = "expandable_segments:True"
+def _use(device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Work on this GPU. On CUDA torch's allocator extends the memory it reserved rather than reserve more, unless the
+    user configured it or the driver cannot, as on virtual GPUs and some of WSL2: less of it lies unused
+    (docs/benchmarks/gpu.md). Without effect where a device was set before."""
+    module = torch.get_device_module(device)
+    if device.type != "cuda" or torch.version.hip is not None or any(name in environment for name in ALLOCATOR):
+        module.set_device(device)
+        return
+    environment[ALLOCATOR[1]] = "expandable_segments:True"
+    module.set_device(device)
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        if "CUDA driver error" not in str(error):
+            raise
+        environment[ALLOCATOR[1]] = "expandable_segments:False"
+        set_allocator(environment[ALLOCATOR[1]])
 
 
 def join(
@@ -146,8 +159,7 @@ def join(
     """
     kind = kind_of(place.device.type)
     if kind.is_gpu:
-        _expand_segments(place.device)
-        torch.get_device_module(place.device).set_device(place.device)
+        _use(place.device)
         _stay_near(place.device)
     if place.world == 1:
         return
@@ -180,6 +192,11 @@ def outwait(silence: float) -> None:
     """Have collectives of groups made from now on wait longer than `silence` seconds, after which the agent ends
     workers that seem stuck: gloo and NCCL's watchdog would end them first, and say that the others were lost."""
     _patience[:] = [max(PATIENCE, timedelta(seconds=min(silence, 1e9) + AFTERWARDS))]
+
+
+def patience() -> timedelta:
+    """How long collectives of a group that is made now wait."""
+    return _patience[0]
 
 
 _watching: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]

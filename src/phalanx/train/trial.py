@@ -42,6 +42,7 @@ from phalanx.train.callbacks import load_callbacks
 from phalanx.train.cast_once import CastLinear, cast_once, linear_in
 from phalanx.train.causality import check_causal, check_documents
 from phalanx.train.forward_state import listed, weights_now, what_changes
+from phalanx.train.head import evaluating
 from phalanx.train.memory import is_out_of_memory
 from phalanx.train.model import build_model, check_room, seed_everything
 from phalanx.train.objective import Objective, Scoring
@@ -197,6 +198,9 @@ def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
     scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
     layers = _casting(payload, model, task, data, device) if head is None else []
     times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
+    if deterministic and hasattr(task, "metrics"):  # which a run comes to late
+        with evaluating(model), torch.no_grad():
+            _loss(scorings[payload["precisions"][0]], model, batch, metrics=True)
     with _recomputing(model, payload.get("recompute", "none")), _compiled(model, payload):
         # The update comes first, so that the timed passes have its state beside them, as those of a run do.
         for _ in range(REPEATS + 1):
@@ -386,12 +390,15 @@ def _casting(
     return layers
 
 
-def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch) -> Tensor:
-    """The sum of a micro-batch's losses. RecipeError when model or task fail; running out of memory is passed on."""
+def _loss(scoring: Scoring, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> Tensor:
+    """The sum of a micro-batch's losses. RecipeError when model or task fail; running out of memory is passed on, and
+    an operation without a deterministic kernel."""
     try:
-        ((_, total, _),) = scoring(model, batch)
+        (_, total, _), *_ = scoring(model, batch, metrics)
     except Exception as error:
         if isinstance(error, RecipeError) or is_out_of_memory(error) or broken_gpu(error):
+            raise
+        if isinstance(error, RuntimeError) and nondeterministic(error):
             raise
         raise RecipeError(f"a trial forward of the model and its loss failed: {told(error)}") from error
     return total

@@ -43,6 +43,19 @@ def test_a_pool_holds_normal_numbers_in_any_dtype() -> None:
     assert float(taken.std()) == pytest.approx(1.0, abs=0.02)
 
 
+def test_what_a_device_multiplies_is_drawn_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def randn(*shape: int, device: str = "cpu") -> torch.Tensor:
+        drawn.append(device)
+        return torch.empty(shape, device=device)
+
+    monkeypatch.setattr(torch, "randn", randn)
+    Pool("meta", 2**20)
+    reference.measure({"device": "meta", "seconds": 0.0}, Watch())
+    assert set(drawn) == {"meta"}
+
+
 def test_a_pool_says_when_it_is_too_small() -> None:
     with pytest.raises(ValueError, match="pool of 16"):
         Pool("cpu", 64).take(17)

@@ -123,6 +123,13 @@ def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
     assert device.kernel_us == 1.5
 
 
+def test_what_the_host_takes_to_launch_is_not_the_time_between_kernels_of_a_gpu(world: World) -> None:
+    gpu = Machine("host", "cuda", "NVIDIA H100 80GB HBM3", 1, 16, 16, 2**37, 80 * 2**30, CPU)
+    cluster = probe(gpu, world.means, root=world.scratch, quick=True)
+    assert cluster.measured is not None
+    assert (cluster.measured.launch_us, cluster.node.accelerator.kernel_us) == (1.5, None)
+
+
 def test_a_cpu_that_is_faster_than_on_paper_raises_its_peak(world: World) -> None:
     slow = Machine("host", "cpu", "old", 1, 1, 1, 2**34, 2**34, Cpu("old", ghz=1.0))
     device = probe(slow, world.means, root=world.scratch, quick=True).node.accelerator

@@ -62,6 +62,13 @@ def test_a_first_run_that_takes_far_too_long_counts() -> None:
     assert len(taken) == 1
 
 
+def test_where_kernels_are_loaded_the_first_run_never_counts() -> None:
+    clock = Clock()
+    run, taken = work(clock, [5.0, 0.1])
+    assert medians(run, 1.0, Watch(clock, loads=True)) == (0.1,)
+    assert len(taken) == 10
+
+
 def test_the_median_is_taken_of_each_duration() -> None:
     clock = Clock()
     values = iter([(9.0, 9.0), (1.0, 5.0), (3.0, 4.0), (2.0, 6.0)])

@@ -21,6 +21,7 @@ from phalanx.plan import (
 )
 from phalanx.plan.resolve import layout_again
 from phalanx.recipe import Recipe
+from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.exchanges import DETERMINISTIC_COST, NONDETERMINISTIC
 from phalanx.recipe.schema import Layout
 
@@ -360,6 +361,21 @@ def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
     assert precisions_to_time(recipe(), "cuda") == ["bf16"]
     assert precisions_to_time(recipe(), "cpu") == ["fp32", "bf16"]
     assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").why == "the rule on cuda"
+
+
+def test_without_a_c_compiler_nothing_is_compiled_on_a_gpu_by_itself() -> None:
+    choice = choose_compile(recipe(), "cuda", 12, compiler=False)
+    assert choice.value is False
+    assert choice.why == "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU"
+    assert choose_compile(recipe(compile=True), "cuda", 12, compiler=False).value is True
+
+
+def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() -> None:
+    assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
+    assert precisions_to_time(recipe(), "cuda", bf16=False) == ["fp32"]
+    assert choose_precision(recipe(), {"fp32": 1.0}, "cuda", bf16=False).value == "fp32"
+    assert choose_precision(recipe(precision="bf16"), {}, "cuda", bf16=False).value == "bf16"
+    assert resolve(recipe(), choices_untried(recipe(), 4, 2, "cuda", bf16=False), 2).precision == "fp32"
 
 
 def test_where_torch_does_not_say_which_kernels_are_deterministic_no_bits_are_promised() -> None:

@@ -78,3 +78,28 @@ def test_any_other_error_stays_what_it_is() -> None:
 def test_a_library_of_a_gpu_that_cannot_allocate_is_out_of_memory() -> None:
     words = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     assert is_out_of_memory(RuntimeError(words))
+
+
+@pytest.mark.parametrize(
+    ("error", "micro"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 4),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 4),
+        (RuntimeError("CUDA driver error: out of memory"), 4),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"), 32),
+        (MemoryError(), 32),
+    ],
+)
+def test_advice_is_for_the_memory_that_ran_out_the_gpus_or_the_hosts(
+    error: Exception, micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        @staticmethod
+        def mem_get_info() -> tuple[int, int]:
+            return 0, 22_500_000
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", Gpu)
+    with pytest.raises(OutOfMemory, match=rf"; {micro} would fit"), explain_memory(64, PLAN):
+        raise error

@@ -2,14 +2,17 @@
 
 import itertools
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from small_train import mesh_of
 
 from phalanx.recipe.schema import Layout
 from phalanx.train.parallel.mesh import DIMENSIONS, build_mesh, coordinates
-from phalanx.train.place import Place
+from phalanx.train.place import Place, outwait
 
 LAYOUT = {"pipeline": 2, "replicate": 2, "shard": 3, "context": 2, "tensor": 2}
 
@@ -93,3 +96,20 @@ def test_one_worker_belongs_to_no_group() -> None:
     mesh = build_mesh(Layout(), Place())
     assert mesh == mesh_of()
     assert (mesh.data, mesh.data_size, mesh.speaks) == (0, 1, True)
+
+
+def test_collectives_of_a_part_of_the_workers_outwait_the_agent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+
+    def new_group(ranks: list[int], timeout: timedelta = timedelta(minutes=30)) -> Any:
+        waits.append(timeout)
+        return SimpleNamespace(ranks=ranks)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    outwait(7200.0)
+    try:
+        build_mesh(Layout(tensor=2, replicate=2), Place(1, 4))
+    finally:
+        outwait(0.0)
+    assert waits
+    assert min(waits) > timedelta(seconds=7200)

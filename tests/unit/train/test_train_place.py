@@ -180,6 +180,7 @@ def test_workers_exchange_by_the_backend_of_their_device(
     device: str, group: str, bound: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, ...]] = []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # or it would be tried on the GPU
     monkeypatch.setattr(dist, "init_process_group", lambda name, **more: made.append((name, more["device_id"])))
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     for module in (torch.cuda, torch.xpu):

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
+from phalanx.compat import set_determinism
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
+from phalanx.recipe.exchanges import NONDETERMINISTIC
 from phalanx.recipe.schema import Data, Source
 from phalanx.resolving import check_forward
+from phalanx.train import trial
 from phalanx.train.trial import imagined, importable, profile, race
 
 SEQUENCE, WIDTH = 16, 24
@@ -163,6 +166,43 @@ def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
     seconds = race(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
     assert set(seconds) == {"fp32", "bf16", "update"}
     assert all(value > 0 for value in seconds.values())
+
+
+STRICT = """
+import torch
+from phalanx.train.tasks import LanguageModeling
+
+def summed(name):
+    if torch.are_deterministic_algorithms_enabled():  # as torch says it of a GPU's kernel
+        raise RuntimeError(f"{name} does not have a deterministic implementation, but you set 'torch.use_determ")
+
+class Loss(LanguageModeling):
+    def loss(self, output, batch):
+        summed("cumsum_cuda_kernel")
+        return super().loss(output, batch)
+
+class Metric(LanguageModeling):
+    def metrics(self, output, batch):
+        summed("bincount_cuda")
+        return {}
+"""
+
+
+@pytest.mark.parametrize(("task", "name"), [("Loss", "cumsum_cuda_kernel"), ("Metric", "bincount_cuda")])
+def test_an_operation_of_loss_or_metrics_without_a_deterministic_kernel_is_named(
+    tmp_path: Path, folder: Path, task: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_trial_strict.py").write_text(STRICT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trial, "set_kernels", lambda device, precision, strict: set_determinism(strict))
+    given = payload(folder, micro=2, precisions=["fp32"], exact="world")
+    given["recipe"]["task"] = f"own_trial_strict:{task}"
+    try:
+        found = race(given)
+    finally:
+        set_determinism(False)
+    assert found[NONDETERMINISTIC] == name
+    assert found["fp32"] > 0
 
 
 def test_a_forward_that_fails_is_told_with_the_users_line(tmp_path: Path, folder: Path) -> None:

@@ -67,7 +67,7 @@ def device_of(machine: Machine, measured: Measured) -> Accelerator:
         sheet = sheet.model_copy(update={"generation": "cpu"})
         rates = {name: max(rate, best.get(name, 0.0)) for name, rate in {**best, **rates}.items()}
     update: dict[str, Any] = {"tflops": rates, "memory_gib": _gib(machine), "achieved_tflops": best}
-    if measured.launch_us is not None:
+    if machine.device == "cpu" and measured.launch_us is not None:  # a GPU's kernels do not wait for each launch
         update["kernel_us"] = measured.launch_us
     if sheet.memory_gbps is None and (rate := memory_rate(measured.operations)) is not None:
         update["memory_gbps"] = round(rate, 2)

@@ -38,8 +38,8 @@ class Pool:
         self.device = device
         self.nbytes = nbytes
         elements = max(nbytes // 4, 1)
-        drawn = torch.randn(min(elements, DRAWN))
-        self._flat = {torch.float32: drawn.repeat(math.ceil(elements / len(drawn)))[:elements].to(device)}
+        drawn = torch.randn(min(elements, DRAWN), device=device)
+        self._flat = {torch.float32: drawn.repeat(math.ceil(elements / len(drawn)))[:elements]}
         self._next = 0
 
     def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -51,7 +51,7 @@ def measure(payload: dict[str, Any], watch: Watch | None = None, root: Path = Pa
         torch.set_num_threads(payload["threads"])
     side, precision = SIDE[sizes_for(device)], PRECISION[sizes_for(device)]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
-    a, b = (torch.randn(side, side).to(device, dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     (taken,) = medians(lambda: (watch.took(lambda: a @ b),), payload["seconds"], watch)
     clock = cpu_clock_share(root) if device == "cpu" else gpu_clock_share(find_nvml())
     nbytes, flops = 3.0 * side**2 * dtype.itemsize, 2.0 * side**3

@@ -25,7 +25,7 @@ REFERENCE = 0.15
 """Seconds for the reference product after each family."""
 SECONDS = {True: 13.0, False: 145.0}
 """For all measuring, by quickness; starting processes comes on top, so that `--quick` stays below 20 s and a full probe
-below 3 minutes."""
+below 3 minutes on a CPU; with a GPU each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
 WEIGHTS = {
     "matrix products": 8.0,
     "operations": 9.0,

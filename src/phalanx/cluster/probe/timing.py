@@ -33,6 +33,8 @@ class Watch:
     clock: Clock = time.perf_counter
     wait: Callable[[], None] = lambda: None
     agree: Callable[[float], float] = lambda seconds: seconds
+    loads: bool = False
+    """Whether the first run of anything loads kernels, as on a GPU: it says nothing of those after it."""
 
     def took(self, work: Callable[[], object]) -> float:
         """Seconds of `work`, what it left to the device included."""
@@ -48,7 +50,7 @@ def watch_for(device: str) -> Watch:
         return Watch()
     import torch
 
-    return Watch(wait=torch.get_device_module(device).synchronize)
+    return Watch(wait=torch.get_device_module(device).synchronize, loads=True)
 
 
 def shares(cases: Sequence[T], seconds: float, watch: Watch) -> Iterator[tuple[T, float]]:
@@ -76,11 +78,11 @@ def coarse_first(cases: Sequence[T]) -> list[T]:
 
 def medians(run: Callable[[], Sequence[float]], share: float, watch: Watch, most: int = MOST) -> tuple[float, ...]:
     """`run` measures one or more durations in seconds; the median of each, over as many runs as fit into `share`
-    seconds, after one that does not count, unless that alone took far longer. With processes beside us, the medians of
-    the slowest."""
+    seconds, after one that does not count, unless that alone took far longer and its kernels were there. With processes
+    beside us, the medians of the slowest."""
     warm, taken = _once(run, watch)
     found = [warm]
-    if taken <= PATIENCE * share:
+    if watch.loads or taken <= PATIENCE * share:
         first, taken = _once(run, watch)
         repeats = max(2, min(most - 1, round(share / taken) - 2)) if 2 * taken < share else 0
         found = [first, *(tuple(run()) for _ in range(repeats))]

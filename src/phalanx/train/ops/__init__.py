@@ -3,4 +3,7 @@ memory's speed (docs/benchmarks/gpu.md). Their modules import Triton, so import 
 
 import importlib.util
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from phalanx.compat import has_compiler
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()
+"""Whether they can be launched."""

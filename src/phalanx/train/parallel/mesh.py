@@ -23,7 +23,7 @@ from phalanx.recipe.exchanges import sums_shards
 from phalanx.recipe.schema import Exchange, Layout
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.shard import REDUCES_UNUSED
-from phalanx.train.place import Place
+from phalanx.train.place import Place, patience
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """Of the world, outermost first."""
@@ -191,7 +191,7 @@ def _own_group(ranks: torch.Tensor, rank: int, required: bool = True, single: bo
         return None
     own: Group = None
     for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
-        group: dist.ProcessGroup = dist.new_group(row)
+        group: dist.ProcessGroup = dist.new_group(row, timeout=patience())
         if rank in row:
             own = group
     assert own is not None or not required
