@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab import Ended, Lab, Values, fault
-from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
@@ -189,6 +189,21 @@ def test_keys_that_change_no_mathematics_may_change(lab: Lab) -> None:
     stopped = lab.train({}, 1, faults=[fault(6, "term")])
     free = {"checkpoint": {"every": 3}, "evaluate": {"every": 7}, "callbacks": [], "recovery": {"attempts": 1}}
     assert lab.train(free, 1, stopped.run).digest == lab.reference({}, 1).digest
+
+
+def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: Lab, tmp_path: Path) -> None:
+    first = lab.reference({}, 1)
+    shutil.copytree(first.run.path, tmp_path / "first")
+    given: Values = {"init": str(tmp_path / "first"), "steps": 6}
+    begun = lab.train(given, 1)
+    shutil.rmtree(tmp_path / "first")
+    assert lab.train({**given, "steps": 7}, 1, begun.run).kind("start")[-1]["from_step"] == 6
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: Lab) -> None:
+    given: Values = {"init": str(lab.reference({}, 1).run.path), "model": {"args": {"width": 16}}}
+    with pytest.raises(PhalanxError, match=r"embedding.weight has shape \[256, 32\], the model's has \[256, 16\]"):
+        lab.train(given, 1)
 
 
 def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:

@@ -54,12 +54,16 @@ def workers_for(recipe: Recipe, otherwise: int) -> int:
     return recipe.layout.world if isinstance(recipe.layout, Layout) else otherwise
 
 
-def check(recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str) -> None:
+def check(
+    recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str, begins: bool = True
+) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
     `folder` is the recipe's; without `workers` only what holds for any number of them is checked. `at` says in errors
-    where a key was written (`Loaded.at`).
+    where a key was written (`Loaded.at`). A run that no longer `begins` needs no `init`.
     """
+    if not begins:
+        recipe = recipe.model_copy(update={"init": None})
     problems = [f"{at(key)}: {problem}" for key, problem in _problems(recipe, folder, workers)]
     if problems:
         raise several(problems)

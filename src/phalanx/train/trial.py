@@ -243,6 +243,14 @@ def fits(payload: dict[str, Any]) -> None:
         cut_up(model, Scoring(task, "fp32", torch.device("cpu")), batch, recipe.layout, found)
 
 
+def begins(payload: dict[str, Any]) -> None:
+    """DataError unless the weights that `init` names fit the recipe's model."""
+    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    model, _, _ = _open(payload, load=False)
+    assert recipe.init is not None
+    weights.origin(recipe.init, folder, model)
+
+
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
     """A profile of a few steps of a resolved recipe, as plain values."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
