@@ -121,10 +121,10 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
         if isinstance(error, PhalanxError) or is_out_of_memory(error) or broken_gpu(error):
             raise
         raise RecipeError(f"model.build: {spec.build} failed: {told(error, folder)}") from error
-    if undrawn is not None and not undrawn.alike:
-        return _built(spec, facts, folder, seed, draw=True)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
+    if undrawn is not None and not (undrawn.alike and undrawn.only_of(model)):
+        return _built(spec, facts, folder, seed, draw=True)
     return model
 
 
