@@ -337,7 +337,9 @@ def _peak(way: Recompute, model: nn.Module, scoring: Scoring, data: Data, device
         # Selective recomputation refuses models that change in place what it keeps; others take another way then.
         if is_out_of_memory(error) or (way != "none" and isinstance(error, RuntimeError)):
             return None
-        raise
+        if isinstance(error, RecipeError) or broken_gpu(error):
+            raise
+        raise RecipeError(f"a trial backward of the model failed: {told(error)}") from error
 
 
 @contextlib.contextmanager
