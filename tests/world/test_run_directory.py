@@ -206,6 +206,13 @@ def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_writte
         lab.train(given, 1)
 
 
+def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: Lab) -> None:
+    ended = lab.train({"model": {"build": "lab_models:from_the_kernel"}}, 2)
+    assert ended.code == ExitCode.RECIPE
+    assert ended.message is not None
+    assert "the initial state of worker 1 is not that of worker 0" in ended.message
+
+
 def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
     folder = lab.furnish(tmp_path / "recipes")
     stopped = lab.train({}, 1, folder=folder, faults=[fault(6, "term")])
