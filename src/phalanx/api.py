@@ -40,7 +40,7 @@ from phalanx.recipe import (
     stays_told,
     workers_for,
 )
-from phalanx.recipe.checks import FP8
+from phalanx.recipe.checks import FP8, check_task
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
@@ -224,6 +224,7 @@ def make_ready(
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    check_task(given, opened.facts.kind, loaded.at)
     first_attempt = last_attempt(run) + 1
     if old is not None:
         check_whole(run, old[1])

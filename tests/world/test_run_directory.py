@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from lab import Ended, Lab, Values, fault
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
@@ -211,6 +212,27 @@ def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: L
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
     assert "the initial state of worker 1 is not that of worker 0" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"task": "classification"}, "classification is for images, and the data are tokens"),
+        (
+            {"data": {"source": {"text": None, "images": "samples", "size": [8, 8]}, "sequence": 256}},
+            "language-modeling is for tokens, and the data are images",
+        ),
+    ],
+    ids=["text", "pictures"],
+)
+def test_a_task_for_other_data_is_refused(lab: Lab, tmp_path: Path, changes: Values, why: str) -> None:
+    folder = lab.furnish(tmp_path / "recipes")
+    for name in ("a", "b"):
+        (folder / "samples" / name).mkdir()
+        for number in range(60):
+            Image.new("L", (8, 8), number).save(folder / "samples" / name / f"{number}.png")
+    with pytest.raises(RecipeError, match=f"task: {why}"):
+        lab.train(changes, 1, folder=folder)
 
 
 def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:

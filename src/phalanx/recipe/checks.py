@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from phalanx.errors import RecipeError
 from phalanx.recipe.devices import DeviceKind, kind_of
 from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
@@ -28,7 +29,8 @@ from phalanx.recipe.schema import (
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
-TASKS = ("language-modeling", "classification")
+TASKS = {"language-modeling": "tokens", "classification": "images"}
+"""What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
 """Key of `optim` -> optimizers that use it."""
@@ -69,6 +71,17 @@ def check(
         raise several(problems)
 
 
+def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
+    """RecipeError where a task of ours cannot learn from data of this kind."""
+    wanted = TASKS.get(recipe.task, kind)
+    if wanted != kind:
+        other = next(name for name, of in TASKS.items() if of == kind)
+        raise RecipeError(
+            f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
+            f"(module:Class), or a data.source of {wanted}"
+        )
+
+
 def has_fp8(capability: Sequence[int] | None) -> bool:
     """Whether a device of this CUDA compute capability (None: it is no such device) multiplies in fp8."""
     return capability is not None and tuple(capability) >= FP8_SINCE
@@ -95,7 +108,7 @@ def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tup
     """Each key with what is wrong about it."""
     if ":" not in recipe.task and recipe.task not in TASKS:
         known = f"expected {', '.join(TASKS)} or module:Class"
-        yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
+        yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, tuple(TASKS))}"
     if recipe.init is not None and workers is not None:
         path = recipe.init.removeprefix(HUGGING_FACE)
         if path == recipe.init and (folder / path / "config.json").is_file():
