@@ -33,6 +33,14 @@ def slow_on_one(vocab, sequence, *, rank, **arguments):
     return model
 
 
+def from_the_kernel(vocab, sequence, **arguments):
+    """A transformer of which no seed decides what its embedding begins with."""
+    model = transformer(vocab, sequence, **arguments)
+    with torch.no_grad():
+        model.embedding.weight[0, 0] = int.from_bytes(os.urandom(3), "little")
+    return model
+
+
 class Stateful(nn.Module):
     """A transformer with state that a forward changes, in every way: statistics, an average, a replaced buffer, a
     counter in extra state; and with an empty, an expanded and a conjugate tensor."""

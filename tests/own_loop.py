@@ -81,6 +81,16 @@ def think(gang, how, seconds=60.0):
             gang.alive()
 
 
+def own_beginning(rank):
+    """Builds what each worker draws for itself."""
+
+    def build():
+        torch.manual_seed(rank)
+        return Model()
+
+    return build
+
+
 def main(how, overrides, run=None):
     import phalanx
 
@@ -98,6 +108,8 @@ def main(how, overrides, run=None):
             return
         build = (lambda: Model(0.1)) if how in ("dropout", "evaluates") else Model
         make = {"early-optimizer": lambda _: adamw(Model()), "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01)}
+        if how == "own-beginning":
+            build = own_beginning(gang.rank)
         if how == "no-module":
             build = dict
         model, optimizer = gang.prepare(build, make.get(how, adamw), rules=RULES)

@@ -41,7 +41,7 @@ from phalanx.recipe import (
     stays_told,
     workers_for,
 )
-from phalanx.recipe.checks import FP8
+from phalanx.recipe.checks import FP8, check_task
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
@@ -123,11 +123,12 @@ def starting(
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
     that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
     run. `nodes`: on how many the workers are."""
-    machine, world = check_start(loaded, nproc, nodes)
+    begins = not run.has_checkpoint()
+    machine, world = check_start(loaded, nproc, nodes, begins)
     if write:
         check_place(run.path)
     importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    importable |= {"init": loaded.recipe.init, "adapter": loaded.recipe.adapter is not None}
+    importable |= {"init": loaded.recipe.init if begins else None, "adapter": loaded.recipe.adapter is not None}
     with loaded.locating():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.folder)
         if directory is not None:
@@ -137,7 +138,11 @@ def starting(
 
     def get_ready() -> Ready:
         with loaded.locating():
-            return make_ready(loaded, run, machine, world, trial, force, progress, nodes)
+            ready = make_ready(loaded, run, machine, world, trial, force, progress, nodes)
+            if begins and ready.recipe.init is not None:
+                kept = {**trial_recipe(ready.recipe), "init": ready.recipe.init}
+                call("phalanx.train.trial:begins", {"recipe": kept, "folder": str(ready.folder)})
+            return ready
 
     if not write:
         yield get_ready()
@@ -155,14 +160,14 @@ def starting(
         yield ready
 
 
-def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1) -> tuple[Machine, int]:
+def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
     """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
-    the recipe cannot run on them."""
+    the recipe cannot run on them. `begins`: without a checkpoint of its own."""
     loaded.check_named()
     machine = machine_of(loaded)
     world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
     check_workers(machine, world, nodes)
-    check(loaded.recipe, loaded.folder, world, loaded.at)
+    check(loaded.recipe, loaded.folder, world, loaded.at, begins)
     check_machine(loaded, machine)
     if loaded.recipe.threads != "auto":
         with loaded.locating():
@@ -220,11 +225,12 @@ def make_ready(
     data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluate": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    check_task(given, opened.facts.kind, loaded.at)
     first_attempt = last_attempt(run) + 1
     if old is not None:
         check_whole(run, old[1])
         recipe = go_on(old[1], prepared, world)
-        check(recipe, folder, world, loaded.at)
+        check(recipe, folder, world, loaded.at, begins=not run.has_checkpoint())
         check_on(recipe, machine)
         check_layout(recipe, folder, call)
         notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world), *lost(run), *run.damaged()]
@@ -235,7 +241,7 @@ def make_ready(
     check_layout(prepared, folder, call)
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
     notes += [*growth_told(given, recipe, peak(recipe)), *lost_state(plan)]
-    check(recipe, folder, world, loaded.at)
+    check(recipe, folder, world, loaded.at, begins=not run.has_checkpoint())
     if given.layout == "auto":
         check_layout(recipe, folder, call)
     return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)

@@ -166,7 +166,8 @@ def lost_state(plan: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"forwards of the model change {state}, which is in no checkpoint and which workers do not share: a run that "
-        "goes on may end in other bits; keep it in a persistent buffer, or give it in get_extra_state"
+        "goes on may end in other bits; keep it in a persistent buffer, or give it in get_extra_state, and draw random "
+        "numbers from torch's own generator"
     ]
 
 

@@ -34,13 +34,14 @@ def printable(text: str) -> str:
 
 
 class Printable:
-    """A stream for text of any origin, which writes it `printable`."""
+    """A stream for text of any origin, which writes it `printable`, and what its encoding lacks written out, too."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(printable(text))
+        shown, encoding = printable(text), self._stream.encoding or "utf-8"
+        self._stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -97,6 +97,16 @@ def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> No
     assert printable(shown) == shown
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "\\xfc \\u20ac"), ("latin-1", "\xfc \\u20ac"), ("utf-8", "\xfc \u20ac")]
+)
+def test_what_a_terminals_encoding_lacks_is_written_out(encoding: str, shown: str) -> None:
+    raw = io.BytesIO()
+    stream = Printable(io.TextIOWrapper(raw, encoding=encoding))
+    print("\xfc \u20ac", file=cast(Any, stream), end="", flush=True)
+    assert raw.getvalue().decode(encoding) == shown
+
+
 def test_a_printable_stream_is_that_for_all_that_is_printed() -> None:
     out = io.StringIO()
     stream: Any = Printable(out)

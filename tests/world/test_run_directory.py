@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from lab import Ended, Lab, Values, fault
-from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
@@ -189,6 +190,49 @@ def test_keys_that_change_no_mathematics_may_change(lab: Lab) -> None:
     stopped = lab.train({}, 1, faults=[fault(6, "term")])
     free = {"checkpoint": {"every": 3}, "evaluate": {"every": 7}, "callbacks": [], "recovery": {"attempts": 1}}
     assert lab.train(free, 1, stopped.run).digest == lab.reference({}, 1).digest
+
+
+def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: Lab, tmp_path: Path) -> None:
+    first = lab.reference({}, 1)
+    shutil.copytree(first.run.path, tmp_path / "first")
+    given: Values = {"init": str(tmp_path / "first"), "steps": 6}
+    begun = lab.train(given, 1)
+    shutil.rmtree(tmp_path / "first")
+    assert lab.train({**given, "steps": 7}, 1, begun.run).kind("start")[-1]["from_step"] == 6
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: Lab) -> None:
+    given: Values = {"init": str(lab.reference({}, 1).run.path), "model": {"args": {"width": 16}}}
+    with pytest.raises(PhalanxError, match=r"embedding.weight has shape \[256, 32\], the model's has \[256, 16\]"):
+        lab.train(given, 1)
+
+
+def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: Lab) -> None:
+    ended = lab.train({"model": {"build": "lab_models:from_the_kernel"}}, 2)
+    assert ended.code == ExitCode.RECIPE
+    assert ended.message is not None
+    assert "the initial state of worker 1 is not that of worker 0" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"task": "classification"}, "classification is for images, and the data are tokens"),
+        (
+            {"data": {"source": {"text": None, "images": "samples", "size": [8, 8]}, "sequence": 256}},
+            "language-modeling is for tokens, and the data are images",
+        ),
+    ],
+    ids=["text", "pictures"],
+)
+def test_a_task_for_other_data_is_refused(lab: Lab, tmp_path: Path, changes: Values, why: str) -> None:
+    folder = lab.furnish(tmp_path / "recipes")
+    for name in ("a", "b"):
+        (folder / "samples" / name).mkdir()
+        for number in range(60):
+            Image.new("L", (8, 8), number).save(folder / "samples" / name / f"{number}.png")
+    with pytest.raises(RecipeError, match=f"task: {why}"):
+        lab.train(changes, 1, folder=folder)
 
 
 def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:

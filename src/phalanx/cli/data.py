@@ -53,6 +53,8 @@ def prepare(
     from phalanx.data import inspect, prepare_source
 
     source, data = _source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _data(tokenizer)
+    if not globs and tokenizer != "bytes":
+        raise UsageError("--tokenizer is for text, and the source has pictures: leave it out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: is there already; choose another --out, or remove it first")
     try:
@@ -106,12 +108,18 @@ def _source(
     exclude: list[str],
 ) -> "Source":
     """The source that the command line names; UsageError unless it is exactly one."""
+    from phalanx.recipe.checks import SOURCES_WITH
     from phalanx.recipe.schema import LARGEST_SIDE, Idx, Source
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
     if ((jsonl or parquet) and not globs) or (jsonl and parquet):
         raise UsageError("--jsonl or --parquet says what kind of files the globs name; give one of them, and globs")
+    kind = "idx" if idx else "images" if images is not None else "jsonl" if jsonl else "parquet" if parquet else "text"
+    set_here = {"field": field != "text", "exclude": bool(exclude), "size": size is not None}
+    for name, kinds in SOURCES_WITH.items():
+        if set_here[name] and kind not in kinds:
+            raise UsageError(f"--{name} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
     if idx is not None:
         return Source(idx=Idx(images=idx[0], labels=idx[1]))
     if images is not None:
@@ -122,7 +130,6 @@ def _source(
                 "instance --size 224 224"
             )
         return Source(images=images, size=size)
-    kind = "jsonl" if jsonl else "parquet" if parquet else "text"
     return Source.model_validate({kind: globs, "field": field, "exclude": exclude})
 
 

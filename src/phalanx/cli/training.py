@@ -53,7 +53,7 @@ def train_here(
         print(done, file=out)
         return int(ExitCode.DONE)
     if membership.nodes == 1:  # of several the others hear of it, below
-        check_start(loaded, nproc)
+        check_start(loaded, nproc, begins=not run.has_checkpoint())
     with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)

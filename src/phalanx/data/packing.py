@@ -131,12 +131,23 @@ def check_kind(path: str | Path, kind: str) -> None:
         what = "a tar archive; unpack it"
     elif what is None and packed is not None and packing("", head) is not None:
         what = "packed twice; unpack it once"
+    if what is None and kind in ("text", "jsonl") and (order := _halves_of_utf16(head)) is not None:
+        what = f"in UTF-16; convert it: iconv -f UTF-16{order} -t UTF-8"
     if what is not None:
         raise DataError(f"{path}: is {what}")
     if kind == "jsonl" and head.lstrip().startswith(b"[") and not _is_json_line(head):
         raise DataError(
             f"{path}: is an array of JSON, expected one object a line; convert it: jq -c '.[]' {Path(path).name}"
         )
+
+
+def _halves_of_utf16(head: bytes) -> str | None:
+    """The order of bytes of what can only be Latin letters in UTF-16: each second byte is 0, and no other is."""
+    first, second = head[: len(head) // 2 * 2 : 2], head[1::2]
+    for order, letters, zeros in (("LE", first, second), ("BE", second, first)):
+        if len(zeros) >= 16 and not any(zeros) and all(letters):
+            return order
+    return None
 
 
 def _is_json_line(head: bytes) -> bool:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from phalanx.errors import RecipeError
 from phalanx.recipe.devices import DeviceKind, kind_of
 from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
 from phalanx.recipe.explain import nearest, several
@@ -28,7 +29,8 @@ from phalanx.recipe.schema import (
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of a layout whose product is the world."""
-TASKS = ("language-modeling", "classification")
+TASKS = {"language-modeling": "tokens", "classification": "images"}
+"""What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
 """Key of `optim` -> optimizers that use it."""
@@ -56,15 +58,30 @@ def workers_for(recipe: Recipe, otherwise: int) -> int:
     return recipe.layout.world if isinstance(recipe.layout, Layout) else otherwise
 
 
-def check(recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str) -> None:
+def check(
+    recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str, begins: bool = True
+) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
     `folder` is the recipe's; without `workers` only what holds for any number of them is checked. `at` says in errors
-    where a key was written (`Loaded.at`).
+    where a key was written (`Loaded.at`). A run that no longer `begins` needs no `init`.
     """
+    if not begins:
+        recipe = recipe.model_copy(update={"init": None})
     problems = [f"{at(key)}: {problem}" for key, problem in _problems(recipe, folder, workers)]
     if problems:
         raise several(problems)
+
+
+def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
+    """RecipeError where a task of ours cannot learn from data of this kind."""
+    wanted = TASKS.get(recipe.task, kind)
+    if wanted != kind:
+        other = next(name for name, of in TASKS.items() if of == kind)
+        raise RecipeError(
+            f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
+            f"(module:Class), or a data.source of {wanted}"
+        )
 
 
 def has_fp8(capability: Sequence[int] | None) -> bool:
@@ -99,7 +116,7 @@ def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tup
     """Each key with what is wrong about it."""
     if ":" not in recipe.task and recipe.task not in TASKS:
         known = f"expected {', '.join(TASKS)} or module:Class"
-        yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, TASKS)}"
+        yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, tuple(TASKS))}"
     if recipe.init is not None and workers is not None:
         path = recipe.init.removeprefix(HUGGING_FACE)
         if path == recipe.init and (folder / path / "config.json").is_file():

@@ -95,7 +95,11 @@ class Run:
     def begun(self) -> bool:
         """Whether there is what a run leaves behind: its recipe, events or checkpoints. Any of them may be lost."""
         events = self.events.is_file() and self.events.stat().st_size > 0 and _is_event_log(self.events)
-        return self.resolved.is_file() or events or any(self.checkpoints.glob("step-*/MANIFEST.json"))
+        return self.resolved.is_file() or events or self.has_checkpoint()
+
+    def has_checkpoint(self) -> bool:
+        """Whether the run has its weights in a checkpoint of its own, good or not."""
+        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
 
     def foreign_file(self) -> str | None:
         """A file of the user's in the directory; None when the directory is new, empty, or a run.
@@ -105,7 +109,7 @@ class Run:
             return None
         created = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
         resumed = self.resolved.is_file() and (self.logs.is_dir() or self.checkpoints.is_dir())
-        if created or resumed or any(self.checkpoints.glob("step-*/MANIFEST.json")):
+        if created or resumed or self.has_checkpoint():
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
         others = sorted(entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _NEW_DISK)

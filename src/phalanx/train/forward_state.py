@@ -13,10 +13,12 @@ Workers need not find the same: each says in the agreement of the step whether i
 and if one did all exchange names.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +42,13 @@ MANY = 1000
 """More values than that in an attribute are not compared."""
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
+GENERATORS: dict[type, Callable[[Any], object]] = {
+    torch.Generator: lambda generator: bytes(generator.get_state()),
+    random.Random: lambda generator: generator.getstate(),
+    np.random.Generator: lambda generator: str(generator.bit_generator.state),
+    np.random.RandomState: lambda generator: str(generator.get_state()),
+}
+"""Kinds of generators of random numbers, and where one of them stands."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
 
@@ -242,9 +251,9 @@ def _computed(
 
 def _not_saved(model: nn.Module) -> dict[str, Any]:
     """Copies of what modules hold beside parameters, persistent buffers, what their `get_extra_state` gives, and what
-    is summed over all workers at the end of a step (`after_step`)."""
+    is summed over all workers at the end of a step (`after_step`); and where random numbers other than torch's are."""
     saved, extra = persistent_buffers(model), extra_modules(model)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
     for name, module in model.named_modules():
         if name in extra or hasattr(module, "after_step"):
             continue
@@ -263,10 +272,12 @@ def _plain(value: object) -> bool:
         return len(value) <= MANY and all(_plain(each) for each in value)
     if isinstance(value, Tensor):
         return _comparable(value)
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str) or type(value) in GENERATORS
 
 
 def _copied(value: Any) -> Any:
+    if type(value) in GENERATORS:
+        return GENERATORS[type(value)](value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

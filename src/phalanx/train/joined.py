@@ -37,7 +37,7 @@ from phalanx.train.ends import make_stepper, result_of, resume, tell_start
 from phalanx.train.fp8_choice import chooser
 from phalanx.train.gang import Gang
 from phalanx.train.memory import explain_memory
-from phalanx.train.model import Seeds, seed_everything, seed_for
+from phalanx.train.model import Seeds, check_begins_alike, seed_everything, seed_for
 from phalanx.train.nodes import nodes_of
 from phalanx.train.optimizers.adopted import Adopted
 from phalanx.train.parallel.divided import Divided
@@ -112,6 +112,7 @@ class Joined:
             raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
         own_memory(model)
         check_model(model)
+        check_begins_alike(place, model)
         model.to(place.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._recipe = recipe = with_buckets(self._run, recipe, place, size)

@@ -1,9 +1,12 @@
 """The model of a recipe: built by import path, with what the data know filled in, from the seed's random numbers."""
 
-from contextlib import nullcontext
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -16,8 +19,8 @@ from phalanx.recipe.schema import Adapter, Model
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
 from phalanx.train.memory import is_out_of_memory
-from phalanx.train.place import broken_gpu
-from phalanx.train.savable import check_model, own_memory
+from phalanx.train.place import Place, agree, broken_gpu
+from phalanx.train.savable import check_model, own_memory, persistent_buffers
 from phalanx.train.undrawn import NeededError, Undrawn
 
 OURS = "phalanx.models:"
@@ -104,6 +107,34 @@ def build_model(
     return model
 
 
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed what builders draw from besides torch: Python's and numpy's random numbers, which go on afterwards where
+    they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def check_begins_alike(place: Place, model: nn.Module) -> None:
+    """RecipeError on all workers unless parameters and persistent buffers of their models have the same values. Every
+    worker calls it; what has no values yet is left out."""
+    if place.world == 1:
+        return
+    digest = xxhash.xxh3_64()
+    for tensor in (*model.parameters(), *persistent_buffers(model).values()):
+        if not tensor.is_meta:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    cure = "draw it from the random numbers of torch, Python or numpy, which are seeded while a recipe's model is built"
+    cure += "; in a loop of your own those of torch, or seed the others in build()"
+    agree(place, digest.hexdigest(), "initial state", cure, everywhere=True, error=RecipeError)
+
+
 def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool) -> nn.Module:
     """The model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
@@ -111,7 +142,7 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
     seed_everything(seed_for(seed, "init"), torch.device("cpu"))
     undrawn = None if draw else Undrawn()
     try:
-        with undrawn or nullcontext():
+        with _drawing_from(seed_for(seed, "init")), undrawn or nullcontext():
             model = builder(**filled)
     except NeededError:
         return _built(spec, facts, folder, seed, draw=True)
@@ -121,10 +152,10 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
         if isinstance(error, PhalanxError) or is_out_of_memory(error) or broken_gpu(error):
             raise
         raise RecipeError(f"model.build: {spec.build} failed: {told(error, folder)}") from error
-    if undrawn is not None and not undrawn.alike:
-        return _built(spec, facts, folder, seed, draw=True)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
+    if undrawn is not None and not (undrawn.alike and undrawn.only_of(model)):
+        return _built(spec, facts, folder, seed, draw=True)
     return model
 
 

@@ -26,7 +26,7 @@ from phalanx.cluster.discover import VISIBLE_DEVICES, too_few_gpus
 from phalanx.cluster.interfaces import VARIABLES, missing
 from phalanx.cluster.near_cores import stay_near
 from phalanx.compat import set_allocator
-from phalanx.errors import DataError, RecipeError, UnfitNodeError, UsageError
+from phalanx.errors import DataError, PhalanxError, RecipeError, UnfitNodeError, UsageError
 from phalanx.recipe.devices import KINDS, kind_of
 from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.wire import listening_at, store_key, token_from
@@ -295,8 +295,9 @@ def agree(
     cure: str,
     everywhere: bool = False,
     environment: Mapping[str, str] = os.environ,
+    error: type[PhalanxError] = DataError,
 ) -> None:
-    """DataError on every worker when `value` is not the same on all of them, with the `cure`. Nothing to do on one
+    """An `error` on every worker when `value` is not the same on all of them, with the `cure`. Nothing to do on one
     node, whose workers read the same files, unless it has to hold `everywhere`."""
     local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     if place.world == 1 or (local and not everywhere):
@@ -307,7 +308,7 @@ def agree(
     dist.all_gather(all_of_them, mine)
     others = [rank for rank, theirs in enumerate(all_of_them) if not torch.equal(theirs, all_of_them[0])]
     if others:
-        raise DataError(f"the {what} of worker {others[0]} is not that of worker 0: {cure}")
+        raise error(f"the {what} of worker {others[0]} is not that of worker 0: {cure}")
 
 
 GLOO_SAYS = ("gloo/transport", "caused pair closure")

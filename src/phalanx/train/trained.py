@@ -56,6 +56,8 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
     it is `trusted`; DataError when it is damaged.
     """
+    if step is not None and best:
+        raise UsageError(f"--step {step} and --best: give one of them")
     checkpoint, notes = _choose(run, step, best)
     manifest = read_manifest(checkpoint)
     if "model" not in manifest.meta and "facts" not in run.read_lossy(run.plan):

@@ -247,6 +247,14 @@ def fits(payload: dict[str, Any]) -> None:
         cut_up(model, Scoring(task, "fp32", torch.device("cpu")), batch, recipe.layout, found)
 
 
+def begins(payload: dict[str, Any]) -> None:
+    """DataError unless the weights that `init` names fit the recipe's model."""
+    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    model, _, _ = _open(payload, load=False)
+    assert recipe.init is not None
+    weights.origin(recipe.init, folder, model)
+
+
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
     """A profile of a few steps of a resolved recipe, as plain values."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
@@ -333,7 +341,9 @@ def _peak(way: Recompute, model: nn.Module, scoring: Scoring, data: Data, device
         # Selective recomputation refuses models that change in place what it keeps; others take another way then.
         if is_out_of_memory(error) or (way != "none" and isinstance(error, RuntimeError)):
             return None
-        raise
+        if isinstance(error, RecipeError) or broken_gpu(error):
+            raise
+        raise RecipeError(f"a trial backward of the model failed: {told(error)}") from error
 
 
 @contextlib.contextmanager

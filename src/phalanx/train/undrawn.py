@@ -1,11 +1,12 @@
 """Building a model whose random weights nobody needs, because a whole state is taken over: drawing them takes longer
 than reading a checkpoint.
 
-Only parameters may hold anything then. A builder that reads what it would have drawn, for a mask or a buffer that no
-checkpoint holds, has to be run again with everything drawn; so has one that draws anything else, since it would draw
-other numbers.
+Only the model's parameters may hold anything then. A builder that reads what it would have drawn, for a mask or a
+buffer that no checkpoint holds, has to be run again with everything drawn. So has one that draws anything else, since
+it would draw other numbers, and one that keeps a module in a plain list, whose parameters are none of the model's.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -76,6 +77,15 @@ class Undrawn(TorchFunctionMode):
     def alike(self) -> bool:
         """Whether all but parameters is as it would be if these had been drawn."""
         return not self._needed and torch.default_generator.get_state().equal(self._before)
+
+    def only_of(self, model: nn.Module) -> bool:
+        """Whether all that was not drawn and is still there are parameters of the model. No state holds the others,
+        such as those of a frozen model in a list."""
+        undrawn = [weakref.ref(parameter) for parameter in self._undrawn.values()]
+        self._undrawn.clear()
+        held = {_address(parameter) for parameter in model.parameters()}
+        there = [parameter for reference in undrawn if (parameter := reference()) is not None]
+        return all(_address(parameter) in held for parameter in there)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

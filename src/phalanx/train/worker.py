@@ -39,7 +39,7 @@ from phalanx.train.head import evaluating, find_head
 from phalanx.train.loop import train
 from phalanx.train.meeting import come_together, telling_others
 from phalanx.train.memory import OutOfMemory, explain_memory
-from phalanx.train.model import Seeds, build_model, described
+from phalanx.train.model import Seeds, build_model, check_begins_alike, described
 from phalanx.train.nodes import exchanged
 from phalanx.train.objective import Head, Objective, Scoring, sequences_of
 from phalanx.train.optimizers import Optimizer
@@ -266,6 +266,8 @@ def assemble(
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
     model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False, draw=fresh)
     weights = _origin(recipe, folder, model) if fresh else None
+    if fresh and weights is None:
+        check_begins_alike(place, model)
     if mesh.only_replicates:
         allocate([model], place.device)
     model.train()

@@ -11,6 +11,7 @@ import typer
 
 from phalanx import cli
 from phalanx.errors import UsageError
+from phalanx.run import Run
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -88,3 +89,35 @@ def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
 
     with pytest.raises(UsageError, match="time"):
         Job("a", ("true",), Path("/"), limit=seconds_of(text))
+
+
+PICTURES = ["--images", "i", "--size", "4", "4"]
+IDX = ["--idx", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["*.txt", "--field", "body"], "--field is for jsonl, parquet, and the source is text"),
+        (["*.txt", "--size", "4", "4"], "--size is for images, and the source is text"),
+        ([*IDX, "--size", "4", "4"], "--size is for images, and the source is idx"),
+        ([*IDX, "--field", "body"], "--field is for jsonl, parquet, and the source is idx"),
+        ([*PICTURES, "--exclude", "x"], "--exclude is for text, jsonl, parquet, and the source is images"),
+        ([*PICTURES, "--tokenizer", "bpe:300"], "--tokenizer is for text, and the source has pictures"),
+    ],
+)
+def test_options_of_data_prepare_that_its_source_does_not_use_are_refused(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "prepare", "--out", "o", *words]) == 64
+    assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_a_step_and_the_best_one_are_not_asked_for_at_once(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tmp_path / "run").create()
+    (tmp_path / "run" / "resolved.yaml").write_text("steps: 3\n")
+    assert cli.main([verb, str(tmp_path / "run"), "--step", "3", "--best"]) == 64
+    assert "--step 3 and --best: give one of them" in capsys.readouterr().err

@@ -186,6 +186,8 @@ def test_a_damaged_packed_file_is_named(tmp_path, suffix, packer, harm):
         (b"PAR1\x15\x04", "is a Parquet file; name it as `parquet`"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .* `git lfs pull`"),
         ("words".encode("utf-16"), "is in UTF-16; convert it: iconv"),
+        (("some words\r\n" * 9).encode("utf-16-le"), "is in UTF-16; convert it: iconv -f UTF-16LE"),
+        (("some words\n" * 9).encode("utf-16-be"), "is in UTF-16; convert it: iconv -f UTF-16BE"),
         (b"%PDF-1.7\n", "is a PDF"),
         (b"x" * 257 + b"ustar\x0000", "is a tar archive"),
         (gzip.compress(b"x" * 257 + b"ustar\x0000"), "is a tar archive"),

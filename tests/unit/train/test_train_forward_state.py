@@ -1,5 +1,10 @@
 """What forwards of a model change, found by two of them: whatever kinds of tensors the model holds."""
 
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,3 +80,34 @@ def test_what_is_computed_anew_from_what_is_saved_is_no_state(persistent: bool) 
     changed, lost = what_changes(model, lambda: model(x))
     assert changed == [*(["average"] if persistent else []), "layer.weight_u", "layer.weight_v"]
     assert lost == ([] if persistent else ["average"])
+
+
+class Drawing(nn.Module):
+    """Draws from a generator that is its own, or Python's or numpy's."""
+
+    def __init__(self, generator: object, draw: Callable[[], object]):
+        super().__init__()
+        self.generator, self.draw = generator, draw
+
+    def forward(self) -> None:
+        self.draw()
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "all of python", "all of numpy"])
+def test_random_numbers_that_no_seed_of_a_run_reaches_are_found(kind: str) -> None:
+    own, python, numpy = torch.Generator(), random.Random(0), np.random.default_rng(0)
+    draws: dict[str, tuple[object, Callable[[], object], str]] = {
+        "torch": (own, lambda: torch.rand(2, generator=model.generator), "generator"),
+        "python": (python, python.random, "generator"),
+        "numpy": (numpy, numpy.random, "generator"),
+        "all of python": (None, random.random, "Python's random"),
+        "all of numpy": (None, np.random.rand, "numpy.random"),
+    }
+    generator, draw, name = draws[kind]
+    model: Any = Drawing(generator, draw)
+    assert what_changes(model, model) == ([], [name])
+
+
+def test_torchs_own_random_numbers_are_no_state() -> None:
+    model = Drawing(None, lambda: torch.rand(2))
+    assert what_changes(model, model) == ([], [])

@@ -1,8 +1,10 @@
 """The model of a recipe: arguments from the data, initial weights from the seed."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,24 @@ def test_initial_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
     again, other = build(source, tmp_path).state_dict(), build(source, tmp_path, seed=1).state_dict()
     assert first["weight"].equal(again["weight"])
     assert not first["weight"].equal(other["weight"])
+
+
+@pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()", "float(np.random.permutation(1000)[0])"])
+def test_weights_drawn_by_python_and_numpy_depend_on_the_seed_only(drawn: str, tmp_path: Path) -> None:
+    source = f"import random\nimport numpy as np\ndef make(): return nn.ParameterList([torch.tensor({drawn})])"
+    first, again, other = (next(build(source, tmp_path, seed=seed).parameters()) for seed in (0, 0, 1))
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+def test_building_a_model_leaves_random_numbers_of_python_and_numpy_where_they_were(tmp_path: Path) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    build("import random\ndef make(): return nn.Linear(1 + int(random.random()), 1)", tmp_path)
+    assert (random.random(), np.random.rand()) == expected
 
 
 def test_arguments_that_the_builder_refuses_are_an_error_of_the_recipe(tmp_path: Path) -> None:

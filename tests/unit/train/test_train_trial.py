@@ -220,6 +220,26 @@ def test_a_forward_that_fails_is_told_with_the_users_line(tmp_path: Path, folder
         profile(given)
 
 
+BACKWARDS = {
+    "detached": ("super().forward(tokens).detach()", "does not require grad"),
+    "in place": ("torch.relu_(super().forward(tokens).exp()).mul_(2)", "modified by an inplace operation"),
+}
+
+
+@pytest.mark.parametrize("kind", BACKWARDS)
+def test_a_model_that_fails_in_backward_is_refused(kind: str, folder: Path, tmp_path: Path) -> None:
+    output, why = BACKWARDS[kind]
+    name = f"own_trial_{kind.replace(' ', '_')}"
+    lines = ["import torch", "from torch import nn", "class Own(nn.Embedding):", "    def forward(self, tokens):"]
+    lines += [f"        return {output}", "def make(vocab): return Own(vocab, vocab)"]
+    (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    given = payload(folder)
+    given["recipe"]["model"]["build"] = f"{name}:make"
+    given["folder"] = str(tmp_path)
+    with pytest.raises(RecipeError, match=rf"a trial backward of the model failed: RuntimeError: .*{why}"):
+        profile(given)
+
+
 def imported(folder: Path, **names: Any) -> str:
     base = {"build": "own_trial_model:make", "task": "language-modeling", "callbacks": [], "folder": str(folder)}
     return importable({**base, **names})

@@ -92,6 +92,35 @@ def test_a_model_that_reads_what_it_draws_is_built_with_all_of_it(reads: str, tm
     assert_same(drawn, undrawn)
 
 
+HIDERS = {
+    "in a list": "self.layers = [nn.Linear(vocab, 3)]",
+    "in a dict": "self.layers = {'teacher': nn.Linear(vocab, 3)}",
+    "as a plain attribute": "object.__setattr__(self, 'layers', [nn.Linear(vocab, 3)])",
+    "as a buffer": "self.register_buffer('w', nn.init.normal_(nn.Parameter(torch.empty(3))), persistent=False)",
+}
+
+
+@pytest.mark.parametrize("hides", HIDERS)
+def test_what_a_model_keeps_beside_its_parameters_is_drawn(hides: str, tmp_path: Path) -> None:
+    body = f"        super().__init__()\n        {HIDERS[hides]}"
+    name = own(f"class Own(nn.Module):\n    def __init__(self, vocab):\n{body}", tmp_path)
+    drawn, undrawn = (built(name, tmp_path, draw) for draw in (True, False))
+    for one, other in zip(hidden(drawn), hidden(undrawn), strict=True):
+        assert one.equal(other)
+
+
+def hidden(model: nn.Module) -> list[Tensor]:
+    layers = getattr(model, "layers", [])
+    kept = layers.values() if isinstance(layers, dict) else layers
+    return [tensor for layer in kept for tensor in layer.parameters()] + list(model.buffers())
+
+
+def test_a_parameter_that_the_builder_drops_need_not_be_drawn() -> None:
+    with Undrawn() as undrawn:
+        model = tied()
+    assert undrawn.only_of(model)
+
+
 def assert_same(one: nn.Module, other: nn.Module) -> None:
     pairs: list[tuple[Any, Any]] = [
         *zip(one.parameters(), other.parameters(), strict=True),
