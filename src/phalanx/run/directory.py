@@ -33,6 +33,9 @@ class Run:
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
         if not run.begun():
+            for above in run.path.absolute().parents[:2]:
+                if cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent) and cls(above).begun():
+                    raise UsageError(f"{path}: is a part of the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {path}` makes one"

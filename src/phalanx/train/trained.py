@@ -183,7 +183,8 @@ def _choose(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
         path = run.checkpoints / checkpoint_name(step)
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
-            raise UsageError(f"{run.path}: no checkpoint of step {step}; there are: {known}")
+            asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
+            raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
         return path, []
     rejected: list[str] = []
     found = newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
