@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.bounded import from_json, open_regular, read_json
 from phalanx.errors import DataError, UsageError
+from phalanx.streams import word_of
 
 RESULT_FORMAT = 1
 _HEAD = 1 << 16
@@ -38,7 +39,7 @@ class Run:
                     raise UsageError(f"{path}: is a part of the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
-                f"--run {path}` makes one"
+                f"--run {word_of(path)}` makes one"
             )
         return run
 

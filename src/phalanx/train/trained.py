@@ -17,6 +17,7 @@ from phalanx.recipe.changes import is_mathematics
 from phalanx.recipe.schema import Source
 from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
+from phalanx.streams import word_of
 from phalanx.train.checkpoint import (
     Manifest,
     checkpoint_name,
@@ -63,7 +64,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     if "model" not in manifest.meta and "facts" not in run.read_lossy(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
-            f"`phalanx checkpoint export {run.path} OUT` writes its weights"
+            f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
         )
     recipe = _recipe(run, checkpoint, manifest, notes)
     facts = _facts(run, recipe, notes)
