@@ -75,6 +75,26 @@ def test_a_glob_without_files_is_named(tree):
         find_files("*.txt", "**", tree)
 
 
+@pytest.mark.parametrize("packer", [bytes, gzip.compress])
+@pytest.mark.parametrize("text", [b"", b"a", b"one\ntwo \xef\xbb\xbf\n", b"line\n" * (CHUNK // 2)])
+def test_a_byte_order_mark_at_the_beginning_of_a_text_file_is_left_out(tmp_path, text, packer):
+    path = tmp_path / "a.txt"
+    path.write_bytes(packer(b"\xef\xbb\xbf" + text))
+    size = path.stat().st_size
+    chunks = [chunk for part in split_file(stat_file(path), CHUNK) for chunk in documents(part, "text", "text")]
+    assert b"".join(chunk.data for chunk in chunks) == text
+    if packer is bytes:
+        assert sum(chunk.consumed for chunk in chunks) == size
+
+
+@pytest.mark.parametrize("length", [1, CHUNK + 1])
+def test_a_byte_order_mark_in_a_field_of_json_stays(tmp_path, length):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ufeff" + "a" * length}))
+    size = (tmp_path / "a.jsonl").stat().st_size
+    chunks = documents(Part(str(tmp_path / "a.jsonl"), 0, size, size), "jsonl", "text")
+    assert b"".join(chunk.data for chunk in chunks) == b"\xef\xbb\xbf" + b"a" * length
+
+
 @pytest.mark.parametrize("pattern", ["odd.txt", "od*.txt"])
 @pytest.mark.parametrize(
     ("make", "what"),
