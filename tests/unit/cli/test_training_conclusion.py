@@ -33,8 +33,8 @@ def test_a_run_that_could_not_save_does_not_say_that_it_did(run: Run) -> None:
 @pytest.mark.parametrize("name", ["it's $HOME.yaml", "-dash.yaml"])
 @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.UNFINISHED])
 def test_a_shell_reads_the_paths_of_the_next_command_as_they_are(name: str, code: ExitCode) -> None:
-    told = conclusion(Run(Path(name)), code, Path(name), [], None)
-    words = shlex.split(told.splitlines()[-1])
+    said = conclusion(Run(Path(name)), code, Path(name), [], None)
+    words = shlex.split(said.splitlines()[-1])
     here = f"./{name}" if name.startswith("-") else name
     run = [here] if code is ExitCode.DONE else [here, "--run", name]
     assert words[-len(run) - 1 :] == ["report" if code is ExitCode.DONE else "train", *run]

@@ -105,7 +105,7 @@ def test_a_byte_order_mark_in_a_field_of_json_stays(tmp_path, length):
     ],
     ids=["folder", "pipe", "dangling link"],
 )
-def test_what_is_there_and_no_file_is_told_as_what_it_is(tmp_path, make, what, pattern):
+def test_what_is_there_and_no_file_is_named_as_what_it_is(tmp_path, make, what, pattern):
     make(tmp_path / "odd.txt")
     with pytest.raises(RecipeError, match=rf"'{re.escape(pattern)}' matches no file: .*/odd\.txt {what}"):
         find_files(pattern, [], tmp_path)

@@ -113,7 +113,7 @@ def returns_tensor() -> nn.Module:
 
 @pytest.mark.parametrize("step", [own_memory, check_model])
 @pytest.mark.parametrize("build", [lambda: Failing(2, 2), returns_tensor])
-def test_a_state_dict_that_fails_is_told_with_its_line(
+def test_a_state_dict_that_fails_is_named_with_its_line(
     build: Callable[[], nn.Module], step: Callable[[nn.Module], None]
 ) -> None:
     with pytest.raises(RecipeError, match=r"^model.build: state_dict\(\) of the model failed: \w+Error: .*\.py:\d+"):
