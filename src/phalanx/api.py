@@ -18,7 +18,7 @@ from phalanx.cluster.discover import check_threads, check_workers
 from phalanx.cluster.gpu_energy import joules_here
 from phalanx.cluster.health import quick
 from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import AWAY, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
+from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
 from phalanx.jobs.agent import Agent, Outcome
 from phalanx.jobs.nodes import Crew
 from phalanx.jobs.nursery_process import NurseryProcess, answering
@@ -258,7 +258,8 @@ def check_layout(recipe: Recipe, folder: Path, call: Call) -> None:
 def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
     """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
     checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `now`, which are compared
-    by what is in them when the run goes on."""
+    by what is in them when the run goes on. DataError when the run has lost its checkpoints."""
+    check_kept(run)
     if run.resolved.is_file():
         resolved = load_recipe(run.resolved).recipe
     elif not run.checkpoints.is_dir():
@@ -282,6 +283,17 @@ def lost(run: Run) -> list[str]:
     if not run.resolved.is_file():
         return [f"{run.resolved} is missing; the run goes on with what its newest checkpoint says"]
     return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run goes on with {run.resolved.name}"]
+
+
+def check_kept(run: Run) -> None:
+    """DataError when a run has saved checkpoints, good or not, and has none any more: it would begin once more."""
+    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are unfinished ones
+        return
+    if any(event["kind"] == "checkpoint" for event in read_events(run.events)):
+        raise DataError(
+            f"{run.checkpoints}: has no checkpoint any more, and the run did {last_step(run)} steps; put the "
+            "checkpoints back, or give another --run to start from the beginning"
+        )
 
 
 def check_whole(run: Run, resolved: Recipe) -> None:

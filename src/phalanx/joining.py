@@ -51,7 +51,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
 from phalanx.run.lock import locked
 from phalanx.run.pulse import Pulse, Silent, pulse_of
-from phalanx.streams import printable
+from phalanx.streams import printable, word_of
 
 RUN = "PHALANX_RUN"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -251,7 +251,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
 def _conclusion(run: Run, status: str) -> str:
     if status == "stopped":
         return "not finished; start it again in the same way to go on"
-    return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {run.path}"
+    return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {word_of(run.path)}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
@@ -31,6 +32,12 @@ def printable(text: str) -> str:
     """Text in which characters that would steer a terminal are written out, such as `\\x1b`, and halves of characters,
     which no terminal takes. New lines and tabs stay."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def word_of(path: str | os.PathLike[str]) -> str:
+    """A path as a word of a command that can be pasted into a shell, and that is no option however it begins."""
+    text = os.fspath(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 class Printable:

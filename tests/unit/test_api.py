@@ -19,7 +19,7 @@ from phalanx.api import (
     result_of,
     trial_recipe,
 )
-from phalanx.errors import ExitCode, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent import Outcome
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, refused
 from phalanx.run import EventLog, Run
@@ -187,6 +187,29 @@ def test_training_a_finished_run_from_python_returns_its_result(run: Run, monkey
     monkeypatch.setattr(api, "NurseryProcess", refuse)
     write_run(run, recipe(), DONE)
     assert phalanx.train(recipe(), run=run.path) == DONE
+
+
+@pytest.mark.parametrize("steps", [300, 600])
+def test_a_run_that_lost_its_checkpoints_is_refused_also_when_it_was_done(run: Run, steps: int) -> None:
+    write_run(run, recipe(), DONE)
+    saved = (2.0, "checkpoint", {"step": 300, "path": "checkpoints/step-000000300"})
+    record(run, start(1.0), step(2.0, 300), saved)
+    (run.checkpoints / "step-000000301.tmp-0").mkdir()
+    with pytest.raises(DataError) as refusal:
+        finished(run, recipe(steps=steps))
+    assert str(refusal.value) == (
+        f"{run.checkpoints}: has no checkpoint any more, and the run did 300 steps; put the checkpoints back, or give "
+        "another --run to start from the beginning"
+    )
+
+
+def test_a_run_whose_checkpoints_are_damaged_or_were_never_saved_is_not_taken_for_one_that_lost_them(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    record(run, start(1.0), step(2.0, 300))
+    assert finished(run, recipe()) is not None
+    record(run, (3.0, "checkpoint", {"step": 300, "path": "checkpoints/step-000000300"}))
+    (run.checkpoints / "step-000000300").mkdir()
+    assert finished(run, recipe()) is not None
 
 
 def test_overrides_are_for_files() -> None:

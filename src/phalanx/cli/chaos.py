@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.streams import word_of
 
 if TYPE_CHECKING:
     from phalanx.cli.chaos_page import Bout, Screen
@@ -143,7 +144,9 @@ def finished_run(path: Path, loaded: "Loaded", course: "Course") -> "Run":
 
     run = Run.existing(path)
     if finished(run, loaded.recipe) is None or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps:
-        raise UsageError(f"--against {path}: this is no run of this recipe that is done; see `phalanx report {path}`")
+        raise UsageError(
+            f"--against {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
+        )
     layout = load_recipe(run.resolved).recipe.layout
     if isinstance(layout, str) or layout.world != course.world:
         raise UsageError(f"--against {path}: its workers were not {course.world}, and the digest goes by that")

@@ -21,6 +21,7 @@ from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
 from phalanx.run import Run
 from phalanx.run.directory import check_place, not_done
+from phalanx.streams import word_of
 
 LOOK = 1.0
 """Seconds between two looks at a job that is followed."""
@@ -51,7 +52,7 @@ def recipe_job(
         if (nodes := more.get("nodes")) not in (None, 1):
             raise UsageError(
                 f"--nodes {nodes}: {path} is a script, which runs on one node; on several torchrun starts its workers: "
-                f"phalanx jobs submit --framework torch --nodes {nodes} -- python {path}"
+                f"phalanx jobs submit --framework torch --nodes {nodes} -- python {word_of(path)}"
             )
         called = path.stem
     else:
@@ -182,7 +183,7 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
             print(f"error: {wrong}", file=out)
             return int(ExitCode.GAVE_UP)
         result = Run(run).read_json(Run(run).result) or {}
-        print(f"digest   {result.get('digest')}\nreport   phalanx report {run}", file=out)
+        print(f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run)}", file=out)
         return int(ExitCode.DONE)
     print(f"details  phalanx jobs logs {ident} --on {engine.name}", file=out)
     return status.code if status.code else int(ExitCode.UNFINISHED)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.errors import UsageError
+from phalanx.streams import word_of
 
 
 def train(
@@ -81,12 +82,12 @@ def train(
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
         if outside:
             raise UsageError(
-                f"this is a worker of torchrun or srun, which can start the script itself: torchrun {recipe}"
+                f"this is a worker of torchrun or srun, which can start the script itself: torchrun {word_of(recipe)}"
             )
         if (several := Membership.from_environment(os.environ).nodes) > 1:
             raise UsageError(
                 f"PHALANX_NODES={several}: a script runs on one node here; on several torchrun starts its workers: "
-                f"torchrun --nnodes {several} {recipe}"
+                f"torchrun --nnodes {several} {word_of(recipe)}"
             )
         return train_own_loop(recipe, given, run, nproc, force, sys.stderr)
     if outside:

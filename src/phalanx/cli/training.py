@@ -25,7 +25,7 @@ from phalanx.run import Run
 from phalanx.run.directory import check_place
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Door, token_from
-from phalanx.streams import printable
+from phalanx.streams import printable, word_of
 
 ALONE = Membership()
 TAKING_OVER = 300.0
@@ -188,9 +188,9 @@ def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], n
     """How it ended, and what to type next."""
     result = run.read_lossy(run.result)
     workers = [] if nproc is None else ["--nproc", str(nproc)]
-    again = shlex.join(["phalanx", "train", str(path), *overrides, "--run", str(run.path), *workers])
+    again = f"phalanx train {word_of(path)} {shlex.join([*overrides, '--run', str(run.path), *workers])}"
     if code is ExitCode.DONE:
-        return f"digest   {result.get('digest')}\nreport   phalanx report {run.path}"
+        return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"
     if code is ExitCode.UNFINISHED:
         # Only a state that was saved has a digest: a second Ctrl-C or a full disk leaves the checkpoint before.
         saved = f"saved at step {result.get('steps')}" if result.get("digest") else "the last steps were not saved"

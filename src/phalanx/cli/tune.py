@@ -1,7 +1,6 @@
 """`phalanx tune`: parse, search, print each trial as it ends, write the tuned recipe."""
 
 import json
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -122,17 +121,18 @@ def row_text(row: "Row") -> str:
 
 def _conclusion(tuned: "Tuned", recipe: Path, out: Path) -> list[str]:
     from phalanx.observe.units import duration
+    from phalanx.streams import word_of
     from phalanx.tuning import gain
 
     lines = ["", *(f"not tried  {note}" for note in tuned.untried), ""]
     if tuned.total is None:
-        lines.append(f"nothing is faster than what `phalanx train {recipe}` does by itself")
+        lines.append(f"nothing is faster than what `phalanx train {word_of(recipe)}` does by itself")
     else:
         lines.append(
             f"{duration(tuned.total.before)} -> {duration(tuned.total.after)} a step: {gain(tuned.total)} as fast"
         )
     workers = [] if tuned.workers == 1 else ["--nproc", str(tuned.workers)]
-    return [*lines, f"wrote {out}; train it with: {shlex.join(['phalanx', 'train', str(out), *workers])}"]
+    return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *workers])}"]
 
 
 def _plain(tuned: "Tuned", out: Path) -> dict[str, Any]:

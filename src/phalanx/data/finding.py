@@ -40,9 +40,13 @@ def find_files(globs: str | list[str], exclude: str | list[str], folder: Path) -
     found: dict[object, File] = {}
     real = cache(os.path.realpath)
     for pattern in as_list(globs):
-        files = sorted(path for path in _matching(_absolute(pattern, folder), folder) if os.path.isfile(path))
+        matching = sorted(_matching(_absolute(pattern, folder), folder))
+        files = [path for path in matching if os.path.isfile(path)]
         kept = [path for path in files if not any(path == name or regex.fullmatch(path) for regex, name in unwanted)]
         if not kept:
+            others = [path for path in matching if os.path.lexists(path)]
+            if others and not files:
+                raise RecipeError(f"data.source: {pattern!r} matches no file: {others[0]} {_no_file(others[0])}")
             all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
             raise RecipeError(f"data.source: {pattern!r} matches no file{all_excluded} (looked in {folder.absolute()})")
         for path in kept:
@@ -59,6 +63,15 @@ def stat_file(path: str | Path) -> File:
     if not stat.S_ISREG(about.st_mode):
         raise RecipeError(f"data.source: {path}: not a regular file")
     return File(str(path), about.st_size, about.st_mtime_ns)
+
+
+def _no_file(path: str) -> str:
+    """What something is that is no file."""
+    if os.path.isdir(path):
+        return f"is a folder; name the files in it, such as {path}/*"
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"is a link to {os.path.realpath(path)}, which is not there"
+    return "is a pipe, a socket or a device, which cannot be read twice; write it to a file"
 
 
 def _identity(path: str, real: Callable[[str], str]) -> object:

@@ -23,6 +23,8 @@ from phalanx.errors import DataError, RecipeError, UsageError
 CHUNK = 1 << 20
 CONTEXT = 1 << 12
 """Bytes of a document before and behind a chunk, in sight of which it is tokenised."""
+MARK = b"\xef\xbb\xbf"
+"""UTF-8's byte order mark, which some editors write at the beginning of a file: no text."""
 LONGEST = 1 << 28
 """Bytes of a line of JSON."""
 REPEATED = 20
@@ -122,13 +124,17 @@ def _line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
     return offset - 1 + scanned
 
 
-def _text(raw: BinaryIO, stream: BinaryIO, stop: int | None, part: Part) -> Iterator[Chunk]:
-    """A whole text file, or a part of a plain one, is one document; it is cut behind lines where it can be."""
+def _text(raw: BinaryIO, stream: BinaryIO, stop: int | None, part: Part, marked: bool = True) -> Iterator[Chunk]:
+    """A whole text file, or a part of a plain one, is one document; it is cut behind lines where it can be. `marked`:
+    a byte order mark at its beginning is left out."""
     before, start = b"", raw.tell()
     if part.start > 0:
         raw.seek(max(start - CONTEXT, 0))
         before = raw.read(start - raw.tell())
     begins, counted, read, buffer, over = part.start == 0, start, start, b"", False
+    if begins and marked:
+        buffer = stream.read(len(MARK))
+        read, buffer = read + len(buffer), buffer.removeprefix(MARK)
     while True:
         data = stream.read(CHUNK + CONTEXT - len(buffer))
         buffer, read = buffer + data, read + len(data)
@@ -186,7 +192,7 @@ def _document(text: bytes, consumed: int) -> Iterator[Chunk]:
         yield Chunk(text, True, True, consumed)
         return
     stream = io.BytesIO(text)
-    for chunk in _text(stream, stream, None, Part("", 0, len(text), 0)):
+    for chunk in _text(stream, stream, None, Part("", 0, len(text), 0), marked=False):
         yield chunk._replace(consumed=consumed if chunk.ends else 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.bounded import from_json, open_regular, read_json
 from phalanx.errors import DataError, UsageError
+from phalanx.streams import word_of
 
 RESULT_FORMAT = 1
 _HEAD = 1 << 16
@@ -33,9 +34,12 @@ class Run:
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
         if not run.begun():
+            for above in run.path.absolute().parents[:2]:
+                if cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent) and cls(above).begun():
+                    raise UsageError(f"{path}: is a part of the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
-                f"--run {path}` makes one"
+                f"--run {word_of(path)}` makes one"
             )
         return run
 

@@ -3,6 +3,10 @@
 The optimizer, the sums over workers and checkpoints go by what it was then; what comes later would be left out.
 """
 
+from collections.abc import Container, Iterable, Mapping
+
+from torch import Tensor
+
 from phalanx.errors import UsageError
 from phalanx.train.parallel.divided import Divided
 
@@ -36,26 +40,39 @@ class SameModel:
     def _check_parameters(self, step: int) -> None:
         if self._divided.mesh.fsdp is not None:  # it puts others in their places while it gathers them
             return
-        now = self._divided.parameters()
-        for name in sorted(now.keys() | self._parameters.keys()):
-            before, _ = self._parameters.get(name, (None, False))
-            if now.get(name) is not before:
-                how = "came" if before is None else "was replaced" if name in now else "went"
-                raise UsageError(
-                    f"step {step}: parameter {name} {how} after training began, and the optimizer does not know it; "
-                    "make all parameters where the model is built, and change them in place"
-                )
+        before = {name: parameter for name, (parameter, _) in self._parameters.items()}
+        if what := other_parameter(before, self._divided.parameters()):
+            raise UsageError(f"step {step}: {what}")
 
     def _check_buffers(self, step: int) -> None:
         now = self._divided.buffers()
-        if came := sorted(now.keys() - self._buffers.keys()):
-            raise UsageError(
-                f"step {step}: buffer {came[0]} came after training began, so a run that goes on from a checkpoint "
-                "would lose it; register it with a value where the model is built, or with persistent=False"
-            )
+        if what := new_buffer(self._buffers, now):
+            raise UsageError(f"step {step}: {what}")
         for name, before in self._buffers.items():
             if name in now and (now[name].shape, now[name].dtype) != before:
                 raise UsageError(
                     f"step {step}: buffer {name} changed its shape or dtype after training began, so a run could not "
                     "go on from a checkpoint; give it one shape where the model is built, or persistent=False"
                 )
+
+
+def other_parameter(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:
+    """A sentence about the first parameter that came, went or was replaced."""
+    for name in sorted(now.keys() | before.keys()):
+        if now.get(name) is not before.get(name):
+            how = "came" if name not in before else "was replaced" if name in now else "went"
+            return (
+                f"parameter {name} {how} after the model was built, and the optimizer does not know it; "
+                "make all parameters where the model is built, and change them in place"
+            )
+    return None
+
+
+def new_buffer(before: Container[str], now: Iterable[str]) -> str | None:
+    """A sentence about the first buffer that came."""
+    for name in sorted(name for name in now if name not in before):
+        return (
+            f"buffer {name} came after the model was built, so a run that goes on from a checkpoint "
+            "would lose it; register it with a value where the model is built, or with persistent=False"
+        )
+    return None

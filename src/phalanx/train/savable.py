@@ -14,12 +14,20 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx.errors import DataError, RecipeError
+from phalanx.errors import DataError, PhalanxError, RecipeError
+from phalanx.recipe import told
 from phalanx.train.checkpoint.format import DTYPE_NAMES, EXTRA
+from phalanx.train.memory import is_out_of_memory
 
 
 def check_model(model: nn.Module) -> None:
     """RecipeError naming the first parameter, buffer or module that cannot be trained or saved."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        if frozen := [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_inference()]:
+            raise RecipeError(
+                f"model.build: {kind} {frozen[0]!r} was made in torch.inference_mode(), so nothing can be trained with "
+                "it; build the model outside of that (torch.no_grad() does no harm)"
+            )
     drawn = not all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         if drawn and parameter.is_meta:
@@ -85,9 +93,14 @@ def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved, by name."""
-    persistent = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    """Buffers that are saved, by name. RecipeError where the model's own code fails at saying which."""
+    try:
+        persistent = model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    except Exception as error:
+        if isinstance(error, PhalanxError) or is_out_of_memory(error):
+            raise
+        raise RecipeError(f"model.build: state_dict() of the model failed: {told(error)}") from error
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from phalanx.recipe.changes import is_mathematics
 from phalanx.recipe.schema import Source
 from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
+from phalanx.streams import word_of
 from phalanx.train.checkpoint import (
     Manifest,
     checkpoint_name,
@@ -63,7 +64,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     if "model" not in manifest.meta and "facts" not in run.read_lossy(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
-            f"`phalanx checkpoint export {run.path} OUT` writes its weights"
+            f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
         )
     recipe = _recipe(run, checkpoint, manifest, notes)
     facts = _facts(run, recipe, notes)
@@ -183,7 +184,8 @@ def _choose(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
         path = run.checkpoints / checkpoint_name(step)
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
-            raise UsageError(f"{run.path}: no checkpoint of step {step}; there are: {known}")
+            asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
+            raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
         return path, []
     rejected: list[str] = []
     found = newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))

@@ -56,6 +56,8 @@ from phalanx.train.peak import bytes_per_sample
 from phalanx.train.place import broken_gpu, from_environment
 from phalanx.train.precision import AUTOCAST, computing
 from phalanx.train.reporter import ToRun
+from phalanx.train.same_model import new_buffer, other_parameter
+from phalanx.train.savable import persistent_buffers
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
@@ -100,6 +102,7 @@ def imagined(payload: dict[str, Any]) -> dict[str, Any]:
 def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     torch.set_num_threads(payload["threads"])  # more, beside other work, would wait for each other
     model, task, data = _open(payload, values)
+    built, buffers = dict(model.named_parameters()), persistent_buffers(model)
     device = _device(payload) if values else torch.device("cpu")
     if not values:
         huggingface.materialise(model, device)
@@ -120,6 +123,10 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     if not values:
         count(1)
     count(2)
+    if values and (
+        what := other_parameter(built, dict(model.named_parameters())) or new_buffer(buffers, persistent_buffers(model))
+    ):
+        raise RecipeError(f"a trial forward of the model: {what}")
     now = weights_now(model, values)
     if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
         with computing(counting, device):

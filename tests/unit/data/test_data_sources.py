@@ -6,7 +6,9 @@ import gzip
 import json
 import lzma
 import os
+import re
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -71,6 +73,44 @@ def test_a_glob_without_files_is_named(tree):
     assert error.value.code == 78
     with pytest.raises(RecipeError, match=r"matches no file that is not excluded \(2 are\)"):
         find_files("*.txt", "**", tree)
+
+
+@pytest.mark.parametrize("packer", [bytes, gzip.compress])
+@pytest.mark.parametrize("text", [b"", b"a", b"one\ntwo \xef\xbb\xbf\n", b"line\n" * (CHUNK // 2)])
+def test_a_byte_order_mark_at_the_beginning_of_a_text_file_is_left_out(tmp_path, text, packer):
+    path = tmp_path / "a.txt"
+    path.write_bytes(packer(b"\xef\xbb\xbf" + text))
+    size = path.stat().st_size
+    chunks = [chunk for part in split_file(stat_file(path), CHUNK) for chunk in documents(part, "text", "text")]
+    assert b"".join(chunk.data for chunk in chunks) == text
+    if packer is bytes:
+        assert sum(chunk.consumed for chunk in chunks) == size
+
+
+@pytest.mark.parametrize("length", [1, CHUNK + 1])
+def test_a_byte_order_mark_in_a_field_of_json_stays(tmp_path, length):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ufeff" + "a" * length}))
+    size = (tmp_path / "a.jsonl").stat().st_size
+    chunks = documents(Part(str(tmp_path / "a.jsonl"), 0, size, size), "jsonl", "text")
+    assert b"".join(chunk.data for chunk in chunks) == b"\xef\xbb\xbf" + b"a" * length
+
+
+@pytest.mark.parametrize("pattern", ["odd.txt", "od*.txt"])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Path.mkdir, r"is a folder; name the files in it, such as .*/odd\.txt/\*$"),
+        (os.mkfifo, "is a pipe, a socket or a device, which cannot be read twice; write it to a file$"),
+        (lambda path: path.symlink_to("gone.txt"), r"is a link to .*/gone\.txt, which is not there$"),
+    ],
+    ids=["folder", "pipe", "dangling link"],
+)
+def test_what_is_there_and_no_file_is_named_as_what_it_is(tmp_path, make, what, pattern):
+    make(tmp_path / "odd.txt")
+    with pytest.raises(RecipeError, match=rf"'{re.escape(pattern)}' matches no file: .*/odd\.txt {what}"):
+        find_files(pattern, [], tmp_path)
+    write_texts(tmp_path, {"odder.txt": "a"})
+    assert names(find_files("odd*.txt", [], tmp_path)) == ["odder.txt"]
 
 
 def test_links_upwards_bring_a_file_once(tree):

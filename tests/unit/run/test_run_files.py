@@ -55,6 +55,16 @@ def test_a_directory_without_a_resolved_recipe_is_no_run(tmp_path: Path) -> None
         Run.existing(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/step-000000004"])
+def test_a_part_of_a_run_that_is_named_as_one_tells_the_run(tmp_path: Path, part: str) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").touch()
+    with pytest.raises(UsageError) as refusal:
+        Run.existing(tmp_path / "run" / part)
+    assert str(refusal.value) == f"{tmp_path / 'run' / part}: is a part of the run {tmp_path / 'run'}; give that"
+
+
 def test_a_directory_with_a_resolved_recipe_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").touch()
     assert Run.existing(tmp_path) == Run(tmp_path)

@@ -345,6 +345,29 @@ def test_a_rate_that_the_loop_changes_later_is_refused_in_the_next_step() -> Non
         train(model, adopted, 1)
 
 
+@pytest.mark.parametrize("call", ["step", "settings", "load_settings"])
+@pytest.mark.parametrize("change", ["another group", "one group less", "another parameter"])
+def test_groups_that_the_loop_changes_after_it_was_adopted_are_refused(change: str, call: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD([{"params": list(part.parameters())} for part in model], lr=0.1)
+    adopted = Adopted(model, optimizer)
+    train(model, adopted, 1)
+    extra = nn.Parameter(torch.zeros(2))
+    if change == "another group":
+        optimizer.add_param_group({"params": [extra]})
+    elif change == "one group less":
+        optimizer.param_groups.pop()
+    else:
+        optimizer.param_groups[0]["params"].append(extra)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: train(model, adopted, 1),
+        "settings": adopted.settings,
+        "load_settings": lambda: adopted.load_settings({}, "checkpoint"),
+    }
+    with pytest.raises(UsageError, match=r"had groups of \[2, 2, 2\] parameters, and the loop made them \["):
+        calls[call]()
+
+
 def test_state_of_another_shape_is_told_where_parameters_are_divided() -> None:
     model = make_model()
     adopted = Adopted(model, torch.optim.Adafactor(model.parameters(), lr=0.1), divided=True)

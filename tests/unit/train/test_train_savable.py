@@ -89,6 +89,37 @@ def test_what_cannot_be_saved_or_trained_is_refused_by_name(name: str) -> None:
         check_model(model)
 
 
+@pytest.mark.parametrize("kind", ["parameter 'weight'", "buffer 'odd'"])
+def test_what_was_built_in_inference_mode_is_refused(kind: str) -> None:
+    with torch.inference_mode():
+        model, value = nn.Linear(2, 2), torch.ones(2)
+    if kind != "parameter 'weight'":
+        model = with_buffer(value, persistent=False)
+    own_memory(model)
+    with pytest.raises(RecipeError, match=rf"^model.build: {kind} was made in torch.inference_mode\(\), so nothing"):
+        check_model(model)
+
+
+class Failing(nn.Linear):
+    def get_extra_state(self) -> object:
+        raise RuntimeError("not here")
+
+
+def returns_tensor() -> nn.Module:
+    model = nn.BatchNorm1d(2)
+    model._register_state_dict_hook(lambda *_: torch.ones(2))
+    return model
+
+
+@pytest.mark.parametrize("step", [own_memory, check_model])
+@pytest.mark.parametrize("build", [lambda: Failing(2, 2), returns_tensor])
+def test_a_state_dict_that_fails_is_named_with_its_line(
+    build: Callable[[], nn.Module], step: Callable[[nn.Module], None]
+) -> None:
+    with pytest.raises(RecipeError, match=r"^model.build: state_dict\(\) of the model failed: \w+Error: .*\.py:\d+"):
+        step(build())
+
+
 def test_a_buffer_that_is_not_saved_may_be_anything() -> None:
     check_model(with_buffer(torch.eye(2, dtype=torch.complex128).to_sparse(), persistent=False))
 

@@ -99,6 +99,12 @@ def test_a_step_that_was_not_saved_is_told_with_those_that_were(run: Run) -> Non
         load_trained(run, 3, False, CPU)
 
 
+def test_a_best_that_is_gone_is_named_as_the_best(run: Run) -> None:
+    write_json(best_file(run), {"step": 3, "loss": 0.5})
+    with pytest.raises(UsageError, match="the best checkpoint was that of step 3, which is gone; there are: step-0"):
+        load_trained(run, None, True, CPU)
+
+
 def test_a_best_that_was_never_recorded_is_told(run: Run) -> None:
     with pytest.raises(UsageError, match="no best checkpoint is recorded"):
         load_trained(run, None, True, CPU)

@@ -102,6 +102,40 @@ def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_
                 check_forward(given, found)
 
 
+GROWING = """
+import torch
+from torch import nn
+
+class Growing(nn.Module):
+    def __init__(self, vocab, how):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 8)
+        self.how = how
+
+    def forward(self, tokens):
+        if self.how.startswith("buffer") and not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.ones(1), persistent=self.how == "buffer")
+        if self.how == "parameter" and not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(1))
+        return self.embedding(tokens) @ self.embedding.weight.T
+"""
+
+
+@pytest.mark.parametrize("how", ["buffer", "parameter", "buffer that is not saved"])
+def test_what_a_model_registers_in_its_first_forward_is_refused_before_a_run(folder: Path, how: str) -> None:
+    (folder / "own_growing_model.py").write_text(GROWING)
+    asked = payload(folder)
+    asked["recipe"]["model"] = {"build": "own_growing_model:Growing", "args": {"how": how}}
+    if how == "buffer that is not saved":
+        assert profile(asked)["parameters"] == 256 * 8
+        return
+    name = "seen" if how == "buffer" else "scale"
+    with pytest.raises(
+        RecipeError, match=f"^a trial forward of the model: {how} {name} came after the model was built"
+    ):
+        profile(asked)
+
+
 def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:
     facts = profile(payload(folder))["facts"]
     assert (facts["kind"], facts["vocab"], facts["sequence"]) == ("tokens", 256, SEQUENCE)

@@ -64,6 +64,7 @@ class Adopted(Optimizer):
         self._checked = 0  # entries of its state that were looked at
         self._own = _numbers(optimizer)
         self._given = [deepcopy(self._kept(group)) for group in optimizer.param_groups]
+        self._sizes = _sizes(optimizer)
         self._left = list(self._initial)  # the rates that the groups had when this was done with them
 
     scales = False
@@ -72,6 +73,7 @@ class Adopted(Optimizer):
         """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
         UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""
         (optimizer,) = self.parts
+        self._check_groups()
         for group, left in zip(optimizer.param_groups, self._left, strict=True):
             if float(group["lr"]) != left:
                 raise UsageError(
@@ -117,6 +119,7 @@ class Adopted(Optimizer):
     def settings(self) -> dict[str, Tensor]:
         """What it changed in its groups, besides learning rates. RecipeError for what a checkpoint cannot hold."""
         (optimizer,) = self.parts
+        self._check_groups()
         changed = [
             {key: value for key, value in self._kept(group).items() if key not in given or _differs(value, given[key])}
             for group, given in zip(optimizer.param_groups, self._given, strict=True)
@@ -127,6 +130,7 @@ class Adopted(Optimizer):
     def load_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Groups as they were when `settings` was asked."""
         (optimizer,) = self.parts
+        self._check_groups()
         changed: list[dict[str, Any]] = [{} for _ in self._given]
         if GROUPS in tensors:
             changed = unpacked(tensors[GROUPS], where)
@@ -140,6 +144,14 @@ class Adopted(Optimizer):
     @staticmethod
     def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key not in OURS}
+
+    def _check_groups(self) -> None:
+        """UsageError when the loop added groups or parameters, or took some away, since it was adopted."""
+        if (now := _sizes(self.parts[0])) != self._sizes:
+            raise UsageError(
+                f"gang.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
+                "give it all of its groups in make_optimizer, since what comes later is neither divided nor saved"
+            )
 
     def _check_state(self) -> None:
         (optimizer,) = self.parts
@@ -170,6 +182,10 @@ class Adopted(Optimizer):
                         f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
                         "cannot be divided with it; use layout.replicate"
                     )
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
