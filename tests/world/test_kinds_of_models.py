@@ -45,7 +45,10 @@ BASE: Values = {
     "checkpoint": {"every": 2},
     "exchange": {"exact": "replicas"},
 }
-PICTURES: Values = {"data": {"source": {"text": None, "idx": {"images": "kinds.images", "labels": "kinds.labels"}}}}
+PICTURES: Values = {
+    "data": {"source": {"text": None, "idx": {"images": "kinds.images", "labels": "kinds.labels"}}, "sequence": 256}
+}
+"""The default sequence: no other goes with pictures."""
 
 
 @dataclass(frozen=True)
