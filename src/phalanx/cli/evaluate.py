@@ -52,14 +52,14 @@ def evaluate(
     from phalanx.train.parallel.mesh import alone
     from phalanx.train.place import from_environment
     from phalanx.train.tasks import load_task
-    from phalanx.train.trained import given_device, load_trained, prepare_again
+    from phalanx.train.trained import check_data, given_device, load_trained
 
     place = from_environment({}, device or given_device(found))
     trained = load_trained(found, step, best, place.device, trust_code)
     for note in trained.notes:
         print(f"warning: {printable(note)}", file=sys.stderr)
     recipe = trained.recipe
-    prepare_again(found, recipe)
+    check_data(recipe)
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     if data.held_out_samples == 0:
         raise UsageError(f"{run}: nothing was held out (evaluate.share = 0 and no evaluate.source)")

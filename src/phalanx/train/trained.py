@@ -9,7 +9,6 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from phalanx.data import Facts, open_data
-from phalanx.data.cache import prepare_all
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, differences, load_recipe
@@ -90,19 +89,17 @@ def given_device(run: Run) -> str:
         return "auto"
 
 
-def prepare_again(run: Run, recipe: Recipe) -> None:
-    """Prepare the run's data again where they are gone from the cache. DataError where its sources have changed or
-    cannot be found."""
+def check_data(recipe: Recipe) -> None:
+    """DataError where data of a resolved recipe are gone, as from a cache that was emptied. They are not prepared here:
+    a run may come from somebody else, and its sources may be any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     scored = [] if recipe.evaluate.source is None else [recipe.evaluate.source]
-    places = [Path(source.prepared) for source in (*sources, *scored) if source.prepared is not None]
-    if all(is_dataset(place) for place in places):
-        return
-    given = load_recipe(run.recipe).recipe
-    prepare_all(given.data, given.evaluate, _folder(run))
-    gone = next((place for place in places if not is_dataset(place)), None)
-    if gone is not None:
-        raise DataError(f"{gone}: the run's data are gone, and what {run.recipe} names now makes others")
+    for source in (*sources, *scored):
+        if source.prepared is not None and not is_dataset(Path(source.prepared)):
+            raise DataError(
+                f"{source.prepared}: the run's prepared data are gone; `phalanx train RECIPE --dry-run`, with the "
+                "recipe and the overrides that the run was started with, prepares them again"
+            )
 
 
 def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) -> Recipe:

@@ -11,7 +11,7 @@ import torch
 from small_train import SEQUENCE, VOCAB
 
 from phalanx import cli
-from phalanx.data import Facts, open_data, prepare_all, prepare_source
+from phalanx.data import Facts, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.schema import Data, Source
@@ -21,7 +21,7 @@ from phalanx.train.checkpoint import Piece, Saver
 from phalanx.train.model import build_model
 from phalanx.train.saving import best_file
 from phalanx.train.state import model_tensors
-from phalanx.train.trained import given_device, load_trained, prepare_again
+from phalanx.train.trained import check_data, given_device, load_trained
 
 CPU = torch.device("cpu")
 FACTS = Facts("tokens", VOCAB, None, SEQUENCE, None)
@@ -274,26 +274,12 @@ def test_scores_are_not_computed_elsewhere_than_the_recipe_says(run: Run, capsys
     assert "device" not in capsys.readouterr().err
 
 
-@pytest.fixture
-def with_data(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """The resolved recipe of a run whose data were prepared into the cache."""
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+def test_prepared_data_that_are_gone_are_named_with_what_prepares_them_again(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("a few words of no meaning. " * 40)
-    given = Recipe.model_validate({"data": {"source": {"text": "*.txt"}, "sequence": 16}})
-    run.recipe.write_text(dump_recipe(given))
-    data, evaluate = prepare_all(given.data, given.evaluate, tmp_path)
-    return RECIPE.model_copy(update={"data": data, "evaluate": evaluate})
-
-
-def test_data_that_are_gone_from_the_cache_are_prepared_again(run: Run, tmp_path: Path, with_data: Recipe) -> None:
-    held_out = open_data(with_data.data, with_data.evaluate, 0).held_out_samples
-    shutil.rmtree(tmp_path / "cache")
-    prepare_again(run, with_data)
-    assert open_data(with_data.data, with_data.evaluate, 0).held_out_samples == held_out
-
-
-def test_other_data_are_not_taken_for_those_that_are_gone(run: Run, tmp_path: Path, with_data: Recipe) -> None:
-    shutil.rmtree(tmp_path / "cache")
-    (tmp_path / "words.txt").write_text("another text. " * 40)
-    with pytest.raises(DataError, match="the run's data are gone, and what"):
-        prepare_again(run, with_data)
+    data = Data(source=Source(text="*.txt"), sequence=16)
+    place = prepare_source(data.source, data, tmp_path, tmp_path / "dataset")
+    recipe = RECIPE.model_copy(update={"data": Data(source=Source(prepared=str(place)), sequence=16)})
+    check_data(recipe)
+    shutil.rmtree(place)
+    with pytest.raises(DataError, match=r"dataset: the run's prepared data are gone; `phalanx train RECIPE --dry-run`"):
+        check_data(recipe)
