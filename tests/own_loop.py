@@ -59,6 +59,21 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+class Uneven(torch.optim.AdamW):
+    """Keeps on each worker but the first what the first has in another shape (`own-shapes`) or not at all."""
+
+    def __init__(self, parameters, how, rank):
+        super().__init__(parameters, lr=0.01)
+        self.how, self.rank = how, rank
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            if self.how == "own-shapes" or self.rank:
+                state["seen"] = torch.zeros(1 + self.rank, 3)
+
+
 def loss_sum(model, batch):
     return F.cross_entropy(model(batch["inputs"]), batch["label"], reduction="sum")
 
@@ -108,6 +123,8 @@ def main(how, overrides, run=None):
             return
         build = (lambda: Model(0.1)) if how in ("dropout", "evaluates") else Model
         make = {"early-optimizer": lambda _: adamw(Model()), "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01)}
+        if how in ("own-shapes", "own-entries"):
+            make[how] = lambda m: Uneven(m.parameters(), how, gang.rank)
         if how == "own-beginning":
             build = own_beginning(gang.rank)
         if how == "no-module":

@@ -491,6 +491,22 @@ def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) ->
 @pytest.mark.parametrize(
     ("how", "told"),
     [
+        ("own-shapes", "/seen is float32[1, 3] on worker 0 and float32[2, 3] on worker 1; let the"),
+        ("own-entries", "no worker would save head.bias, and one worker alone holds "),
+    ],
+)
+def test_state_that_differs_between_workers_ends_the_run_in_its_first_step(
+    lab: Lab, scripts: Path, how: str, told: str
+) -> None:
+    ended = ours(lab, [how, "checkpoint.every=10"], 2)
+    assert ended.code == ExitCode.USAGE
+    assert str(ended.message).startswith("step 1: a checkpoint would not hold the state of all workers: ")
+    assert told in str(ended.message)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
         ("exits", "sys.exit() was called before the run was done ("),
         ("vanishes", "with exit code 0, before the run was done"),
     ],

@@ -271,6 +271,8 @@ def _pipeline(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
     if ranks == 1:
         if layout.stages is not None:
             yield "layout.stages", "is for pipelines: give layout.pipeline, or leave it out"
+        if layout.schedule != Layout().schedule:
+            yield "layout.schedule", f"{layout.schedule} is for pipelines: give layout.pipeline, or leave it out"
         return
     if problem := stages_problem(layout.schedule, stages, ranks):
         yield "layout.pipeline" if layout.stages is None else "layout.stages", problem

@@ -293,7 +293,7 @@ class Layout(Part):
     """Tensor ranks compute half of a product while the other half travels. Pays where products are large and links
     slow; `phalanx tune` finds out."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """In which order pipeline stages compute micro-batches."""
+    """In which order pipeline stages compute micro-batches. For pipelines only."""
     stages: list[Count] | None = None
     """Blocks of each pipeline stage, in order. null: as even as parameters allow, in two stages a rank where the
     schedule wants several."""

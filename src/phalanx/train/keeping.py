@@ -49,11 +49,15 @@ class Keeping:
         self._buffers = list(parts.divided.buffers())
         self._frozen = self._frozen_now(values=True)
         self._moved: set[str] | None = None  # of these, what forwards change; to be found
+        self._checked = False  # that the workers together save everything once
         self._prepared = place.device.type == "cpu"  # there memory is quickly had
 
     def save_if_due(self, improved: bool) -> None:
         """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
         step = self._progress.step
+        if not self._checked and not self._progress.skipped_in_a_row:
+            self._checked = True
+            self.saving.check_whole(step, self._state())
         owed = self._owes and self.saving.in_flight is None
         due = self.due(self.interval.due) or improved
         if self.interval.every is None or self._progress.skipped_in_a_row:  # weights in doubt are nothing to go back to

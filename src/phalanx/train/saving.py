@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ValidationError
 
 from phalanx.errors import UsageError, storage_failed, words_of
 from phalanx.run import Run
@@ -34,8 +35,9 @@ from phalanx.train.checkpoint import (
     share_out,
     step_of,
 )
+from phalanx.train.checkpoint.format import Share, merge
 from phalanx.train.hot import HOT_FLAGS, HotCopies
-from phalanx.train.nodes import exchanged
+from phalanx.train.nodes import dtype_name, exchanged, heard_from, said_by_leader, say_to
 from phalanx.train.parallel.divided import Held
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.place import Place
@@ -44,6 +46,13 @@ from phalanx.train.state import Progress, Unfinished
 LOOK = 0.02
 """Seconds after which one who waits for the disk looks whether the others are still there."""
 SAVE_FLAGS = ("written", "failed", "committed", *HOT_FLAGS)
+
+
+class _Claim(BaseModel):
+    """What one worker holds (dtype and shape of each logical tensor), and what it would save of that."""
+
+    held: dict[str, str]
+    share: Share
 
 
 class Saving:
@@ -139,6 +148,42 @@ class Saving:
             self._warned = True
             text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
             self._tell("warning", {"text": f"{text}: raise the limit of locked memory (ulimit -l)"})
+
+    def check_whole(self, step: int, state: Mapping[str, Held]) -> None:
+        """See that the workers together would save each element of each tensor once: an optimizer or a module of the
+        user's may hold something else on each. Every worker calls it, after an update. UsageError where they do not."""
+        held = {name: f"{dtype_name(each.tensor.dtype)}{list(each.holding.shape)}" for name, each in state.items()}
+        claim = _Claim(held=held, share=self._saver.share(self._pieces(state)))
+        if not self._place.leads:
+            say_to(0, claim.model_dump(mode="json"), None)
+        problem = said_by_leader(self._place, self._not_whole(claim) if self._place.leads else None)
+        if problem:
+            raise UsageError(
+                f"step {step}: a checkpoint would not hold the state of all workers: {problem}; let the model and the "
+                "optimizer hold tensors of the same names, shapes and dtypes on every worker"
+            )
+
+    def _not_whole(self, claim: _Claim) -> str:
+        """What is wrong with what all workers hold and would save, on the leading one."""
+        others = (_Claim.model_validate(heard_from(rank, None)) for rank in range(1, self._place.world))
+        claims = [claim, *others]
+        first: dict[str, tuple[int, str]] = {}
+        for rank, each in enumerate(claims):
+            for name, what in each.held.items():
+                before, known = first.setdefault(name, (rank, what))
+                if known != what:
+                    return f"{name} is {known} on worker {before} and {what} on worker {rank}"
+        try:
+            left = first.keys() - merge((each.share for each in claims), {}).tensors.keys()
+        except ValueError as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        else:
+            if not left:
+                return ""
+            problem = f"no worker would save {min(left)}"
+        if lone := sorted(name for name in first if sum(name in each.held for each in claims) == 1):
+            problem += f", and one worker alone holds {lone[0]}"
+        return problem
 
     def prepare(self, state: Mapping[str, Held]) -> None:
         """Allocate what the first save needs, in the background."""

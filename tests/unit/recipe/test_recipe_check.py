@@ -468,6 +468,10 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
         ),
         (["layout.stages=[1,1]"], "layout.stages: is for pipelines: give layout.pipeline, or leave it out"),
         (
+            ["layout.schedule=gpipe"],
+            "layout.schedule: gpipe is for pipelines: give layout.pipeline, or leave it out",
+        ),
+        (
             ["layout.pipeline=4", "batch.micro=8"],
             "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 2",
         ),

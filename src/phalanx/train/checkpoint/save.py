@@ -13,6 +13,7 @@ may go on with it: whoever commits finds out whether these had done their part.
 import errno
 import fcntl
 import heapq
+import math
 import os
 import shutil
 import sys
@@ -111,6 +112,11 @@ class Saver:
         self._meta: dict[str, Any] = {}
         self._began = 0.0
         self._left: set[int] = set()  # steps of which something is left that could not be removed
+
+    def share(self, pieces: Sequence[Piece]) -> Share:
+        """What a save of `pieces` would write; the hashes of its content are empty."""
+        layout = self._laid_out(pieces)
+        return self._written(layout, [""] * math.ceil(layout.nbytes / CHUNK))
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Allocate the staging buffer before the first save; for a GPU's tensors in the background."""
@@ -249,9 +255,12 @@ class Saver:
         share.parent.mkdir(parents=True, exist_ok=True)
         share.unlink(missing_ok=True)
         chunks = write_image(share.parent / self._file, image, self._given_up)
-        files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
-        write_synced(share, Share(files=files, tensors=layout.tensors).model_dump_json().encode())
+        write_synced(share, self._written(layout, chunks).model_dump_json().encode())
         sync_directory(share.parent)
+
+    def _written(self, layout: Layout, chunks: Sequence[str]) -> Share:
+        files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
+        return Share(files=files, tensors=layout.tensors)
 
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
         temporary, final = self._folder(step), self._final(step)
