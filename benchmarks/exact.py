@@ -21,6 +21,7 @@ import phalanx
 from phalanx.cluster import this_machine
 from phalanx.recipe import Recipe
 from phalanx.run import Run, read_events
+from phalanx.run.event_types import StepDone
 
 CASES = [  # processes, micro-batches a process, width
     (1, 8, 256),
@@ -51,7 +52,7 @@ def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: 
 
 def step_seconds(run: Path) -> tuple[float, dict[str, float]]:
     """Median seconds of a step, and of its parts, after ten steps of warm-up."""
-    steps = [event for event in read_events(Run(run).events) if event["kind"] == "step"][10:]
+    steps = [event for event in read_events(Run(run).events) if isinstance(event, StepDone)][10:]
     parts = {part: statistics.median(step["parts"][part] for step in steps) for part in PARTS}
     return statistics.median(step["seconds"] for step in steps), parts
 

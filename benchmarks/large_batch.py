@@ -31,6 +31,7 @@ from phalanx.errors import PhalanxError
 from phalanx.observe.history import read_history
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
+from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.schedule import peak
 
 RECIPE = Path(__file__).parents[1] / "examples" / "firecaffe" / "nin.yaml"
@@ -111,7 +112,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
     where = Run(run)
     scales = read_history(where.events).steps.noise_scale
     noise = [float(value) for value in scales[np.isfinite(scales)]]
-    scored = [event for event in read_events(where.events) if event["kind"] == "eval" and event["step"] == steps]
+    scored = [event for event in read_events(where.events) if isinstance(event, EvaluationDone) and event.step == steps]
     last = scored[-1] if scored else {}
     return Result(
         batch,
@@ -123,7 +124,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
         noise[-1] if noise else None,
         len(noise),
         float((where.read_json(where.result) or {}).get("seconds", 0.0)),
-        sum(event["kind"] == "step" and bool(event.get("skipped")) for event in read_events(where.events)),
+        sum(isinstance(event, StepDone) and bool(event.skip_reason) for event in read_events(where.events)),
     )
 
 

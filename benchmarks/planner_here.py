@@ -26,6 +26,7 @@ from phalanx.cluster.probe.reference import Call
 from phalanx.errors import UsageError
 from phalanx.foretelling import foretold_here, probed
 from phalanx.recipe import load_recipe
+from phalanx.run.event_types import StepDone
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt-python.yaml"
 PLAIN = ("steps=20", "compile=false", "evaluate.every=null", "checkpoint.every=null", "memory.recompute=none")
@@ -103,7 +104,7 @@ def once(overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: Call)
         command = [phalanx, "train", EXAMPLE, *PLAIN, *overrides, "--run", run, "--nproc", str(world)]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
         events: list[dict[str, Any]] = [json.loads(line) for line in (run / "events.jsonl").open()]
-        steps = [event["seconds"] for event in events if event["kind"] == "step"][SKIPPED:]
+        steps = [event.duration_s for event in events if isinstance(event, StepDone)][SKIPPED:]
         parts = foretold_here(load_recipe(run / "resolved.yaml").recipe, EXAMPLE.parent, here, world)
     drift = abs((1 + slower(here, elsewhere)) / (1 + before) - 1)
     return statistics.median(steps), None if parts is None else parts.total, drift

@@ -32,6 +32,7 @@ import torch
 
 from phalanx.models import transformer
 from phalanx.run import Run, read_events
+from phalanx.run.event_types import StepDone, WorkerStarted
 
 EVERY = 10
 """Steps between two checkpoints."""
@@ -159,11 +160,11 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
     run = Run(folder / "run")
 
     def steps() -> list[Step]:
-        done = [event for event in read_events(run.events) if event["kind"] == "step"]
-        return [(event["t"], event["seconds"], event["step"]) for event in done]
+        done = [event for event in read_events(run.events) if isinstance(event, StepDone)]
+        return [(event.time, event.duration_s, event.step) for event in done]
 
     def victim() -> int:
-        workers = [event for event in read_events(run.events) if event["kind"] == "worker" and event["rank"] == 1]
+        workers = [event for event in read_events(run.events) if isinstance(event, WorkerStarted) and event.rank == 1]
         pid: int = workers[-1]["pid"]
         return pid
 

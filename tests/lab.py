@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import psutil
 import pytest
@@ -28,8 +28,10 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events, steps_of
 from phalanx.run.channel import drain, send
+from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
 
 Values = dict[str, Any]
+E = TypeVar("E", bound=RunEvent)
 
 FAULTS = "faults:Faults"
 BASE: Values = {
@@ -67,9 +69,9 @@ class Ended:
     def events(self) -> list[Event]:
         return list(read_events(self.run.events))
 
-    def kind(self, kind: str) -> list[Event]:
+    def kind(self, kind: type[E]) -> list[E]:
         """All events of a kind."""
-        return [event for event in self.events if event["kind"] == kind]
+        return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def result(self) -> Values:
@@ -78,7 +80,11 @@ class Ended:
     @property
     def digest(self) -> str:
         """The digest of a run that is done."""
-        assert self.code == ExitCode.DONE, (self.code, self.message, [e for e in self.events if e["kind"] != "step"])
+        assert self.code == ExitCode.DONE, (
+            self.code,
+            self.message,
+            [e for e in self.events if not isinstance(e, StepDone)],
+        )
         digest = self.result["digest"]
         assert isinstance(digest, str)
         return digest
@@ -86,7 +92,7 @@ class Ended:
     @property
     def losses(self) -> list[float]:
         """Of each step, from the attempt that counts."""
-        return [event["loss"] for event in steps_of(self.events)]
+        return [event.loss for event in steps_of(self.events)]
 
 
 def fault(step: int, do: str = "kill", *, ranks: Sequence[int] | None = None, attempt: int = 0, **more: Any) -> Values:
@@ -188,7 +194,7 @@ class Lab:
         """Train until the first worker falls, and let the agent go down with it."""
 
         def show(event: Event) -> None:
-            if event["kind"] == "fault":
+            if isinstance(event, WorkerFailure):
                 raise AgentLost
 
         with pytest.raises(AgentLost):
@@ -258,10 +264,10 @@ class Lab:
 def alive(ended: Ended) -> list[int]:
     """Workers of any attempt of a run that are still there."""
     found = []
-    for event in ended.kind("worker"):
+    for event in ended.kind(WorkerStarted):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(event["pid"]).status() != psutil.STATUS_ZOMBIE:
-                found.append(event["pid"])
+            if psutil.Process(event.pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(event.pid)
     return found
 
 
@@ -292,11 +298,11 @@ def killing_the_youngest(world: int, most: int) -> Callable[[Event], None]:
 
     def show(event: Event) -> None:
         nonlocal working
-        if event["kind"] == "worker":
-            pids.append(event["pid"])
-        elif event["kind"] == "start":
-            working = event["world"] == world
-        elif event["kind"] == "step" and working and len(pids) < most:
+        if isinstance(event, WorkerStarted):
+            pids.append(event.pid)
+        elif isinstance(event, AttemptStarted):
+            working = event.world_size == world
+        elif isinstance(event, StepDone) and working and len(pids) < most:
             os.kill(pids[-1], signal.SIGKILL)
             working = False
 
@@ -308,8 +314,8 @@ def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[E
     sent: list[int] = []
 
     def show(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] >= step and not sent:
-            sent.append(event["step"])
+        if isinstance(event, StepDone) and event.step >= step and not sent:
+            sent.append(event.step)
             os.kill(os.getpid(), number)
 
     return show
@@ -317,4 +323,4 @@ def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[E
 
 def steps_seen(run: Run) -> int:
     """The highest step in the events so far."""
-    return max((event["step"] for event in read_events(run.events) if event["kind"] == "step"), default=0)
+    return max((event.step for event in read_events(run.events) if isinstance(event, StepDone)), default=0)

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from phalanx.run import Run, read_events
+from phalanx.run.event_types import AttemptStarted, EvaluationDone
 from phalanx.train.checkpoint import checkpoint_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,10 +70,10 @@ def loss_of(
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RunFailed(f"exit {done.returncode}: {said[-1] if said else 'no word'}")
     events = list(read_events(Run(folder).events))
-    began = [event["from_step"] for event in events if event["kind"] == "start"]
+    began = [event.start_step for event in events if isinstance(event, AttemptStarted)]
     if began[:1] != [since]:
         raise RunFailed(f"{folder}: began after step {began}, not {since}")
-    scores = [event for event in events if event["kind"] == "eval"]
+    scores = [event for event in events if isinstance(event, EvaluationDone)]
     if not scores or scores[-1]["step"] != steps or scores[-1]["loss"] is None:
         raise RunFailed(f"{folder}: no finite score at step {steps}")
     return float(scores[-1]["loss"])

@@ -47,6 +47,15 @@ from phalanx.recipe.schema import LOCAL, Layout
 from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
+from phalanx.run.event_types import (
+    AttemptStarted,
+    EnergyUsed,
+    RunEnded,
+    RunStatus,
+    RunWarning,
+    StepDone,
+    WorkerStarted,
+)
 from phalanx.run.lock import locked
 from phalanx.run.trust import remember
 from phalanx.train.schedule import learning_rate, peak
@@ -77,7 +86,7 @@ def train(
     """Train a recipe (a file's path or a value) as `phalanx train` does, and return the content of `result.json`.
 
     Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
-    PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: stopped`.
+    PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: interrupted`.
     """
     rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank and workers and workers != "1":
@@ -433,15 +442,14 @@ def to_the_end(
     try:
         with agent:
             for note in notes:
-                agent.emit("warning", text=note)
+                agent.emit(RunWarning(text=note))
             outcome = agent.supervise(world, command, environment, first_attempt)
             while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
-                agent.emit("warning", text=told)
+                agent.emit(RunWarning(text=told))
                 outcome = agent.supervise(world, command, environment, last_attempt(run) + 1)
             outcome = judge(outcome)
             if outcome.result is None:
-                status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
-                agent.emit("end", status=status, step=last_step(run))
+                agent.emit(RunEnded(status=status_of(outcome), step=last_step(run)))
         write_json(run.result, result_of(run, outcome))
     except OSError as error:
         if outcome is None or not storage_failed(error):
@@ -476,35 +484,42 @@ def shrink_micro(run: Run) -> str | None:
     return f"{told} by rounding"
 
 
+def status_of(outcome: Outcome) -> RunStatus:
+    """The status of a run of which no worker reported how it ended."""
+    return "interrupted" if outcome.code is ExitCode.UNFINISHED else "failed"
+
+
 def last_attempt(run: Run) -> int:
     """The number of the attempt that was made last; -1 before the first."""
-    attempts = [event.get("attempt", 0) for event in read_events(run.events) if event["kind"] in ("start", "worker")]
-    return max(attempts, default=-1)
+    events = read_events(run.events)
+    return max((each.attempt for each in events if isinstance(each, AttemptStarted | WorkerStarted)), default=-1)
 
 
 def last_step(run: Run) -> int:
     """The step that was done last; steps beyond it may have been done by an attempt before."""
-    done = [event["step"] for event in read_events(run.events) if event["kind"] == "step"]
-    return done[-1] if done else 0
+    step = 0
+    for event in read_events(run.events):
+        if isinstance(event, StepDone):
+            step = event.step
+    return step
 
 
 def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     """result.json: what the worker reported, or what the events tell when it did not come to that."""
     events = list(read_events(run.events))
     seconds = training_seconds(events)
-    drawn = [event for event in events if event["kind"] == "energy"]
-    energy = {"joules": sum(event["joules"] for event in drawn)} if drawn else {}
-    grown = sum(event["kind"] == "start" and bool(event.get("grown")) for event in events)
+    drawn = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
+    energy = {"joules": sum(drawn)} if drawn else {}
+    starts = [event for event in events if isinstance(event, AttemptStarted)]
+    grown = sum(event.scaled_up for event in starts)
     if outcome.result is not None:
         result = {**outcome.result, "seconds": seconds, **energy}
         if grown:  # nothing was lost then
             result["restarts"] -= grown
         return result
-    status = "stopped" if outcome.code is ExitCode.UNFINISHED else "failed"
     steps = last_step(run)
-    good = [event for event in steps_of(events) if event["step"] <= steps and not event.get("skipped")]
-    facts = {"format": RESULT_FORMAT, "status": status, "steps": steps}
-    facts |= {"final_loss": good[-1]["loss"] if good else None, "tokens": sum(event["tokens"] for event in good)}
-    starts = sum(event["kind"] == "start" for event in events)
-    facts |= {"seconds": seconds, "restarts": max(0, starts - grown - 1), "digest": None}
+    good = [event for event in steps_of(events) if event.step <= steps and event.skip_reason is None]
+    facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
+    facts |= {"final_loss": good[-1].loss if good else None, "tokens": sum(event.units for event in good)}
+    facts |= {"seconds": seconds, "restarts": max(0, len(starts) - grown - 1), "digest": None}
     return {**facts, **energy, "message": outcome.message}

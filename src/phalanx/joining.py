@@ -49,6 +49,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
+from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
 from phalanx.run.lock import locked
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.streams import printable, word_of
@@ -124,7 +125,7 @@ def join(
             gang.release()
             leave()
             _finished.append(where.path.resolve())
-            code = ExitCode.UNFINISHED if status == "stopped" else ExitCode.DONE
+            code = ExitCode.UNFINISHED if status == "interrupted" else ExitCode.DONE
             report.say("leaving", gang.rank, code=int(code))
     except PhalanxError as error:
         if interactive():
@@ -158,7 +159,7 @@ def _join(
     from phalanx.train.place import agree, device_of, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
-    from phalanx.train.worker import prepare_torch
+    from phalanx.train.worker import prepare_torch, worker_started
 
     events = os.environ.get("PHALANX_EVENTS")
     notes, show = list[str](), None
@@ -196,9 +197,9 @@ def _join(
     report = reporter(where, place.leads, events, show)
     stack.callback(report.close)
     try:
-        report.event("worker", pid=os.getpid(), rank=place.rank, node=os.uname().nodename, attempt=place.attempt)
+        report.event(worker_started(place))
         for note in notes:
-            report.event("warning", text=note)
+            report.event(RunWarning(text=note))
         with telling_others(place), naming_causes():
             resolved = load_recipe(where.resolved).recipe
             place = replace(place, device=device_of(place.local_rank, os.environ, resolved.device))
@@ -249,7 +250,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
 
 
 def _conclusion(run: Run, status: str) -> str:
-    if status == "stopped":
+    if status == "interrupted":
         return "not finished; start it again in the same way to go on"
     return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {word_of(run.path)}"
 
@@ -277,7 +278,7 @@ class Shown:
         """Take one event, in the order of events.jsonl."""
         if self._display is None:
             self._early.append(event)
-            if event["kind"] not in ("start", "fault", "end"):
+            if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):
                 return
             facts = facts_of(self._run) if self._run.resolved.is_file() else LiveFacts(self._run.path.name)
             self._display = display_for(self._stream, 0, facts)
@@ -383,7 +384,7 @@ def train_script(
         command = {"function": "phalanx.train.script:work", "payload": payload}
 
         def showing(event: Event) -> None:
-            if event["kind"] == "start":  # now the recipe is known
+            if isinstance(event, AttemptStarted):  # now the recipe is known
                 recovery = load_recipe(run.resolved).recipe.recovery
                 agent.attempts, agent.silence = recovery.attempts, recovery.silence
             show(event)

@@ -17,7 +17,7 @@ from phalanx.api import Ready, check_on, machine_of, starting
 from phalanx.cluster import Machine
 from phalanx.data import Progress
 from phalanx.errors import PhalanxError, RecipeError
-from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
+from phalanx.jobs.bouts import World, WorldFailed, data_wait_share
 from phalanx.jobs.nursery_process import NurseryProcess, answering
 from phalanx.observe.units import duration
 from phalanx.plan.tuning import (
@@ -209,11 +209,11 @@ class Search:
         does not train."""
         self._best = self._arena.enter(default)
         try:
-            events = self._best.bout(self._bout)
+            steps = self._best.bout(self._bout)
         except WorldFailed as error:
             raise RecipeError(f"the recipe does not train as it is: {error}") from error
         self._rest(self._best)
-        return sorted(seconds_of(events))[len(events) // 2], share_of(events, "data")
+        return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
 
     def attempt(self, best: Recipe, candidate: Candidate) -> Row:
         """Try a candidate against the best so far, which it replaces when it wins."""
@@ -260,7 +260,7 @@ class Search:
             times: dict[bool, list[float]] = {}
             for is_new in (False, True) if number % 2 else (True, False):
                 world = new if is_new else old
-                times[is_new] = seconds_of(world.bout(self._bout))
+                times[is_new] = [step.duration_s for step in world.bout(self._bout)]
                 self._rest(world)
             rounds.append((times[False], times[True]))
             if hopeless(rounds):

@@ -7,6 +7,7 @@ import pytest
 
 from lab import Ended, Lab, alive, fault, plan_faults, signal_at, steps_seen, wait_until
 from phalanx.errors import ExitCode
+from phalanx.run.event_types import EvaluationDone, RunEnded, RunWarning, StepDone
 from phalanx.train.checkpoint import list_checkpoints, step_of
 
 SLOW = fault(1, "slow", delay=0.05, attempt=None)
@@ -16,8 +17,8 @@ SLOW = fault(1, "slow", delay=0.05, attempt=None)
 def assert_stopped(ended: Ended) -> int:
     """The run is saved at the step of its last event; returns that step."""
     assert (ended.code, ended.message) == (ExitCode.UNFINISHED, None)
-    last = max(event["step"] for event in ended.kind("step"))
-    assert ended.result["status"] == ended.kind("end")[-1]["status"] == "stopped"
+    last = max(event.step for event in ended.kind(StepDone))
+    assert ended.result["status"] == ended.kind(RunEnded)[-1].status == "interrupted"
     assert ended.result["steps"] == step_of(list_checkpoints(ended.run.checkpoints)[0]) == last < 12
     return last
 
@@ -30,7 +31,7 @@ def assert_stopped(ended: Ended) -> int:
 def test_a_signal_to_the_agent_saves_and_stops(lab: Lab, nproc: int, number: signal.Signals) -> None:
     ended = lab.train({}, nproc, faults=[SLOW], show=signal_at(3, number))
     assert assert_stopped(ended) <= 6
-    assert [event for event in ended.kind("warning") if "stopping" in event["text"]]
+    assert [event for event in ended.kind(RunWarning) if "stopping" in event.text]
     assert lab.train({}, nproc, ended.run).digest == lab.reference({}, nproc).digest
 
 
@@ -62,7 +63,7 @@ def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, nproc: int) -> Non
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(lab: Lab, nproc: int) -> None:
     ended = lab.train({"task": "lab_tasks:StopsInEvaluation"}, nproc)
     assert assert_stopped(ended) in (5, 6)
-    assert ended.kind("eval") == []
+    assert ended.kind(EvaluationDone) == []
     plain = lab.reference({"task": "lab_tasks:Plain"}, nproc)
     assert lab.train({"task": "lab_tasks:StopsInEvaluation"}, nproc, ended.run).digest == plain.digest
 
@@ -72,12 +73,12 @@ def test_a_second_signal_stops_workers_that_do_not_come_to_a_boundary(lab: Lab) 
 
     def show(event: dict[str, object]) -> None:
         handler(event)
-        if event["kind"] == "warning":
+        if isinstance(event, RunWarning):
             signal.raise_signal(signal.SIGINT)
 
     ended = lab.train({}, 2, faults=[SLOW, fault(4, "block")], show=show)
     assert ended.code == ExitCode.UNFINISHED
-    assert ended.result["status"] == "stopped"
+    assert ended.result["status"] == "interrupted"
     assert alive(ended) == []
     assert lab.train({}, 2, ended.run).digest == lab.reference({}, 2).digest
 
@@ -90,7 +91,7 @@ def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: Lab) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == ExitCode.UNFINISHED
     ended = lab.ended(run, process.returncode)
-    assert ended.result["status"] == "stopped"
+    assert ended.result["status"] == "interrupted"
     step = ended.result["steps"]
     assert f"saved at step {step}; go on with: phalanx train" in errors
     assert "Traceback" not in errors
@@ -104,7 +105,7 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(lab: Lab) -> None:
     with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
         wait_until(lambda: steps_seen(run) >= 5)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: [e for e in lab.ended(run, 0).kind("warning") if "stopping" in e["text"]])
+        wait_until(lambda: [e for e in lab.ended(run, 0).kind(RunWarning) if "stopping" in e.text])
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)

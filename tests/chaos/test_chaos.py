@@ -11,6 +11,7 @@ import pytest
 from lab import Ended, Lab, Values, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import WorkerFailure
 
 LONG: Values = {
     "steps": 300,
@@ -30,7 +31,7 @@ class Mischief:
         do = os.environ.get("MISCHIEF")
         if do == "drift" and os.environ["PHALANX_ATTEMPT"] != "0":
             next(run.model.parameters()).data.add_(1e-3)
-        if do == "leak" and event["step"] == 1:
+        if do == "leak" and event.step == 1:
             subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
 """What a user's own code may do wrong: go on from a state that no checkpoint has, start what outlives the run."""
@@ -79,7 +80,7 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     assert {fault["moment"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
     assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
     disturbed = lab.ended(Run(tmp_path / "run" / "disturbed"), code)
-    assert [event["what"] for event in disturbed.kind("fault")] == ["SIGKILL"] * 10
+    assert [event.what for event in disturbed.kind(WorkerFailure)] == ["SIGKILL"] * 10
     assert disturbed.result["restarts"] == 10
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from lab import FAULTS, Ended, Lab, fault
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, GradSyncSelected
 from phalanx.train.checkpoint import list_checkpoints, read_manifest
 from phalanx.train.residuals import PREFIX
 
@@ -46,7 +47,7 @@ def changes_of(exact: str, slow: bool = True, steps: int = STEPS) -> dict[str, A
 
 
 def decisions(ended: Ended) -> list[tuple[int, str, bool]]:
-    return [(event["step"], event["strategy"], event["settled"]) for event in ended.kind("exchange")]
+    return [(event.step, event.selected, event.is_final) for event in ended.kind(GradSyncSelected)]
 
 
 def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
@@ -56,7 +57,7 @@ def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
     reference = lab.train(changes_of("no"), 2, again(lab, begun), folder=folder)
     killed = again(lab, begun)
     ended = lab.train(changes_of("no"), 2, killed, folder=folder, faults=[fault(KILLED, ranks=[1], attempt=1)])
-    assert [event["from_step"] >= ENDED for event in ended.kind("start")] == [False, True, True]
+    assert [event.start_step >= ENDED for event in ended.kind(AttemptStarted)] == [False, True, True]
     assert decisions(ended) == decisions(begun)
     assert ended.digest == reference.digest
     manifest = read_manifest(list_checkpoints(killed.checkpoints)[0])
@@ -80,7 +81,7 @@ def test_sharded_replicas_go_on_with_what_was_decided_and_held_back(lab: Lab, fo
     reference = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder)
     killed = fault(KILLED, ranks=[3], attempt=1)
     ended = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder, faults=[killed])
-    assert [event["from_step"] >= ENDED for event in ended.kind("start")] == [False, True, True]
+    assert [event.start_step >= ENDED for event in ended.kind(AttemptStarted)] == [False, True, True]
     assert ended.digest == reference.digest
 
 
@@ -101,5 +102,5 @@ def test_where_bits_are_promised_slow_exchanges_change_nothing(lab: Lab, folder:
     ended = lab.train(changes_of(exact, steps=12), 2, folder=folder)
     ((step, strategy, settled),) = decisions(ended)
     assert (step, strategy, settled) == (10, name, True)
-    assert "exact: no would allow int8" in ended.kind("exchange")[0]["why"]
+    assert "exact: no would allow int8" in ended.kind(GradSyncSelected)[0].reason
     assert ended.digest == lab.train(changes_of(exact, slow=False, steps=12), 2, folder=folder).digest

@@ -10,6 +10,7 @@ import pytest
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, CheckpointRejected, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints, step_of
 
 QUIET: Values = {"evaluate": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}
@@ -57,10 +58,10 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: Lab, npro
     last, before, _ = list_checkpoints(run.checkpoints)
     flip(last / file, random.Random(f"{nproc} {file}"))
     ended = lab.train(QUIET, nproc, run)
-    (rejected,) = ended.kind("checkpoint_rejected")
-    assert (rejected["path"], rejected["file"]) == (f"checkpoints/{last.name}", file)
-    assert "damaged" in rejected["reason"] or "malformed" in rejected["reason"]
-    assert ended.kind("start")[-1]["from_step"] == step_of(before)
+    (rejected,) = ended.kind(CheckpointRejected)
+    assert (rejected.path, rejected.file) == (f"checkpoints/{last.name}", file)
+    assert "damaged" in rejected.reason or "malformed" in rejected.reason
+    assert ended.kind(AttemptStarted)[-1].start_step == step_of(before)
     assert ended.digest == lab.reference(QUIET, nproc).digest
 
 
@@ -72,7 +73,7 @@ def test_a_torn_or_missing_file_is_found_too(
     run = broken_run(lab, 3)
     damage(newest(run) / file, random.Random(file))
     ended = lab.train(QUIET, 3, run)
-    assert [event["file"] for event in ended.kind("checkpoint_rejected")] == [file]
+    assert [event.file for event in ended.kind(CheckpointRejected)] == [file]
     assert ended.digest == lab.reference(QUIET, 3).digest
 
 
@@ -82,8 +83,8 @@ def test_two_damaged_checkpoints_in_a_row(lab: Lab) -> None:
     for checkpoint in damaged:
         flip(checkpoint / "rank-00000.safetensors", rng)
     ended = lab.train(QUIET, 1, run)
-    assert [Path(event["path"]).name for event in ended.kind("checkpoint_rejected")] == [it.name for it in damaged]
-    assert ended.kind("start")[-1]["from_step"] == step_of(good)
+    assert [Path(event.path).name for event in ended.kind(CheckpointRejected)] == [it.name for it in damaged]
+    assert ended.kind(AttemptStarted)[-1].start_step == step_of(good)
     assert ended.digest == lab.reference(QUIET, 1).digest
 
 
@@ -92,11 +93,11 @@ def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: Lab)
     run, rng = broken_run(lab, 2), random.Random(3)
 
     def show(event: dict[str, object]) -> None:
-        if event["kind"] == "fault":
+        if isinstance(event, WorkerFailure):
             flip(newest(run) / "rank-00000.safetensors", rng)
 
     ended = lab.train(QUIET, 2, run, faults=[fault(15, ranks=[1], attempt=len(STOPS) + 1)], show=show)
-    assert [event["file"] for event in ended.kind("checkpoint_rejected")] == ["rank-00000.safetensors"]
+    assert [event.file for event in ended.kind(CheckpointRejected)] == ["rank-00000.safetensors"]
     assert ended.digest == lab.reference(QUIET, 2).digest
 
 
@@ -109,6 +110,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_starts_nothing_over
     assert ended.code == ExitCode.DATA
     assert ended.message is not None
     assert "no checkpoint here is good" in ended.message
-    assert len(ended.kind("checkpoint_rejected")) == 3
+    assert len(ended.kind(CheckpointRejected)) == 3
     assert len(list_checkpoints(run.checkpoints)) == 3
-    assert not [event for event in ended.kind("step") if event["t"] > ended.kind("checkpoint_rejected")[0]["t"]]
+    assert not [event for event in ended.kind(StepDone) if event.time > ended.kind(CheckpointRejected)[0].time]

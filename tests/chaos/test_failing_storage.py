@@ -13,6 +13,14 @@ from phalanx.jobs import outage
 from phalanx.recipe import load_recipe
 from phalanx.recipe.schema import Source
 from phalanx.run import Event, Run
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRejected,
+    RunWarning,
+    StepDone,
+    WorkerFailure,
+)
 from phalanx.train.checkpoint import list_checkpoints, step_of, verify
 
 QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
@@ -39,9 +47,9 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: Lab, ranks: lis
     faults = [{**SLOW, "delay": 0.1}, fault(7, "fail-storage", ranks=ranks), fault(11, "mend-storage", ranks=ranks)]
     ended = lab.train(QUIET, 2, faults=faults)
     assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event["step"] for event in ended.kind("checkpoint_failed")] == [8]
+    assert [event.step for event in ended.kind(CheckpointFailed)] == [8]
     if ranks != [1]:
-        assert "Input/output error" in ended.kind("checkpoint_failed")[0]["reason"]
+        assert "Input/output error" in ended.kind(CheckpointFailed)[0].reason
     assert ended.result["restarts"] == 0
     assert kept(ended.run) == [16, 12, 4]
 
@@ -68,7 +76,7 @@ def test_storage_that_fails_to_the_end_leaves_the_old_checkpoint_and_the_run_can
 def test_a_failed_read_is_told_and_followed_by_another_attempt(lab: Lab) -> None:
     ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-read", ranks=[1])])
     assert ended.digest == lab.reference(QUIET, 2).digest
-    (told,) = ended.kind("fault")
+    (told,) = ended.kind(WorkerFailure)
     assert (told["rank"], told["what"]) == (1, "storage")
     assert told["detail"] == f"worker 1 ended because storage failed: {ended.run.path}: Input/output error"
 
@@ -101,18 +109,18 @@ def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or
     waits: list[str] = []
 
     def show(event: Event) -> None:
-        if event["kind"] == "fault" and event["what"] == "SIGKILL":
+        if isinstance(event, WorkerFailure) and event.what == "SIGKILL":
             away(run.checkpoints)
-        if event["kind"] == "warning" and event["text"].startswith("waiting for storage"):
-            waits.append(event["text"])
+        if isinstance(event, RunWarning) and event.text.startswith("waiting for storage"):
+            waits.append(event.text)
             back(run.checkpoints)
 
     ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(10, ranks=[1])], show=show)
     assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event["what"] for event in ended.kind("fault")] == ["SIGKILL", "storage"]
+    assert [event.what for event in ended.kind(WorkerFailure)] == ["SIGKILL", "storage"]
     assert len(waits) == 1
-    assert ended.kind("checkpoint_rejected") == []
-    assert ended.kind("start")[-1]["from_step"] in (4, 8)
+    assert ended.kind(CheckpointRejected) == []
+    assert ended.kind(AttemptStarted)[-1].start_step in (4, 8)
 
 
 def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
@@ -124,7 +132,7 @@ def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
     assert ended.code == ExitCode.UNFINISHED
     assert str(ended.message).endswith("; storage has failed for 0 s; start it again when it is mended")
     assert "ended because storage failed: " in str(ended.message)
-    assert ended.result["status"] == "stopped"
+    assert ended.result["status"] == "interrupted"
     back(run.checkpoints)
     assert lab.train(QUIET, 2, run).digest == lab.reference(QUIET, 2).digest
 
@@ -147,7 +155,7 @@ def test_events_that_storage_does_not_take_are_written_when_it_does(lab: Lab) ->
 
     ended = lab.train(QUIET, 2, run, faults=[SLOW], show=on(checkpoint=break_events))
     assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 17))
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 17))
 
 
 def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: Lab) -> None:
@@ -169,6 +177,6 @@ def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: L
     ended = lab.train(longer, 1, run, faults=[SLOW], show=on(step=cut, fault=mend))
     assert found
     assert ended.digest == whole
-    (told,) = ended.kind("fault")
+    (told,) = ended.kind(WorkerFailure)
     assert told["what"] == "SIGBUS"
     assert "a file that is mapped into memory could not be read" in told["detail"]

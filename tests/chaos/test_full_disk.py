@@ -12,6 +12,7 @@ import pytest
 from lab import Ended, Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, CheckpointFailed, CheckpointSaved, StepDone
 from phalanx.train.checkpoint import list_checkpoints, step_of, verify
 
 QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
@@ -30,7 +31,7 @@ def kept(run: Run) -> list[int]:
 
 
 def failed(ended: Ended) -> list[int]:
-    return [event["step"] for event in ended.kind("checkpoint_failed")]
+    return [event.step for event in ended.kind(CheckpointFailed)]
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,13 @@ def test_a_disk_that_stays_full_leaves_the_old_checkpoint_and_the_run_can_be_fin
     assert "step 16: the last checkpoint could not be written" in ended.message
     assert "the last good checkpoint is of step 4" in ended.message
     assert failed(ended) == [8, 12, 16]
-    assert "File too large" in ended.kind("checkpoint_failed")[0]["reason"] or ranks == [1]
-    assert max(event["step"] for event in ended.kind("step")) == 16
+    assert "File too large" in ended.kind(CheckpointFailed)[0].reason or ranks == [1]
+    assert max(event.step for event in ended.kind(StepDone)) == 16
     assert kept(ended.run) == [4]
-    assert ended.result["status"] == "stopped"
+    assert ended.result["status"] == "interrupted"
     again = lab.train(QUIET, nproc, ended.run)
     assert again.digest == lab.reference(QUIET, nproc).digest
-    assert again.kind("start")[-1]["from_step"] == 4
+    assert again.kind(AttemptStarted)[-1].start_step == 4
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_really_full_file_system_under_the_whole_run(lab: Lab, small_disk: Pat
     filled = threading.Event()
 
     def show(event: dict[str, Any]) -> None:
-        if event["kind"] == "checkpoint" and not filled.is_set():
+        if isinstance(event, CheckpointSaved) and not filled.is_set():
             filled.set()
             fill(small_disk)
 
@@ -112,12 +113,12 @@ def test_a_really_full_file_system_under_the_whole_run(lab: Lab, small_disk: Pat
 
 def test_events_that_found_no_room_are_written_when_there_is_room_again(lab: Lab, small_disk: Path) -> None:
     def show(event: dict[str, Any]) -> None:
-        if event["kind"] == "checkpoint" and event["step"] == 4:
+        if isinstance(event, CheckpointSaved) and event.step == 4:
             fill(small_disk)
-        if event["kind"] == "checkpoint_failed":
+        if isinstance(event, CheckpointFailed):
             (small_disk / "ballast").unlink()
 
     ended = lab.train(QUIET, 2, Run(small_disk / "run"), faults=[SLOW], show=show)
     assert failed(ended) == [8]
     assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 17))
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 17))

@@ -11,6 +11,7 @@ from lab import Lab, Values, fault, merged
 from phalanx.data import open_data
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
+from phalanx.run.event_types import AttemptStarted, NonFiniteStep, StepDone
 from phalanx.train.checkpoint import list_checkpoints, load_tensors
 
 POISONED: Values = {
@@ -50,10 +51,10 @@ def test_a_poisoned_step_on_one_worker_is_skipped_by_all(
     ended = lab.train(POISONED, 2, folder=folder)
     alone = lab.train(POISONED, 1, folder=folder)
     assert ended.digest == alone.digest != lab.reference(merged(POISONED, {"task": "lab_tasks:Plain"}), 1).digest
-    guards = [(event["step"], event["what"], event["action"], event["count"]) for event in ended.kind("guard")]
+    guards = [(event.step, event.what, event.action, event.num_skipped) for event in ended.kind(NonFiniteStep)]
     assert guards == [(3, what, "skip", 1), (6, what, "skip", 2)]
-    assert [event["step"] for event in ended.kind("step") if event.get("skipped") == what] == [3, 6]
-    assert all(event["loss"] is None or event["loss"] < 6 for event in ended.kind("step"))
+    assert [event.step for event in ended.kind(StepDone) if event.skip_reason == what] == [3, 6]
+    assert all(event.loss is None or event.loss < 6 for event in ended.kind(StepDone))
     assert all(tensor.isfinite().all() for tensor in load_tensors(list_checkpoints(ended.run.checkpoints)[0]).values())
 
 
@@ -63,13 +64,13 @@ def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
 ) -> None:
     poison(lab, folder, [(6, 0), (7, 5), (8, 11)])
     ended = lab.train(POISONED, nproc, folder=folder)
-    assert [event["action"] for event in ended.kind("guard")] == ["skip", "skip", "rollback"]
-    steps = [event["step"] for event in ended.kind("step")]
+    assert [event.action for event in ended.kind(NonFiniteStep)] == ["skip", "skip", "rollback"]
+    steps = [event.step for event in ended.kind(StepDone)]
     assert steps == [*range(1, 9), *range(5, 13)]
     assert ended.code == ExitCode.DONE
     assert ended.result["steps"] == 12
     assert ended.result["tokens"] == 12 * 12 * 32
-    assert [event["from_step"] for event in ended.kind("start")] == [0]
+    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def test_workers_that_train_apart_roll_back_together(lab: Lab, folder: Path) -> 
     changes = merged(POISONED, {"exchange": {"strategy": "diloco", "exact": "no", "every": 3, "start": 0}})
     poison(lab, folder, gradient=[(8, 1), (9, 7), (10, 11)])
     undisturbed = lab.train(changes, 2, folder=folder)
-    assert [event["action"] for event in undisturbed.kind("guard")] == ["skip", "skip", "rollback"]
-    assert [event["step"] for event in undisturbed.kind("step")] == [*range(1, 11), *range(7, 13)]
+    assert [event.action for event in undisturbed.kind(NonFiniteStep)] == ["skip", "skip", "rollback"]
+    assert [event.step for event in undisturbed.kind(StepDone)] == [*range(1, 11), *range(7, 13)]
     killed = lab.train(changes, 2, folder=folder, faults=[fault(11, ranks=[0])])
     assert killed.result["restarts"] == 1
     assert killed.digest == undisturbed.digest
@@ -113,7 +114,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_is_given_up(lab: Lab, folder
     assert ended.message is not None
     assert f"step 3: {LOSS} 3 times in a row, and no checkpoint to go back to" in ended.message
     assert "lower optim.lr" in ended.message
-    assert len(ended.kind("start")) == 1
+    assert len(ended.kind(AttemptStarted)) == 1
     assert ended.result["status"] == "failed"
 
 
@@ -129,7 +130,7 @@ def test_rolling_back_over_and_over_is_given_up(lab: Lab, folder: Path) -> None:
 def test_an_overflow_of_fp16_lowers_the_loss_scale_and_is_no_reason_to_roll_back(lab: Lab, nproc: int) -> None:
     ended = lab.reference({"precision": "fp16", "task": "lab_tasks:Loud"}, nproc)
     assert ended.code == ExitCode.DONE
-    actions = {event["action"] for event in ended.kind("guard")}
+    actions = {event.action for event in ended.kind(NonFiniteStep)}
     assert actions == {"rescale"}
-    assert len(ended.kind("guard")) > 3
+    assert len(ended.kind(NonFiniteStep)) > 3
     assert ended.losses[-1] < ended.losses[0]

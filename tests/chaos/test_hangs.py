@@ -4,16 +4,17 @@ import pytest
 
 from lab import Lab, fault
 from phalanx.jobs.watch import HEARTBEAT
+from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_worker_that_is_held_still_is_started_again(lab: Lab, nproc: int) -> None:
     ended = lab.train({}, nproc, faults=[fault(6, "freeze", ranks=[nproc - 1])])
     assert ended.digest == lab.reference({}, nproc).digest
-    (hang,) = ended.kind("hang")
-    assert (hang["rank"], hang["stopped"], hang["stack"]) == (nproc - 1, True, None)
-    assert hang["silent"] < 2 * HEARTBEAT
-    (told,) = ended.kind("fault")
+    (hang,) = ended.kind(HangDetected)
+    assert (hang.rank, hang.is_stopped, hang.stack) == (nproc - 1, True, None)
+    assert hang.silence_s < 2 * HEARTBEAT
+    (told,) = ended.kind(WorkerFailure)
     assert (told["rank"], told["what"]) == (nproc - 1, "hang")
     assert ended.result["restarts"] == 1
 
@@ -22,25 +23,25 @@ def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(l
     changes = {"recovery": {"silence": 7.5}}
     ended = lab.train(changes, 2, faults=[fault(6, "block", ranks=[1])])
     assert ended.digest == lab.reference({}, 2).digest
-    (hang,) = ended.kind("hang")
-    assert (hang["rank"], hang["stopped"]) == (1, False)
-    assert hang["silent"] < 2 * HEARTBEAT
-    assert "in strike" in hang["stack"]
-    assert "faults.py" in hang["stack"]
-    assert ended.kind("fault")[0]["what"] == "hang"
+    (hang,) = ended.kind(HangDetected)
+    assert (hang.rank, hang.is_stopped) == (1, False)
+    assert hang.silence_s < 2 * HEARTBEAT
+    assert "in strike" in hang.stack
+    assert "faults.py" in hang.stack
+    assert ended.kind(WorkerFailure)[0].what == "hang"
 
 
 @pytest.mark.slow
 def test_a_run_that_is_alone_is_watched_too(lab: Lab) -> None:
     ended = lab.train({"recovery": {"silence": 7.5}}, 1, faults=[fault(6, "block")])
     assert ended.digest == lab.reference({}, 1).digest
-    assert len(ended.kind("hang")) == 1
+    assert len(ended.kind(HangDetected)) == 1
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_only_slow_is_left_alone(lab: Lab) -> None:
     ended = lab.train({"steps": 8}, 2, faults=[fault(7, "slow", ranks=[0], delay=3.0)])
-    assert ended.kind("hang") == []
+    assert ended.kind(HangDetected) == []
     assert ended.result["restarts"] == 0
 
 
@@ -49,7 +50,7 @@ def test_a_worker_that_is_slower_than_its_peers_is_named_once(lab: Lab, monkeypa
     monkeypatch.setattr("phalanx.jobs.agent.WINDOW", 0.5)
     model = {"build": "lab_models:slow_on_one", "args": {"rank": 1}}
     ended = lab.train({"model": model, "steps": 40}, 2)
-    (found,) = ended.kind("straggler")
+    (found,) = ended.kind(StragglerDetected)
     assert found["rank"] == 1
     assert found["factor"] > 1.25
     assert 0.05 < found["lost"] < 1.0  # six micro-batches of 30 ms a step, less what the machine makes of it

@@ -15,6 +15,13 @@ import pytest
 from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointRejected,
+    InMemoryCheckpointSaved,
+    InMemoryRestored,
+    StepDone,
+)
 from phalanx.run.hot import MEMORY, PREFIX, hot_file, hot_folder
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.checkpoint.parts import list_copies, list_parts
@@ -44,7 +51,7 @@ def memory_of(run: Run) -> Path:
 
 def done_again(ended: Ended) -> int:
     """Steps that appear twice in the events."""
-    steps = [event["step"] for event in ended.kind("step")]
+    steps = [event.step for event in ended.kind(StepDone)]
     return len(steps) - len(set(steps))
 
 
@@ -63,11 +70,11 @@ def nothing_left(run: Run, *bases: Path) -> None:
 def test_a_killed_worker_costs_the_steps_since_the_last_copy(lab: Lab, changes: Values, nproc: int) -> None:
     ended = lab.train(changes, nproc, faults=[SLOW, fault(11, ranks=[nproc - 1])])
     assert ended.digest == lab.reference(changes, nproc).digest
-    (restored,) = ended.kind("hot_restored")
-    assert (restored["step"], restored["saved"], restored["fetched"]) == (10, 0, 0)
-    assert ended.kind("start")[-1]["from_step"] == 10
+    (restored,) = ended.kind(InMemoryRestored)
+    assert (restored.step, restored.checkpoint_step, restored.fetched_bytes) == (10, 0, 0)
+    assert ended.kind(AttemptStarted)[-1].start_step == 10
     assert done_again(ended) <= 1  # its own event died with it, if it led
-    assert [event["kind"] for event in ended.kind("checkpoint_rejected")] == []
+    assert [event["kind"] for event in ended.kind(CheckpointRejected)] == []
     nothing_left(ended.run)
 
 
@@ -88,9 +95,9 @@ def test_a_flipped_bit_is_found_and_the_copy_before_is_used(lab: Lab, file: str)
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     (newest / file).write_bytes(content)
     ended = lab.train(SHARDED, 2, run)
-    (rejected,) = ended.kind("checkpoint_rejected")
-    assert (rejected["path"], rejected["file"]) == (str(newest), file)
-    assert ended.kind("start")[-1]["from_step"] == 8
+    (rejected,) = ended.kind(CheckpointRejected)
+    assert (rejected.path, rejected.file) == (str(newest), file)
+    assert ended.kind(AttemptStarted)[-1].start_step == 8
     assert ended.digest == lab.reference(SHARDED, 2).digest
     nothing_left(run)
 
@@ -104,15 +111,15 @@ def test_copies_that_are_torn_leave_the_checkpoint(lab: Lab) -> None:
         (record,) = list_parts(memory_of(run) / f"step-{step:09d}-{token}")
         os.truncate(record.with_suffix(".safetensors"), 1000)
     ended = lab.train(changes, 1, run)
-    assert {event["file"] for event in ended.kind("checkpoint_rejected")} == {"rank-00000.safetensors"}
-    assert ended.kind("start")[-1]["from_step"] == 5
+    assert {event.file for event in ended.kind(CheckpointRejected)} == {"rank-00000.safetensors"}
+    assert ended.kind(AttemptStarted)[-1].start_step == 5
     assert ended.digest == lab.reference(changes, 1).digest
 
 
 def test_copies_are_read_under_another_layout(lab: Lab) -> None:
     run = lost(lab, SHARDED, 2)
     ended = lab.train({**QUIET, "layout": {"replicate": 2}}, 2, run)
-    assert ended.kind("start")[-1]["from_step"] == 10
+    assert ended.kind(AttemptStarted)[-1].start_step == 10
     whole = lab.reference(QUIET, 2)
     assert max(abs(a - b) / b for a, b in zip(ended.losses, whole.losses, strict=True)) < 1e-5
     nothing_left(run)
@@ -122,7 +129,7 @@ def test_a_run_that_was_deleted_and_begun_anew_takes_no_copy_of_the_old_one(lab:
     run = lost(lab, QUIET, 1)
     shutil.rmtree(run.path)
     ended = lab.train({**QUIET, "seed": 1}, 1, run)
-    assert ended.kind("hot_restored") == []
+    assert ended.kind(InMemoryRestored) == []
     assert ended.digest == lab.reference({**QUIET, "seed": 1}, 1).digest
     nothing_left(run)
 
@@ -130,7 +137,7 @@ def test_a_run_that_was_deleted_and_begun_anew_takes_no_copy_of_the_old_one(lab:
 def test_a_run_that_is_stopped_or_given_up_leaves_nothing(lab: Lab) -> None:
     stopped = lab.train(QUIET, 2, faults=[SLOW, fault(7, "term", ranks=[1])])
     assert stopped.code == ExitCode.UNFINISHED
-    assert stopped.kind("hot_copy")
+    assert stopped.kind(InMemoryCheckpointSaved)
     nothing_left(stopped.run)
     changes = {**QUIET, "recovery": {"hot": 2, "attempts": 1}}
     given_up = lab.train(changes, 2, faults=[SLOW, fault(7, ranks=[0]), fault(7, ranks=[0], attempt=1)])
@@ -190,9 +197,9 @@ def test_a_lost_nodes_share_comes_from_the_node_that_kept_a_second_copy(lab: Lab
     another.communicate(timeout=20)
     ended = Ended(nodes.run, leader.returncode, errors)
     assert ended.digest == lab.reference(SHARDED, 2).digest
-    (restored,) = ended.kind("hot_restored")
-    assert restored["step"] == 10
-    assert restored["fetched"] > 0
+    (restored,) = ended.kind(InMemoryRestored)
+    assert restored.step == 10
+    assert restored.fetched_bytes > 0
     assert done_again(ended) <= 1
     assert steps_seen(nodes.run) == 16
     nothing_left(nodes.run, nodes.memory("a"), nodes.memory("c"))

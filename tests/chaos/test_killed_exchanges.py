@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lab import Lab, fault
+from phalanx.run.event_types import AttemptStarted, InMemoryRestored
 from phalanx.train.exchange.ways import WAYS
 
 SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
@@ -36,8 +37,8 @@ def test_a_killed_run_ends_with_the_same_bits(
     changes = changes_of(strategy, layout)
     where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
     ended = lab.train({**changes, **where}, workers, faults=[fault(7, ranks=[workers - 1])])
-    assert len(ended.kind("start")) == 2
-    assert bool(ended.kind("hot_restored")) == (hot is not None)
+    assert len(ended.kind(AttemptStarted)) == 2
+    assert bool(ended.kind(InMemoryRestored)) == (hot is not None)
     assert ended.digest == lab.reference(changes, workers).digest
 
 
@@ -46,7 +47,7 @@ def test_a_run_of_two_goes_on_in_a_world_of_another_size(lab: Lab, workers: int)
     run = lab.place()
     lab.lose(changes_of("int8", {"replicate": 2}), 2, run, [fault(7, ranks=[1])])
     ended = lab.train(changes_of("int8", {"replicate": workers}), workers, run)
-    first, second = (event["from_step"] for event in ended.kind("start"))
+    first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0 < second < 7
     alone = lab.reference({"model": SMALL}, 1)
     assert max(abs(a - b) / b for a, b in zip(ended.losses, alone.losses, strict=True)) < 0.01

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lab import Lab, fault
+from phalanx.run.event_types import AttemptStarted, RunWarning
 
 LAYOUTS: list[Any] = [
     ({"shard": 2}, 2),
@@ -22,7 +23,7 @@ EXPERTS = {"model": {"build": "phalanx.models:moe", "args": {"layers": 2, "width
 def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], workers: int) -> None:
     changes = {**SMALL, "layout": layout}
     ended = lab.train(changes, workers, faults=[fault(7, ranks=[workers - 1])])
-    assert len(ended.kind("start")) == 2
+    assert len(ended.kind(AttemptStarted)) == 2
     assert ended.digest == lab.reference(changes, workers).digest
 
 
@@ -38,8 +39,8 @@ def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_
     run = lab.place()
     lab.lose({**SMALL, "layout": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])
     ended = lab.train({**SMALL, "layout": {"tensor": 2}}, 2, run)
-    first, second = (event["from_step"] for event in ended.kind("start"))
+    first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0 < second < 7
     alone = lab.reference(SMALL, 1)
     assert max(abs(a - b) / b for a, b in zip(ended.losses, alone.losses, strict=True)) < 1e-5
-    assert [event for event in ended.kind("warning") if "the digest will differ" in event["text"]]
+    assert [event for event in ended.kind(RunWarning) if "the digest will differ" in event.text]

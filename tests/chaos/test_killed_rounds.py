@@ -8,6 +8,15 @@ import pytest
 from lab import Ended, Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EvaluationDone,
+    GradSyncSelected,
+    InMemoryRestored,
+    NonFiniteStep,
+    RunWarning,
+)
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.checkpoint.load import load_tensors
 
@@ -39,10 +48,10 @@ def test_a_killed_run_ends_with_the_same_bits(
     changes = changes_of(strategy, workers, **exchange)
     where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
     ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
-    first, second = (event["from_step"] for event in ended.kind("start"))
+    first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0
     assert second in (3, 6)  # the end of a round; the one before where the disk was slow
-    assert bool(ended.kind("hot_restored")) == (hot is not None)
+    assert bool(ended.kind(InMemoryRestored)) == (hot is not None)
     reference = lab.reference(changes, workers)
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
@@ -63,15 +72,19 @@ def test_a_run_that_is_killed_while_a_fragment_is_under_way_ends_with_the_same_b
     changes = {**changes_of("diloco", workers, every=4, fragments=2, delay=1, **exchange), "evaluate": {"every": 6}}
     where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
     ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
-    first, second = (event["from_step"] for event in ended.kind("start"))
+    first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0
     assert second in (4, 6)
-    assert bool(ended.kind("hot_restored")) == (hot is not None)
+    assert bool(ended.kind(InMemoryRestored)) == (hot is not None)
     reference = lab.reference(changes, workers)
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    assert [event["step"] for event in ended.kind("eval")] == [event["step"] for event in reference.kind("eval")]
-    assert [event["loss"] for event in ended.kind("eval")] == [event["loss"] for event in reference.kind("eval")]
+    assert [event.step for event in ended.kind(EvaluationDone)] == [
+        event.step for event in reference.kind(EvaluationDone)
+    ]
+    assert [event.loss for event in ended.kind(EvaluationDone)] == [
+        event.loss for event in reference.kind(EvaluationDone)
+    ]
 
 
 def test_a_checkpoint_has_what_was_under_way(lab: Lab) -> None:
@@ -109,7 +122,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Valu
     stopped = lab.train(changes_of("diloco", 2, every=5, **streams), 2, run, faults=[fault(6, "term", ranks=[1])])
     assert saved(stopped) % 5
     ended = lab.train(changes_of("diloco", workers, every=5, **streams), workers, run)
-    assert [event["world"] for event in ended.kind("start")] == [2, workers]
+    assert [event.world_size for event in ended.kind(AttemptStarted)] == [2, workers]
     assert len(ended.digest) == 32
     assert ended.losses[-1] < ended.losses[0]
 
@@ -117,9 +130,9 @@ def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Valu
 def test_what_falls_due_within_a_round_is_done_at_its_end(lab: Lab) -> None:
     """Every 5 and every 4 steps, in rounds of 3."""
     ended = lab.reference(changes_of("local"), 2)
-    assert [event["step"] for event in ended.kind("eval")] == [6, 12]
-    skipped = [event for event in ended.kind("warning") if event["text"].startswith("step 9: not saved")]  # a slow disk
-    assert [event["step"] for event in ended.kind("checkpoint")] == [6, *([] if skipped else [9]), 12]
+    assert [event.step for event in ended.kind(EvaluationDone)] == [6, 12]
+    skipped = [event for event in ended.kind(RunWarning) if event.text.startswith("step 9: not saved")]  # a slow disk
+    assert [event.step for event in ended.kind(CheckpointSaved)] == [6, *([] if skipped else [9]), 12]
 
 
 def test_a_checkpoint_has_a_row_for_each_worker_of_what_is_its_own(lab: Lab) -> None:
@@ -145,8 +158,8 @@ def test_it_learns_no_worse_than_synchronous_training(lab: Lab, strategy: str) -
 
 def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab) -> None:
     ended = lab.reference({**changes_of("local"), "task": "lab_tasks:OverflowsOnOne"}, 2)
-    (guard,) = ended.kind("guard")
-    assert (guard["step"], guard["what"], guard["action"]) == (1, "non-finite gradient", "skip")
+    (guard,) = ended.kind(NonFiniteStep)
+    assert (guard.step, guard.what, guard.action) == (1, "non-finite gradient", "skip")
     tensors = load_tensors(max(list_checkpoints(ended.run.checkpoints), key=step_of))
     steps = {name: rows.tolist() for name, rows in tensors.items() if name.endswith("/step")}
     assert steps
@@ -157,7 +170,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab)
 def test_workers_lower_the_loss_scale_of_fp16_together(lab: Lab) -> None:
     changes = {**changes_of("local"), "precision": "fp16", "task": "lab_tasks:Loud"}
     ended = lab.train(changes, 2, faults=[fault(8, ranks=[1])])
-    assert ended.kind("guard")
+    assert ended.kind(NonFiniteStep)
     assert ended.digest == lab.reference(changes, 2).digest
 
 
@@ -179,11 +192,11 @@ def test_a_run_whose_workers_part_is_killed_before_or_after_and_ends_with_the_sa
     where = {"recovery": {"hot": None}, "checkpoint": {"every": 4}}
     killed = fault(step, ranks=[1], when="saved")
     ended = lab.train({**PARTED, **where}, 2, faults=[fault(step, "slow", delay=0.03), killed])
-    assert len(ended.kind("start")) == 2
+    assert len(ended.kind(AttemptStarted)) == 2
     reference = lab.reference(PARTED, 2)
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    parted = [event["step"] for event in reference.kind("exchange") if event["strategy"] == "diloco"]
+    parted = [event.step for event in reference.kind(GradSyncSelected) if event.selected == "diloco"]
     assert parted == [101]
 
 
@@ -191,6 +204,6 @@ def test_a_run_that_falls_behind_the_step_at_which_its_workers_parted_goes_on_al
     """It has residuals of gradients then, which are not those of weights."""
     run, where = lab.place(), {"recovery": {"hot": None}, "checkpoint": {"every": 50}}
     ended = lab.train({**PARTED, **where}, 2, run, faults=[fault(104, ranks=[1])])
-    assert [event["from_step"] for event in ended.kind("start")] == [0, 100]
+    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 100]
     assert load_recipe(run.resolved).recipe.exchange.start == 101
     assert ended.losses[-1] == pytest.approx(lab.reference(PARTED, 2).losses[-1], rel=0.02)

@@ -6,6 +6,7 @@ import pytest
 
 from lab import Lab, Values, fault
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, WorkerFailure
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints, verify
 
 VARIANTS: dict[str, Values] = {
@@ -40,7 +41,7 @@ def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str,
     ended = lab.train(changes, nproc, faults=[early, late])
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    assert ended.result["restarts"] == len(ended.kind("fault")) == 2
+    assert ended.result["restarts"] == len(ended.kind(WorkerFailure)) == 2
     left_whole(ended.run)
 
 
@@ -115,6 +116,6 @@ def test_a_run_without_progress_is_given_up(lab: Lab) -> None:
     assert ended.message is not None
     assert "worker 1 was killed by SIGKILL" in ended.message
     assert "no progress in 3 attempts" in ended.message
-    assert len(ended.kind("start")) == 3
+    assert len(ended.kind(AttemptStarted)) == 3
     assert ended.result["status"] == "failed"
     assert lab.train({}, 2, ended.run).digest == lab.reference({}, 2).digest

@@ -13,6 +13,7 @@ from phalanx.errors import ExitCode
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import ledger_of
 from phalanx.run import Event, Run
+from phalanx.run.event_types import WorkerFailure, WorkerStarted
 
 
 def train(lab: Lab, run: Run, faults: list[Values], nproc: int = 2) -> "subprocess.CompletedProcess[str]":
@@ -26,7 +27,7 @@ def gone(lab: Lab) -> bool:
 
 
 def pids(ended: Ended) -> list[int]:
-    return [event["pid"] for event in ended.kind("worker")]
+    return [event.pid for event in ended.kind(WorkerStarted)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_store_that_is_killed_while_workers_get_ready_costs_seconds(lab: Lab, 
     killed: list[psutil.Process] = []
 
     def show(event: Event) -> None:
-        if event["kind"] == "worker" and event["attempt"] == attempt and not killed:
+        if isinstance(event, WorkerStarted) and event.attempt == attempt and not killed:
             below = psutil.Process(lab.nursery.process.pid).children()
             killed.append(min(below, key=lambda child: child.pid))  # forked before the workers
             killed[0].kill()
@@ -92,7 +93,7 @@ def test_a_store_that_is_killed_while_workers_get_ready_costs_seconds(lab: Lab, 
     ended = lab.train({}, 2, faults=[fault(7, ranks=[1])], show=show)
     assert killed
     assert ended.digest == lab.reference({}, 2).digest
-    assert {event["what"] for event in ended.kind("fault")} <= {"SIGKILL", "lost store", "lost peer"}
+    assert {event.what for event in ended.kind(WorkerFailure)} <= {"SIGKILL", "lost store", "lost peer"}
     assert time.monotonic() - begun < 30
 
 

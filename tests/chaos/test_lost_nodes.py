@@ -15,6 +15,7 @@ from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
+from phalanx.run.event_types import HangDetected, RunWarning, WorkerFailure
 
 
 class Nodes:
@@ -63,7 +64,7 @@ def fine(lab: Lab, ended: Ended) -> None:
 
 
 def faults_of(ended: Ended) -> list[str]:
-    return [event["what"] for event in ended.kind("fault")]
+    return [event.what for event in ended.kind(WorkerFailure)]
 
 
 def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -> None:
@@ -78,8 +79,8 @@ def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: 
     plan_faults(nodes.run, [fault(6, "block", ranks=[2])])
     ended = nodes.end(nodes.start(0), nodes.start(1), nodes.start(2))
     assert ended.digest == lab.reference({}, 3).digest
-    (hang,) = ended.kind("hang")
-    assert (hang["rank"], hang["silent"] < 10.0) == (2, True)
+    (hang,) = ended.kind(HangDetected)
+    assert (hang.rank, hang.silence_s < 10.0) == (2, True)
     assert faults_of(ended) == ["hang"]
 
 
@@ -106,7 +107,7 @@ def test_a_killed_worker_of_either_node_is_replaced(lab: Lab, nodes: Nodes, rank
     plan_faults(nodes.run, [fault(7, ranks=[rank])])
     ended = nodes.end(nodes.start(0), nodes.start(1))
     fine(lab, ended)
-    assert [(event["rank"], event["what"]) for event in ended.kind("fault")] == [(rank, "SIGKILL")]
+    assert [(event.rank, event.what) for event in ended.kind(WorkerFailure)] == [(rank, "SIGKILL")]
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def test_a_node_that_leaves_as_unfit_is_named_at_once_and_waited_for_with_words(
     wait_until(lambda: events.exists() and "then this ends with 75" in events.read_text(), 30, "the leader's word")
     os.kill(leader.pid, signal.SIGTERM)
     ended = nodes.end(leader)
-    said = [event["text"] for event in ended.kind("warning")]
+    said = [event.text for event in ended.kind(RunWarning)]
     assert said[0].startswith("waiting for node 1 until ")
     assert said[1].startswith(f"node 1 ({socket.gethostname()}) left with exit code 77: the process that loads torch")
     assert (ended.code, said[1] in ended.message) == (ExitCode.UNFINISHED, True)

@@ -15,6 +15,14 @@ from phalanx.errors import ExitCode
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import ledger_of
 from phalanx.run import Event
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EvaluationDone,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
 
 REPLICAS: Values = {"exchange": {"exact": "replicas"}}
 LONG: Values = {**REPLICAS, "steps": 70, "checkpoint": {"every": 40}, "evaluate": {"every": 20}}
@@ -26,7 +34,7 @@ READY = 0.8
 
 
 def steps_of(ended: Ended) -> list[int]:
-    return [event["step"] for event in ended.kind("step")]
+    return [event.step for event in ended.kind(StepDone)]
 
 
 def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
@@ -34,13 +42,15 @@ def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
     assert steps_of(ended) == list(range(1, changes["steps"] + 1))  # none is missing, none was done again
-    assert [event["step"] for event in ended.kind("eval")] == [event["step"] for event in reference.kind("eval")]
+    assert [event.step for event in ended.kind(EvaluationDone)] == [
+        event.step for event in reference.kind(EvaluationDone)
+    ]
     assert alive(ended) == []
 
 
 def worlds(ended: Ended) -> list[int]:
     """Workers after each meeting."""
-    return [event["world"] for event in ended.kind("start")]
+    return [event.world_size for event in ended.kind(AttemptStarted)]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +62,7 @@ def test_the_others_go_on_from_memory_and_another_takes_its_place(lab: Lab, npro
     ended = lab.train(changes, nproc, faults=[fault(7, ranks=[rank])])
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [nproc, nproc - 1, nproc]
-    assert ended.result["restarts"] == len(ended.kind("fault")) == 1
+    assert ended.result["restarts"] == len(ended.kind(WorkerFailure)) == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
@@ -93,7 +103,7 @@ def test_killed_again_and_again(lab: Lab, hot: int | None) -> None:
     """Whoever is youngest, as soon as it has worked; with hot copies, one of which may be under way."""
     ended = lab.train({**LONG, "recovery": {"hot": hot}}, 2, show=killing_the_youngest(2, 6))
     assert ended.digest == lab.reference(LONG, 1).digest
-    assert len(ended.kind("fault")) >= 4
+    assert len(ended.kind(WorkerFailure)) >= 4
 
 
 @pytest.mark.parametrize("ranks", [[0, 2], pytest.param([1, 2], marks=pytest.mark.slow)])
@@ -107,7 +117,7 @@ def test_two_at_once(lab: Lab, ranks: list[int]) -> None:
 def test_all_at_once_start_again_from_the_last_checkpoint(lab: Lab) -> None:
     ended = lab.train(LONG, 3, faults=[fault(45, ranks=[0, 1, 2])])
     assert ended.digest == lab.reference(LONG, 1).digest
-    assert [event["from_step"] for event in ended.kind("start")] == [0, 40]
+    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 40]
     assert alive(ended) == []
 
 
@@ -122,11 +132,11 @@ def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: 
     begun: list[float] = []
 
     def show(event: Event) -> None:
-        if event["kind"] == "worker" and event.get("later"):
-            begun.append(event["t"])
-        elif event["kind"] == "worker" and event["rank"] == 1:
-            victims.append(event["pid"])
-        if event["kind"] == "step" and begun and event["t"] > begun[0] + READY and victims:
+        if isinstance(event, WorkerStarted) and event.joins_late:
+            begun.append(event.time)
+        elif isinstance(event, WorkerStarted) and event.rank == 1:
+            victims.append(event.pid)
+        if isinstance(event, StepDone) and begun and event.time > begun[0] + READY and victims:
             os.kill(victims.pop(), signal.SIGKILL)
 
     changes = {**REPLICAS, "steps": 70, "checkpoint": {"every": 9}, "evaluate": {"every": 71}}
@@ -135,17 +145,17 @@ def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: 
     ended = lab.train(both, 3, run, faults=[fault(10, ranks=[2]), slow], show=show, folder=folder)
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended)[:3] == [3, 2, 1]
-    assert [event["rank"] for event in ended.kind("worker") if event.get("later")].count(2) == 2
-    assert min(event["t"] for event in ended.kind("checkpoint")) > ended.kind("fault")[1]["t"]
+    assert [event.rank for event in ended.kind(WorkerStarted) if event.joins_late].count(2) == 2
+    assert min(event.time for event in ended.kind(CheckpointSaved)) > ended.kind(WorkerFailure)[1].time
 
 
 def test_killed_when_it_is_about_to_take_its_place(lab: Lab) -> None:
     killed: list[int] = []
 
     def show(event: Event) -> None:
-        if event["kind"] == "worker" and event.get("later") and not killed:
-            killed.append(event["pid"])
-            os.kill(event["pid"], signal.SIGKILL)
+        if isinstance(event, WorkerStarted) and event.joins_late and not killed:
+            killed.append(event.pid)
+            os.kill(event.pid, signal.SIGKILL)
 
     ended = lab.train(LONG, 2, faults=[fault(7, ranks=[1])], show=show)
     assert ended.digest == lab.reference(LONG, 1).digest
@@ -156,7 +166,7 @@ def test_asked_to_stop_while_one_is_away_saves_and_goes_on_later(lab: Lab) -> No
     run = lab.place()
 
     def show(event: Event) -> None:
-        if event["kind"] == "start" and event["world"] == 1:
+        if isinstance(event, AttemptStarted) and event.world_size == 1:
             signal.raise_signal(signal.SIGTERM)
 
     stopped = lab.train(LONG, 2, run, faults=[fault(7, ranks=[1])], show=show)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab import FAULTS, Ended, Lab, Values, alive, fault, killing_the_youngest, merged
+from phalanx.run.event_types import AttemptStarted, EvaluationDone, InMemoryRestored, StepDone, WorkerFailure
 
 PAIRS: Values = {"exchange": {"exact": "replicas"}, "layout": {"replicate": 2, "shard": 2}}
 LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluate": {"every": 10}}
@@ -21,12 +22,12 @@ def undisturbed(lab: Lab, changes: Values) -> Ended:
 
 def worlds(ended: Ended) -> list[int]:
     """Workers after each meeting."""
-    return [event["world"] for event in ended.kind("start")]
+    return [event.world_size for event in ended.kind(AttemptStarted)]
 
 
 def went_on_from_memory(ended: Ended, step: int) -> bool:
     """Whether the workers that were left began after this step: no checkpoint was there that they could have read."""
-    return ended.kind("start")[1]["from_step"] >= step and ended.kind("hot_restored") == []
+    return ended.kind(AttemptStarted)[1].start_step >= step and ended.kind(InMemoryRestored) == []
 
 
 def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
@@ -46,8 +47,8 @@ def test_the_others_go_on_from_memory_and_another_replica_takes_its_place(lab: L
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [2 * replicate, 2 * replicate - 2, 2 * replicate]
     assert went_on_from_memory(ended, 6)
-    assert [event["step"] for event in ended.kind("eval")] == [10, 20, 30]
-    assert ended.result["restarts"] == len(ended.kind("fault")) == 1
+    assert [event.step for event in ended.kind(EvaluationDone)] == [10, 20, 30]
+    assert ended.result["restarts"] == len(ended.kind(WorkerFailure)) == 1
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_both_workers_of_a_replica_at_once(lab: Lab) -> None:
 def test_one_of_each_replica_at_once_starts_again(lab: Lab) -> None:
     ended = lab.train(PAIRS, 4, faults=[fault(6, ranks=[1, 2])])
     assert_nothing_was_lost(lab, ended, PAIRS)
-    assert ended.kind("start")[-1]["world"] == 4
+    assert ended.kind(AttemptStarted)[-1].world_size == 4
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
@@ -87,8 +88,8 @@ def test_a_step_that_one_position_has_done_and_the_other_has_not_is_done_from_th
     assert not plan.exists()
     assert_nothing_was_lost(lab, ended, LONG)
     assert worlds(ended) == [4, 2, 4]
-    assert ended.kind("start")[1]["from_step"] == 7
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 31))  # none is missing, none done again
+    assert ended.kind(AttemptStarted)[1].start_step == 7
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 31))  # none is missing, none done again
 
 
 @pytest.mark.slow
@@ -116,4 +117,4 @@ def test_killed_again_and_again(lab: Lab) -> None:
     """Whoever is youngest, as soon as its replica has worked."""
     ended = lab.train(LONG, 4, show=killing_the_youngest(4, 12))
     assert_nothing_was_lost(lab, ended, LONG)
-    assert len(ended.kind("fault")) >= 4
+    assert len(ended.kind(WorkerFailure)) >= 4

@@ -8,6 +8,16 @@ import pytest
 from test_guards import POISONED, folder, poison  # noqa: F401 - a fixture
 
 from lab import FAULTS, Ended, Lab, Values, alive, fault, merged
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    EvaluationDone,
+    NonFiniteStep,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
 from phalanx.train.checkpoint import checkpoint_name, digest_checkpoint, list_checkpoints, step_of, verify
 
 WHOLE: Values = {"exchange": {"exact": "replicas"}, "steps": 18, "checkpoint": {"every": 9}, "evaluate": {"every": 20}}
@@ -44,17 +54,17 @@ def undisturbed(lab: Lab, changes: Values) -> Ended:
 
 
 def saved(ended: Ended) -> list[int]:
-    return [event["step"] for event in ended.kind("checkpoint")]
+    return [event.step for event in ended.kind(CheckpointSaved)]
 
 
 def given_up(ended: Ended) -> list[int]:
-    return [event["step"] for event in ended.kind("checkpoint_failed")]
+    return [event.step for event in ended.kind(CheckpointFailed)]
 
 
 def steps_before(ended: Ended, kind: str) -> int:
     """The last step that was told before the first event of a kind."""
     first = next(number for number, event in enumerate(ended.events) if event["kind"] == kind)
-    return max(event["step"] for event in ended.events[:first] if event["kind"] == "step")
+    return max(event.step for event in ended.events[:first] if isinstance(event, StepDone))
 
 
 def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: int) -> None:
@@ -62,11 +72,11 @@ def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: in
     reference = undisturbed(lab, changes)
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 19))  # none was done again
-    first, second, *_ = ended.kind("start")
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 19))  # none was done again
+    first, second, *_ = ended.kind(AttemptStarted)
     assert (first["world"], second["world"]) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
-    assert second["attempt"] == len(ended.kind("fault")) == 1
-    assert len([event for event in ended.kind("worker") if not event.get("later")]) == nproc
+    assert second["attempt"] == len(ended.kind(WorkerFailure)) == 1
+    assert len([event for event in ended.kind(WorkerStarted) if not event.joins_late]) == nproc
     assert_whole(ended)
 
 
@@ -89,7 +99,7 @@ def test_where_its_part_is_missing_the_others_save_anew_at_once(
     ended = train(lab, changes, nproc, step=9, rank=rank, moment=moment)
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert given_up(ended) == [9]
-    assert "lost before it had written its part" in ended.kind("checkpoint_failed")[0]["reason"]
+    assert "lost before it had written its part" in ended.kind(CheckpointFailed)[0].reason
     assert saved(ended) == [steps_before(ended, "checkpoint_failed") + 1, 18]
 
 
@@ -141,7 +151,7 @@ def test_lost_while_all_wait_to_save_what_is_the_best_so_far(lab: Lab, changes: 
     ended = train(lab, changes, nproc, step=9, rank=rank, moment="evaluated", hold="lost", mates=mates)
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert (saved(ended), given_up(ended)) == ([9, 12, 18], [])
-    first, second = ended.kind("eval")
+    first, second = ended.kind(EvaluationDone)
     assert (first["step"], first["best"], second["step"]) == (12, True, 18)
 
 
@@ -152,9 +162,9 @@ def test_lost_while_all_wait_to_go_back(lab: Lab, folder: Path, nproc: int, rank
     poison(lab, folder, [(10, 0), (11, 5), (12, 11)])
     ended = train(lab, changes, nproc, folder=folder, step=9, rank=rank, moment="guarded", hold="lost")
     assert ended.digest == lab.train(changes, 1, folder=folder).digest
-    assert [event["step"] for event in ended.kind("step")] == [*range(1, 13), *range(10, 19)]
-    assert [event["action"] for event in ended.kind("guard")] == ["skip", "skip", "rollback"]
-    assert len([event for event in ended.kind("worker") if not event.get("later")]) == nproc
+    assert [event.step for event in ended.kind(StepDone)] == [*range(1, 13), *range(10, 19)]
+    assert [event.action for event in ended.kind(NonFiniteStep)] == ["skip", "skip", "rollback"]
+    assert len([event for event in ended.kind(WorkerStarted) if not event.joins_late]) == nproc
     assert (saved(ended), given_up(ended)) == ([9, 18], [])
     assert_whole(ended)
 
@@ -164,8 +174,8 @@ def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
     changes = {**WHOLE, "steps": 27, "evaluate": {"every": 28}}
     ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(22, ranks=[0]),))
     assert ended.digest == undisturbed(lab, changes).digest
-    assert "SIGKILL" in ended.kind("fault")[-1]["detail"]
-    assert ended.kind("start")[-1]["from_step"] == 9
+    assert "SIGKILL" in ended.kind(WorkerFailure)[-1].message
+    assert ended.kind(AttemptStarted)[-1].start_step == 9
     assert_whole(ended)
 
 
@@ -174,8 +184,8 @@ def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
     last = fault(31, ranks=[0], when="told", delay=0.25)
     ended = train(lab, changes, 2, step=30, rank=1, moment="within", faults=(last,))
     assert ended.digest == undisturbed(lab, changes).digest
-    assert len(ended.kind("fault")) == 2
-    assert ended.kind("start")[-1]["from_step"] >= saved(ended)[0] > 30  # later where another had taken its place
+    assert len(ended.kind(WorkerFailure)) == 2
+    assert ended.kind(AttemptStarted)[-1].start_step >= saved(ended)[0] > 30  # later where another had taken its place
     assert_whole(ended)
 
 
@@ -190,6 +200,6 @@ def test_a_guard_goes_back_to_the_checkpoint_that_was_lost(lab: Lab, folder: Pat
     assert ended.digest == reference.digest
     assert given_up(ended) == [16]
     assert [step for step in saved(ended) if step % 8 == 0] == [8, 16, 24]
-    assert ended.kind("start")[-1]["from_step"] == 8
-    assert "of step 16, was lost together with a worker" in ended.kind("fault")[-1]["detail"]
+    assert ended.kind(AttemptStarted)[-1].start_step == 8
+    assert "of step 16, was lost together with a worker" in ended.kind(WorkerFailure)[-1].message
     assert_whole(ended)

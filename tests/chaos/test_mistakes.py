@@ -9,6 +9,7 @@ import pytest
 
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.run.event_types import AttemptStarted, WorkerFailure, WorkerStarted
 
 
 @pytest.fixture
@@ -28,9 +29,9 @@ def test_an_exception_in_a_task_ends_the_run_at_once_and_names_the_log(
     assert "\n" not in ended.message
     assert "KeyError: \"no such column: 'label'\"" in ended.message
     assert str(ended.run.logs) in ended.message
-    assert len(ended.kind("worker")) == nproc
-    assert ended.kind("fault")[0]["rank"] in ranks
-    log = ended.run.logs / f"attempt-0-rank-{ended.kind('fault')[0]['rank']}.log"
+    assert len(ended.kind(WorkerStarted)) == nproc
+    assert ended.kind(WorkerFailure)[0].rank in ranks
+    log = ended.run.logs / f"attempt-0-rank-{ended.kind(WorkerFailure)[0].rank}.log"
     assert "lab_tasks.py" in log.read_text()
 
 
@@ -39,7 +40,7 @@ def test_an_exception_that_comes_back_in_every_attempt_ends_the_run(lab: Lab) ->
     assert ended.code == ExitCode.GAVE_UP
     assert ended.message is not None
     assert "a mistake in the user's own code" in ended.message
-    assert len(ended.kind("start")) <= 5
+    assert len(ended.kind(AttemptStarted)) <= 5
 
 
 def test_an_exception_that_does_not_come_back_costs_one_restart(lab: Lab) -> None:
@@ -58,7 +59,7 @@ def test_an_exception_that_does_not_come_back_costs_one_restart(lab: Lab) -> Non
 def test_a_worker_that_leaves_with_0_in_the_middle_is_named_and_started_again(lab: Lab, do: str, told: str) -> None:
     ended = lab.train({}, 2, faults=[fault(7, do, ranks=[1])])
     assert ended.digest == lab.reference({}, 2).digest
-    (fell,) = ended.kind("fault")
+    (fell,) = ended.kind(WorkerFailure)
     assert fell["rank"] == 1
     assert told in fell["detail"]
 
@@ -72,7 +73,7 @@ def test_a_run_whose_worker_always_leaves_with_0_is_given_up_and_not_done(lab: L
 
 def test_a_crash_of_native_code_is_told_as_its_signal(lab: Lab) -> None:
     ended = lab.train({}, 1, faults=[fault(7, "crash")])
-    assert ended.kind("fault")[0]["what"] == "SIGSEGV"
+    assert ended.kind(WorkerFailure)[0].what == "SIGSEGV"
     assert ended.digest == lab.reference({}, 1).digest
 
 
@@ -111,7 +112,7 @@ def test_a_flipped_bit_in_the_data_ends_a_resumed_run_naming_file_and_block(
     assert ended.message is not None
     assert str(shard) in ended.message
     assert "block 0" in ended.message
-    assert len(ended.kind("start")) == 2
+    assert len(ended.kind(AttemptStarted)) == 2
 
 
 def test_a_flipped_bit_in_the_data_is_found_before_a_run_begins(lab: Lab, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from lab import Ended, Lab, Values
 from phalanx.errors import ExitCode, RecipeError
 from phalanx.recipe import load_recipe
+from phalanx.run.event_types import AttemptStarted, RunWarning
 
 AUTO: Values = {"task": "lab_tasks:Hungry", "batch": {"micro": "auto"}}
 
@@ -36,7 +37,7 @@ def chosen(ended: Ended) -> dict[str, Any]:
 
 
 def shrunk(ended: Ended) -> list[str]:
-    return [event["text"] for event in ended.kind("warning") if "ran out of memory" in event["text"]]
+    return [event.text for event in ended.kind(RunWarning) if "ran out of memory" in event.text]
 
 
 @pytest.mark.parametrize(("nproc", "micro", "warnings"), [(1, 4, 2), (2, 3, 1)])
@@ -57,7 +58,7 @@ def test_in_the_middle_of_a_run_it_goes_on_from_its_checkpoint(lab: Lab, folder:
     hungry(folder, 6, after=6)
     ended = lab.train(AUTO, folder=folder)
     assert ended.code == ExitCode.DONE
-    first, second = (event["from_step"] for event in ended.kind("start"))
+    first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert (first, second) in ((0, 4), (0, 5))  # after step 5 there was a new best
     assert "in step 7: going on with micro-batches of 6 from the last good checkpoint" in shrunk(ended)[0]
     assert ended.losses == pytest.approx(lab.reference(plain(12)).losses, rel=1e-4)

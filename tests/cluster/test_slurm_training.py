@@ -12,6 +12,7 @@ from rig import Rig
 from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(
     assert found.digest == lab.reference({}, 2).digest
     assert found.message is not None
     assert found.digest in found.message
-    assert {event["node"] for event in found.kind("worker")} == {"n1", "n2"}
+    assert {event.host for event in found.kind(WorkerStarted)} == {"n1", "n2"}
 
 
 def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
@@ -104,13 +105,13 @@ def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
     plan_faults(run, [fault(1, "slow", delay=0.2)])
     process = train(rig, lab, run, variables, started, {})
     wait_until(lambda: steps_seen(run) >= 7, 60, "the run to be in the middle")
-    node = sorted({event["rank"]: event["node"] for event in Ended(run, 0, None).kind("worker")}.items())[which][1]
+    node = sorted({event.rank: event.host for event in Ended(run, 0, None).kind(WorkerStarted)}.items())[which][1]
     getattr(rig, how)(node)
     try:
         found = ended(process, run, 150)
         assert found.code == ExitCode.DONE, found.message
         assert found.digest == lab.reference({}, 2).digest
-        last = [event["node"] for event in found.kind("worker")][-2:]
+        last = [event.host for event in found.kind(WorkerStarted)][-2:]
         assert node not in last
     finally:
         rig.revive(node)
@@ -172,11 +173,11 @@ def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_sa
     process = train(rig, lab, run, variables, started, {})
     wait_until(lambda: steps_seen(run) >= 1, 60, "the run to be on its way")
     preempt(rig)
-    (stopped,) = wait_until(lambda: Ended(run, 0, None).kind("end"), 60, "the run to save and leave")
+    (stopped,) = wait_until(lambda: Ended(run, 0, None).kind(RunEnded), 60, "the run to save and leave")
     wait_until(lambda: steps_seen(run) > stopped["step"], 120, "the second attempt to be on its way")
     reach_the_time_limit(rig)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.reference({}, 2).digest
-    assert [event["attempt"] for event in found.kind("worker")] == [0, 0, 1, 1, 2, 2]
-    assert [event["step"] for event in found.kind("step")] == list(range(1, 13))  # it saved: none was done again
+    assert [event.attempt for event in found.kind(WorkerStarted)] == [0, 0, 1, 1, 2, 2]
+    assert [event.step for event in found.kind(StepDone)] == list(range(1, 13))  # it saved: none was done again

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.run.event_types import AttemptStarted, StepDone
+
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
 
@@ -249,14 +251,14 @@ def trained(emulated: dict[str, str], folder: Path, *overrides: str) -> tuple[in
 
 def devices(run: Run) -> tuple[str, str, str]:
     """Where the worker trained, what the resolved recipe says, and on which machine."""
-    (start,) = (event["device"] for event in read_events(run.events) if event["kind"] == "start")
+    (start,) = (event.device for event in read_events(run.events) if isinstance(event, AttemptStarted))
     return start, load_recipe(run.resolved).recipe.device, json.loads(run.cluster.read_text())["device"]
 
 
 def test_a_recipe_for_the_cpu_leaves_a_gpu_alone(emulated: dict[str, str], tmp_path: Path) -> None:
     code, errors, run = trained(emulated, tmp_path, "device=cpu")
     assert (code, devices(run)) == (0, ("cpu", "cpu", "cpu")), errors
-    last = [event for event in read_events(run.events) if event["kind"] == "step"][-1]
+    last = [event for event in read_events(run.events) if isinstance(event, StepDone)][-1]
     assert last["loss"] > 1  # kernels of the emulated GPU do nothing: it would be 0
 
 

@@ -5,6 +5,7 @@ import torch
 
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode
+from phalanx.run.event_types import RunWarning, WorkerFailure
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
@@ -29,10 +30,10 @@ def test_a_gpu_that_fails_in_a_step_is_named_and_the_run_goes_on_to_the_same_bit
     gpus: Lab, error: int, what: str, detail: str
 ) -> None:
     ended = gpus.train(SHORT, faults=[fault(4, "gpu", error=error, calls=7)])
-    (event,) = ended.kind("fault")
-    assert event["what"] == what
-    assert detail in event["detail"]
-    assert "CUDA_LAUNCH_BLOCKING" not in event["detail"]
+    (event,) = ended.kind(WorkerFailure)
+    assert event.what == what
+    assert detail in event.message
+    assert "CUDA_LAUNCH_BLOCKING" not in event.message
     assert ended.digest == gpus.reference(SHORT).digest
 
 
@@ -60,7 +61,7 @@ def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: Lab) 
     changes: Values = {**SHORT, **LONG, "batch": {"micro": "auto"}}
     ended = gpus.train(changes, faults=[fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
     assert ended.digest
-    assert any("going on with micro-batches of" in event["text"] for event in ended.kind("warning"))
+    assert any("going on with micro-batches of" in event.text for event in ended.kind(RunWarning))
 
 
 def test_a_gpu_that_fails_before_a_run_begins_is_told_in_a_sentence(gpus: Lab) -> None:

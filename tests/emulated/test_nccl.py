@@ -14,6 +14,7 @@ import torch
 
 from lab import Lab, Values, alive, fault
 from phalanx.errors import ExitCode
+from phalanx.run.event_types import AttemptStarted, WorkerFailure
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
@@ -63,8 +64,8 @@ def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_b
 ) -> None:
     expected = gpus.reference(SHORT, world)
     ended = gpus.train(SHORT, world, faults=[planned])
-    (event,) = ended.kind("fault")
-    assert (event["rank"], event["what"]) == (planned["ranks"][0], what)
+    (event,) = ended.kind(WorkerFailure)
+    assert (event.rank, event.what) == (planned["ranks"][0], what)
     assert ended.result["restarts"] == 1
     assert ended.digest == expected.digest
     assert ended.losses == expected.losses
@@ -77,7 +78,7 @@ def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: L
     """On CPUs the others would go on from memory; NCCL's communicators cannot be left while a peer is gone."""
     changes: Values = {**SHORT, "exchange": {"exact": "replicas"}}
     ended = gpus.train(changes, 2, faults=[in_a_collective(signal.SIGKILL, 1)])
-    assert [(event["from_step"], event["world"]) for event in ended.kind("start")] == [(0, 2), (3, 2)]
+    assert [(event.start_step, event.world_size) for event in ended.kind(AttemptStarted)] == [(0, 2), (3, 2)]
     assert ended.digest == gpus.reference(changes, 1).digest
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lab import Lab, Values, fault, merged, plan_faults
 from phalanx.run import Run, read_events
+from phalanx.run.event_types import EvaluationDone
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)
@@ -78,7 +79,7 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
     assert ended.result["restarts"] == 1
     assert ended.digest == alone.digest
     assert ended.losses == alone.losses
-    scores = [event["loss"] for event in ended.kind("eval")]
+    scores = [event.loss for event in ended.kind(EvaluationDone)]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] < 5.5
 
@@ -122,7 +123,7 @@ def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_the
     assert all(torch.equal(exported[name], trained[name]) for name in exported)
     scored = gpus.command("evaluate", run.path, "--samples", "6", "--json")
     assert scored.returncode == 0, scored.stderr[-3000:]
-    (last,) = [event["loss"] for event in read_events(run.events) if event["kind"] == "eval"][-1:]
+    (last,) = [event.loss for event in read_events(run.events) if isinstance(event, EvaluationDone)][-1:]
     assert json.loads(scored.stdout)["loss"] == pytest.approx(last, rel=1e-6)
     written = gpus.command("generate", run.path, "--tokens", "4", "--temperature", "0")
     assert written.returncode == 0, written.stderr[-3000:]

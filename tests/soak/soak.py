@@ -32,6 +32,7 @@ from phalanx.jobs.chaos.plan import Course, Fault, draw, possible
 from phalanx.jobs.chaos.story import Story, Usual, usual_of
 from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
+from phalanx.run.event_types import StepDone
 
 REFUSED = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE)
 PATIENCE, TIMES = 600.0, 10.0
@@ -181,7 +182,7 @@ def _undisturbed(
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
     if ended.code == ExitCode.DONE:
         return run
-    if ended.code in REFUSED and said and not any(event["kind"] == "step" for event in read_events(run.events)):
+    if ended.code in REFUSED and said and not any(isinstance(event, StepDone) for event in read_events(run.events)):
         found.outcome, found.reasons = "refused", said[-1:]
     else:
         found.reasons.append(f"undisturbed, exit code {ended.code}: {ended.stuck or (said or ['it said nothing'])[-1]}")

@@ -77,7 +77,7 @@ def test_the_result_is_what_the_worker_reported_and_the_seconds_of_all_attempts(
 
 
 def test_the_time_between_attempts_does_not_count(run: Run) -> None:
-    record(run, worker(99.0), start(100.0), step(110.0, 1), (111.0, "end", {"status": "stopped"}))
+    record(run, worker(99.0), start(100.0), step(110.0, 1), (111.0, "end", {"status": "interrupted"}))
     record(run, (DAY, "warning", {"text": "steps 1 -> 2"}), worker(DAY + 1, 1))
     record(run, (DAY + 2, "checkpoint_rejected", {"path": "x", "file": "y"}))
     record(run, start(DAY + 3, 1), step(DAY + 8, 2), (DAY + 10, "end", {"status": "done"}))
@@ -97,7 +97,7 @@ def test_a_warning_within_an_attempt_costs_it_no_time(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [(ExitCode.UNFINISHED, "stopped"), (ExitCode.GAVE_UP, "failed"), (ExitCode.RECIPE, "failed")],
+    [(ExitCode.UNFINISHED, "interrupted"), (ExitCode.GAVE_UP, "failed"), (ExitCode.RECIPE, "failed")],
 )
 def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCode, status: str) -> None:
     record(run, worker(9.0), start(10.0), step(11.0, 1), step(12.0, 2))
@@ -163,7 +163,7 @@ def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) ->
     ("result", "wanted"),
     [
         (None, {}),
-        ({"status": "stopped", "steps": 300}, {}),
+        ({"status": "interrupted", "steps": 300}, {}),
         ({"status": "failed", "steps": 300}, {}),
         (DONE, {"steps": 301}),
         (DONE, {"optim": {"lr": 0.5}}),

@@ -8,6 +8,7 @@ import yaml
 
 from lab import BASE, Lab, Values, merged
 from phalanx.errors import ExitCode
+from phalanx.run.event_types import AttemptStarted, RunWarning
 
 GOOD = merged(BASE, {"callbacks": []})
 Case = tuple[Values | str | None, list[str], list[str]]
@@ -118,6 +119,6 @@ def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) 
     assert "jumps from" in more.stderr
     forced = lab.command("train", recipe, "steps=18", "optim.lr=0.001", "--force", "--run", run.path)
     assert forced.returncode == ExitCode.DONE, forced.stderr
-    assert [event["from_step"] for event in lab.ended(run, 0).kind("start")] == [0, 12, 16]
-    assert [event["text"] for event in lab.ended(run, 0).kind("warning")][-1] == "forced: optim.lr: 0.003 -> 0.001"
+    assert [event.start_step for event in lab.ended(run, 0).kind(AttemptStarted)] == [0, 12, 16]
+    assert [event.text for event in lab.ended(run, 0).kind(RunWarning)][-1] == "forced: optim.lr: 0.003 -> 0.001"
     assert os.listdir(run.path / "checkpoints")

@@ -3,6 +3,7 @@
 import pytest
 
 from lab import Lab, Values, fault, merged
+from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunWarning, StepDone
 
 REPLICAS: Values = {"exchange": {"exact": "replicas"}}
 MICRO_2 = merged(REPLICAS, {"batch": {"micro": 2}})
@@ -65,8 +66,8 @@ def test_same_digest_for_any_number_of_sharded_replicas(lab: Lab, changes: Value
     one, two = (lab.train(sharded(replicas, changes), 2 * replicas) for replicas in (1, 2))
     assert one.digest == two.digest
     assert one.losses == two.losses
-    assert [event["grad_norm"] for event in one.kind("step")] == [event["grad_norm"] for event in two.kind("step")]
-    assert [event["loss"] for event in one.kind("eval")] == [event["loss"] for event in two.kind("eval")]
+    assert [event.grad_norm for event in one.kind(StepDone)] == [event.grad_norm for event in two.kind(StepDone)]
+    assert [event.loss for event in one.kind(EvaluationDone)] == [event.loss for event in two.kind(EvaluationDone)]
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_same_digest_when_sharded_replicas_go_on_in_another_number(lab: Lab, pat
     lab.lose(sharded(path[0]), 2 * path[0], run, [fault(6, ranks=[1], attempt=0)])
     ended = lab.train(sharded(path[1]), 2 * path[1], run)
     assert ended.digest == lab.reference(sharded(2), 4).digest
-    assert not [event for event in ended.kind("warning") if "digest will differ" in event["text"]]
+    assert not [event for event in ended.kind(RunWarning) if "digest will differ" in event.text]
 
 
 @pytest.mark.parametrize("path", [(2, 1, 3), (3, 6, 1), (1, 4, 2)])
@@ -99,5 +100,5 @@ def test_same_digest_on_any_path_between_worlds(lab: Lab, path: tuple[int, int, 
     lab.lose(REPLICAS, path[1], run, [fault(10, ranks=[0], attempt=1)])
     ended = lab.train(REPLICAS, path[2], run)
     assert ended.digest == lab.reference(REPLICAS, 1).digest
-    assert [event["world"] for event in ended.kind("start")] == list(path)
-    assert not [event for event in ended.kind("warning") if "digest will differ" in event["text"]]
+    assert [event.world_size for event in ended.kind(AttemptStarted)] == list(path)
+    assert not [event for event in ended.kind(RunWarning) if "digest will differ" in event.text]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lab import Ended, Lab, fault
+from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunWarning
 
 LONG = {"steps": 60, "checkpoint": {"every": 20}, "evaluate": {"every": 30}}
 
@@ -27,7 +28,7 @@ def test_two_runs_of_the_same_world_are_the_same_run(lab: Lab, nproc: int) -> No
 def test_losses_on_any_world_differ_by_rounding_only(lab: Lab, nproc: int) -> None:
     ended, alone = lab.reference(LONG, nproc), lab.reference(LONG, 1)
     assert relative(ended, alone) < 1e-5
-    evaluations = zip(ended.kind("eval"), alone.kind("eval"), strict=True)
+    evaluations = zip(ended.kind(EvaluationDone), alone.kind(EvaluationDone), strict=True)
     assert all(abs(here["loss"] - there["loss"]) / there["loss"] < 1e-5 for here, there in evaluations)
 
 
@@ -35,9 +36,9 @@ def test_a_changed_world_goes_on_with_losses_that_differ_by_rounding_only(lab: L
     run = lab.place()
     lab.lose(LONG, 2, run, [fault(37, ranks=[1])])
     ended = lab.train(LONG, 3, run)
-    assert [(event["world"], event["from_step"]) for event in ended.kind("start")] == [(2, 0), (3, 30)]
+    assert [(event.world_size, event.start_step) for event in ended.kind(AttemptStarted)] == [(2, 0), (3, 30)]
     assert relative(ended, lab.reference(LONG, 2)) < 1e-5
-    assert [event for event in ended.kind("warning") if "the digest will differ" in event["text"]]
+    assert [event for event in ended.kind(RunWarning) if "the digest will differ" in event.text]
 
 
 def samples(folder: Path, attempt: int, world: int) -> list[list[int]]:
@@ -57,7 +58,7 @@ def test_a_changed_world_keeps_the_order_of_samples(lab: Lab, tmp_path: Path) ->
     lab.train(changes, 2, run, folder=broken, faults=[fault(7, "term")])
     ended = lab.train(changes, 4, run, folder=broken)
     assert ended.code == 0
-    from_step = ended.kind("start")[-1]["from_step"]
+    from_step = ended.kind(AttemptStarted)[-1].start_step
     assert 7 <= from_step < 12
     expected = samples(whole, 0, 1)
     assert len({sample for step in expected[:8] for sample in step}) == 96  # an epoch repeats nothing

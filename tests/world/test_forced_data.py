@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lab import Lab, words
 from phalanx.errors import ExitCode
+from phalanx.run.event_types import RunWarning
 
 
 def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: Lab, tmp_path: Path) -> None:
@@ -15,4 +16,4 @@ def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: Lab, tmp_p
     assert "was trained on other data" in (refused.message or "")
     forced = lab.train({"steps": 14}, run=run, folder=folder, force=True)
     assert forced.code == ExitCode.DONE
-    assert [event for event in forced.kind("warning") if event["text"].startswith("forced: the run goes on with other")]
+    assert [event for event in forced.kind(RunWarning) if event.text.startswith("forced: the run goes on with other")]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lab import Ended, Lab, Values
+from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 from phalanx.train.huggingface_calls import logits_of
 from phalanx.train.trained import load_trained
@@ -65,10 +66,10 @@ def divided(lab: Lab, kind: str, layout: Values, **more: Any) -> Ended:
 
 def compare(found: Ended, expected: Ended) -> None:
     for key in ("loss", "grad_norm"):
-        here, there = ([event[key] for event in run.kind("step")] for run in (found, expected))
+        here, there = ([event[key] for event in run.kind(StepDone)] for run in (found, expected))
         assert len(here) == len(there) == 10, found.message
         torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=TOLERANCE, atol=0)
-    scores = [run.kind("eval")[-1]["loss"] for run in (found, expected)]
+    scores = [run.kind(EvaluationDone)[-1].loss for run in (found, expected)]
     assert scores[0] == pytest.approx(scores[1], rel=TOLERANCE)
 
 

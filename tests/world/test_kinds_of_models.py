@@ -21,6 +21,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, load_recipe
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
+from phalanx.run.event_types import RunWarning
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 from phalanx.train.ends import result_of
 from phalanx.train.gang import Gang
@@ -250,7 +251,7 @@ def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refuse
         train(kinds, kind, 1, {})
     ended = train(kinds, kind, 1, {"exchange": {"exact": "world"}})
     assert ended.digest
-    (said,) = [event["text"] for event in ended.kind("warning") if "no checkpoint" in event["text"]]
+    (said,) = [event.text for event in ended.kind(RunWarning) if "no checkpoint" in event.text]
     assert said.startswith(f"forwards of the model change {changed}, which is in no checkpoint")
 
 

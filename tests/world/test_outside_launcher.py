@@ -8,6 +8,7 @@ import pytest
 from lab import Lab, Values, fault, plan_faults, steps_seen, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone
 
 # Without `--` torchrun would take `--run` for an abbreviation of its own `--run-path`.
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "phalanx", "--", "train"]
@@ -25,7 +26,7 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: Lab) -> None
     ended, reference = lab.ended(run, 0), lab.reference({}, 2)
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 13))
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 13))
     assert set(ended.result) == set(reference.result)
     assert "done at step 12 of 12" in done.stderr
     assert done.stderr.count(f"digest   {ended.digest}") == 1
@@ -53,12 +54,12 @@ def test_stopped_there_and_finished_here(lab: Lab) -> None:
         process.communicate(timeout=40)
     ended = lab.ended(run, ExitCode.UNFINISHED)
     step = ended.result["steps"]
-    assert ended.result["status"] == "stopped"
-    assert ended.kind("checkpoint")[-1]["step"] == step
+    assert ended.result["status"] == "interrupted"
+    assert ended.kind(CheckpointSaved)[-1].step == step
     wait_until(lambda: lab.processes() == set(), 5)
     again = lab.train({"steps": step + 3}, 2, run)
     assert again.code == ExitCode.DONE
-    assert [(event["attempt"], event["from_step"]) for event in again.kind("start")] == [(0, 0), (1, step)]
+    assert [(event.attempt, event.start_step) for event in again.kind(AttemptStarted)] == [(0, 0), (1, step)]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.watch import HEARTBEAT
 from phalanx.joining import train_script
 from phalanx.run import Event, Run
+from phalanx.run.event_types import AttemptStarted, HangDetected, RunWarning, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.collated import Collated, describe
 from phalanx.train.model import seed_everything, seed_for
@@ -140,7 +141,7 @@ def test_bf16_gives_almost_the_same(lab: Lab, scripts: Path, nproc: int, overrid
 
 def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
     """The learning rate is the loop's, its course the recipe's."""
-    rates = [event["lr"] for event in ours(lab, ["right", "optim.schedule.warmup=4"]).kind("step")]
+    rates = [event.lr for event in ours(lab, ["right", "optim.schedule.warmup=4"]).kind(StepDone)]
     assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
@@ -156,7 +157,7 @@ def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrid
 
 def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path) -> None:
     ended = ours(lab, ["right"])
-    assert {event["tokens"] for event in ended.kind("step")} == {48}
+    assert {event.units for event in ended.kind(StepDone)} == {48}
     plan = ended.run.read_json(ended.run.plan) or {}
     assert (plan["unit"], plan["units_per_sample"]) == ("tokens", 4)
     assert plan["parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
@@ -202,7 +203,7 @@ def test_killed_at_any_step_it_ends_in_the_same_bits(
     kills = [fault(3, ranks=ranks), fault(7, ranks=ranks, attempt=1), fault(10, ranks=ranks, attempt=2)]
     ended = ours(lab, arguments, nproc, faults=[SLOW, *kills])
     assert ended.digest == undisturbed(lab, *arguments, nproc=nproc).digest
-    starts = [event["from_step"] for event in ended.kind("start")]
+    starts = [event.start_step for event in ended.kind(AttemptStarted)]
     assert len(starts) == 4
     assert starts[-1] in (4, 8)  # the last checkpoint, or the one before where the disk was slow
 
@@ -212,12 +213,12 @@ def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, sc
     arguments = ["batch.micro=1"]
     ended = ours(lab, ["stuck", *arguments, "recovery.silence=7.5"], 2)
     assert ended.digest == undisturbed(lab, "right", *arguments, nproc=2).digest
-    (hang,) = ended.kind("hang")
-    assert (hang["rank"], hang["stopped"]) == (1, False)
-    assert hang["silent"] < 2 * HEARTBEAT
-    assert "in think" in hang["stack"]
-    assert "own_loop.py" in hang["stack"]
-    (told,) = ended.kind("fault")
+    (hang,) = ended.kind(HangDetected)
+    assert (hang.rank, hang.is_stopped) == (1, False)
+    assert hang.silence_s < 2 * HEARTBEAT
+    assert "in think" in hang.stack
+    assert "own_loop.py" in hang.stack
+    (told,) = ended.kind(WorkerFailure)
     assert (told["rank"], told["what"]) == (1, "hang")
 
 
@@ -225,16 +226,16 @@ def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, sc
 def test_a_worker_of_a_loop_that_is_held_still_is_started_again(lab: Lab, scripts: Path) -> None:
     ended = ours(lab, ["dropout"], 2, faults=[fault(6, "freeze", ranks=[1])])
     assert ended.digest == undisturbed(lab, "dropout", nproc=2).digest
-    (hang,) = ended.kind("hang")
-    assert (hang["rank"], hang["step"], hang["stopped"]) == (1, 6, True)
-    assert ended.kind("fault")[0]["what"] == "hang"
+    (hang,) = ended.kind(HangDetected)
+    assert (hang.rank, hang.step, hang.is_stopped) == (1, 6, True)
+    assert ended.kind(WorkerFailure)[0].what == "hang"
 
 
 @pytest.mark.slow
 def test_a_loop_that_says_that_it_is_alive_is_let_be(lab: Lab, scripts: Path) -> None:
     ended = ours(lab, ["thinks", "batch.micro=1", "recovery.silence=6"], 2)
     assert ended.digest == undisturbed(lab, "right", "batch.micro=1", nproc=2).digest
-    assert ended.kind("hang") == ended.kind("fault") == []
+    assert ended.kind(HangDetected) == ended.kind(WorkerFailure) == []
 
 
 def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts: Path) -> None:
@@ -247,7 +248,7 @@ def test_stopped_it_saves_and_goes_on_to_the_same_bits(lab: Lab, scripts: Path, 
     stopped = ours(lab, ["dropout"], 2, faults=[SLOW], show=signal_at(3, number))
     assert (stopped.code, stopped.message) == (ExitCode.UNFINISHED, None)
     assert 3 <= stopped.result["steps"] < STEPS
-    assert stopped.result["status"] == "stopped"
+    assert stopped.result["status"] == "interrupted"
     assert ours(lab, ["dropout"], 2, stopped.run).digest == undisturbed(lab, "dropout", nproc=2).digest
 
 
@@ -256,7 +257,7 @@ def test_a_run_that_is_done_stays_as_it_is_and_goes_on_when_steps_are_raised(lab
     assert ours(lab, ["dropout"], 1, done.run).digest == done.digest
     longer = ours(lab, ["dropout", "steps=16"], 1, done.run)
     assert longer.digest == undisturbed(lab, "dropout", "steps=16").digest
-    assert any("steps 12 -> 16" in event["text"] for event in longer.kind("warning"))
+    assert any("steps 12 -> 16" in event.text for event in longer.kind(RunWarning))
 
 
 def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: Lab, scripts: Path) -> None:
@@ -320,7 +321,7 @@ def test_an_example_alone_is_interrupted_and_finished(
         _, said = process.communicate(timeout=100)
     ended = lab.ended(run, process.returncode)
     assert ended.digest == undisturbed(lab, script=name).digest, said
-    assert ended.kind("start")[1]["from_step"] >= 4
+    assert ended.kind(AttemptStarted)[1].start_step >= 4
     assert said.count(f"digest   {ended.digest}") == 1
     assert "Traceback" not in said
 
@@ -468,7 +469,7 @@ def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: Lab, scripts: P
     assert "another run directory" in str(refused.message)
     forced = ours(lab, ["other-data"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("goes on with other data" in event["text"] for event in forced.kind("warning"))
+    assert any("goes on with other data" in event.text for event in forced.kind(RunWarning))
 
 
 def test_a_run_does_not_go_on_under_another_recipe(lab: Lab, scripts: Path) -> None:
@@ -478,7 +479,7 @@ def test_a_run_does_not_go_on_under_another_recipe(lab: Lab, scripts: Path) -> N
     assert "batch.global: 12 -> 8" in str(refused.message)
     forced = ours(lab, ["right", "batch.global=8"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("forced: batch.global: 12 -> 8" in event["text"] for event in forced.kind("warning"))
+    assert any("forced: batch.global: 12 -> 8" in event.text for event in forced.kind(RunWarning))
 
 
 def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) -> None:
@@ -584,7 +585,7 @@ def test_a_script_may_leave_as_it_likes_after_its_run(lab: Lab, scripts: Path) -
 def test_leaving_the_loop_early_saves_and_is_not_finished(lab: Lab, scripts: Path) -> None:
     ended = ours(lab, ["break"])
     assert ended.code == ExitCode.UNFINISHED
-    assert (ended.result["status"], ended.result["steps"]) == ("stopped", 1)
+    assert (ended.result["status"], ended.result["steps"]) == ("interrupted", 1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from phalanx.jobs.agent import Agent
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Layout as LayoutValues
 from phalanx.run import Run
+from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 
 TOLERANCE = 1e-5
@@ -77,9 +78,9 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
     alone, ended = lab.reference(case.changes), run_of(lab, trained, layout, case)
     assert len(ended.losses) == layouts.STEPS
     assert largest(ended.losses, alone.losses) < TOLERANCE
-    norms = [[event["grad_norm"] for event in run.kind("step")] for run in (ended, alone)]
+    norms = [[event.grad_norm for event in run.kind(StepDone)] for run in (ended, alone)]
     assert largest(*norms) < TOLERANCE
-    scores = [[event["loss"] for event in run.kind("eval")] for run in (ended, alone)]
+    scores = [[event.loss for event in run.kind(EvaluationDone)] for run in (ended, alone)]
     assert largest(*scores) < TOLERANCE
 
 
@@ -109,7 +110,7 @@ def test_the_table_in_the_docs_is_what_is_tested() -> None:
 
 
 def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
-    norms = [event["grad_norm"] for event in lab.reference(layouts.FIRST.changes).kind("step")]
+    norms = [event.grad_norm for event in lab.reference(layouts.FIRST.changes).kind(StepDone)]
     assert all(norm > layouts.FIRST.changes["optim"]["clip"] for norm in norms)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lab import Ended, Lab, Values
+from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.train.checkpoint import list_checkpoints, load_tensors
 
 LAYOUTS: list[Values] = [{"replicate": 2}, {"shard": 2}, {"tensor": 2}]
@@ -26,10 +27,10 @@ def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(la
     alone, ended = lab.reference(changes), lab.train({**changes, "layout": layout}, 2)
     for run in (alone, ended):
         assert run.code == 0, run.message
-        assert [(guard["step"], guard["action"]) for guard in run.kind("guard")] == [(1, "rescale")]
+        assert [(guard.step, guard.action) for guard in run.kind(NonFiniteStep)] == [(1, "rescale")]
     # Workers with different scales would add up gradients of different sizes, and cut or shrink them by other factors.
     assert largest(ended.losses, alone.losses) < 2e-3
-    norms: list[list[Any]] = [[event["grad_norm"] for event in run.kind("step")[1:]] for run in (ended, alone)]
+    norms: list[list[Any]] = [[event.grad_norm for event in run.kind(StepDone)[1:]] for run in (ended, alone)]
     assert largest(*norms) < 2e-2
     states: list[Any] = [scale_of(run) for run in (ended, alone)]
     assert states[0] == states[1]

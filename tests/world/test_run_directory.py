@@ -15,6 +15,7 @@ from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, Usage
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, EvaluationDone, RunWarning, StepDone, WorkerStarted
 
 PARTS = {"data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other"}
 
@@ -24,10 +25,10 @@ def by_attempt(ended: Ended) -> dict[int, list[int]]:
     steps: dict[int, list[int]] = {}
     attempt = -1
     for event in ended.events:
-        if event["kind"] == "start":
-            attempt = event["attempt"]
-        elif event["kind"] == "step":
-            steps.setdefault(attempt, []).append(event["step"])
+        if isinstance(event, AttemptStarted):
+            attempt = event.attempt
+        elif isinstance(event, StepDone):
+            steps.setdefault(attempt, []).append(event.step)
     return steps
 
 
@@ -36,29 +37,29 @@ def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds
     ended = lab.train({}, nproc, faults=[fault(7, ranks=[0])])
     steps = by_attempt(ended)
     assert steps[0] == list(range(1, steps[0][-1] + 1))
-    assert steps[1] == list(range(ended.kind("start")[1]["from_step"] + 1, 13))
-    for event in ended.kind("step"):
-        assert set(event["parts"]) == PARTS
-        assert all(seconds >= 0 for seconds in event["parts"].values())
-        assert math.isclose(sum(event["parts"].values()), event["seconds"], rel_tol=1e-6)
-        assert event["tokens"] == 12 * 32
-        assert event["loss"] > 0
-        assert event["grad_norm"] > 0
-        assert 0 < event["lr"] <= 3e-3
+    assert steps[1] == list(range(ended.kind(AttemptStarted)[1].start_step + 1, 13))
+    for event in ended.kind(StepDone):
+        assert set(event.breakdown_s) == PARTS
+        assert all(seconds >= 0 for seconds in event.breakdown_s.values())
+        assert math.isclose(sum(event.breakdown_s.values()), event.duration_s, rel_tol=1e-6)
+        assert event.units == 12 * 32
+        assert event.loss > 0
+        assert event.grad_norm > 0
+        assert 0 < event.lr <= 3e-3
 
 
 def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: Lab) -> None:
     """No time is lost between the steps: evaluation apart, their seconds add up to the clock."""
     ended = lab.reference({"evaluate": {"every": None}, "steps": 60}, 1)
-    steps = ended.kind("step")
+    steps = ended.kind(StepDone)
     clock = steps[-1]["t"] - steps[0]["t"]
-    assert math.isclose(sum(event["seconds"] for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
+    assert math.isclose(sum(event.duration_s for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
 
 
 def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
     ended = lab.reference({}, 3)
-    assert sorted(event["rank"] for event in ended.kind("worker")) == [0, 1, 2]
-    (start,) = ended.kind("start")
+    assert sorted(event.rank for event in ended.kind(WorkerStarted)) == [0, 1, 2]
+    (start,) = ended.kind(AttemptStarted)
     assert {key: start[key] for key in ("world", "attempt", "from_step", "steps", "micro_batches")} == {
         "world": 3,
         "attempt": 0,
@@ -66,18 +67,18 @@ def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
         "steps": 12,
         "micro_batches": 12,
     }
-    assert [event["step"] for event in ended.kind("eval")] == [5, 10, 12]
+    assert [event.step for event in ended.kind(EvaluationDone)] == [5, 10, 12]
     assert ended.events[-1]["kind"] == "end"
     assert (ended.events[-1]["status"], ended.events[-1]["step"]) == ("done", 12)
-    for event in ended.kind("checkpoint"):
-        assert event["bytes"] > 100_000
-        assert 0 <= event["stall"] <= event["seconds"]
-    assert (ended.run.path / ended.kind("checkpoint")[-1]["path"] / "MANIFEST.json").is_file()
+    for event in ended.kind(CheckpointSaved):
+        assert event.size_bytes > 100_000
+        assert 0 <= event.stall_s <= event.duration_s
+    assert (ended.run.path / ended.kind(CheckpointSaved)[-1].path / "MANIFEST.json").is_file()
 
 
 def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab: Lab) -> None:
     told = {
-        event["step"]: event["noise_scale"] for event in lab.reference({}, 1).kind("step") if "noise_scale" in event
+        event.step: event.noise_scale_samples for event in lab.reference({}, 1).kind(StepDone) if "noise_scale" in event
     }
     assert list(told) == [8]
     assert told[8] > 0
@@ -88,10 +89,10 @@ def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> Non
     optim = {"lr": 1e-3, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": {"warmup": 4}}
     changes = {"batch": {"global": 4, "per": "worker"}, "optim": optim, "steps": 6}
     ended = lab.train(changes, 3)
-    assert [event["tokens"] for event in ended.kind("step")] == [12 * 32] * 6
-    assert [event["lr"] for event in ended.kind("step")] == pytest.approx([1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3])
+    assert [event.units for event in ended.kind(StepDone)] == [12 * 32] * 6
+    assert [event.lr for event in ended.kind(StepDone)] == pytest.approx([1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3])
     again = lab.train(changes | {"steps": 8}, 1, run=ended.run)
-    assert [(event["tokens"], event["lr"]) for event in again.kind("step")[-2:]] == [(12 * 32, pytest.approx(3e-3))] * 2
+    assert [(event.units, event.lr) for event in again.kind(StepDone)[-2:]] == [(12 * 32, pytest.approx(3e-3))] * 2
 
 
 def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: Lab) -> None:
@@ -115,7 +116,7 @@ def test_everything_of_a_run_stands_in_its_directory(lab: Lab) -> None:
 
 def test_the_resolved_recipe_names_the_device_that_trained(lab: Lab) -> None:
     run = lab.reference({}, 1).run
-    (start,) = (event for event in read_events(run.events) if event["kind"] == "start")
+    (start,) = (event for event in read_events(run.events) if isinstance(event, AttemptStarted))
     assert load_recipe(run.recipe).recipe.device == "auto"
     assert load_recipe(run.resolved).recipe.device == start["device"].partition(":")[0]
 
@@ -132,7 +133,7 @@ def test_two_processes_cannot_train_one_run(lab: Lab) -> None:
     run = lab.place()
 
     def show(event: Values) -> None:
-        if event["kind"] == "start":
+        if isinstance(event, AttemptStarted):
             with pytest.raises(UsageError, match="another process is training this run"):
                 lab.train({}, 1, run)
 
@@ -143,9 +144,9 @@ def test_two_processes_cannot_train_one_run(lab: Lab) -> None:
 def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learning_rate(lab: Lab, nproc: int) -> None:
     ended = lab.train({"steps": 8}, nproc)
     lab.train({"steps": 12}, nproc, ended.run)
-    assert [event["from_step"] for event in ended.kind("start")] == [0, 8]
-    assert [event["step"] for event in ended.kind("step")] == list(range(1, 13))
-    (note,) = ended.kind("warning")
+    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 8]
+    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 13))
+    (note,) = ended.kind(RunWarning)
     assert "steps 8 -> 12" in note["text"]
     assert "the learning rate at step 8 jumps from 0.0003 to 0.00142" in note["text"]
     assert (ended.result["steps"], ended.result["status"]) == (12, "done")
@@ -180,9 +181,9 @@ def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: Lab) -> None
     stopped = lab.train({}, 1, faults=[fault(6, "term")])
     ended = lab.train({"optim": {"lr": 1e-3}}, 1, stopped.run, force=True)
     assert ended.code == 0
-    assert ended.kind("start")[-1]["from_step"] == 6
-    assert [event["text"] for event in ended.kind("warning")] == ["forced: optim.lr: 0.003 -> 0.001"]
-    assert ended.kind("step")[-1]["lr"] == pytest.approx(1e-4)
+    assert ended.kind(AttemptStarted)[-1].start_step == 6
+    assert [event.text for event in ended.kind(RunWarning)] == ["forced: optim.lr: 0.003 -> 0.001"]
+    assert ended.kind(StepDone)[-1].lr == pytest.approx(1e-4)
     assert ended.digest != lab.reference({}, 1).digest
 
 
@@ -272,7 +273,7 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
             )
     ended = lab.train({}, 2, run)
     assert ended.digest == lab.reference({}, 2).digest
-    told = [event["text"] for event in ended.kind("warning")]
+    told = [event.text for event in ended.kind(RunWarning)]
     assert any("plan.json: not valid JSON" in text for text in told) is (damage == "torn")
     assert run.read_json(run.plan)["facts"]["kind"] == "tokens"  # type: ignore[index]
 
@@ -289,7 +290,7 @@ def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(lab: 
     ended = lab.train(changes, 1, run)
     assert ended.digest == lab.reference(changes, 1).digest
     assert run.resolved.read_text() == resolved
-    assert any(f"{names[0]}.yaml is missing; the run goes on with" in event["text"] for event in ended.kind("warning"))
+    assert any(f"{names[0]}.yaml is missing; the run goes on with" in event.text for event in ended.kind(RunWarning))
 
 
 def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lab import Lab, Values, fault
 from phalanx.errors import RecipeError
+from phalanx.run.event_types import AttemptStarted, RunWarning
 from phalanx.train import forward_state
 from phalanx.train.forward_state import ForwardState
 from phalanx.train.parallel.shard import shard_model
@@ -22,8 +23,8 @@ STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro"
 def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share(lab: Lab) -> None:
     ended = lab.train(STATEFUL, 2, faults=[fault(1, "slow", delay=0.05, attempt=None), fault(7, ranks=[1])])
     assert ended.digest == lab.reference(STATEFUL, 2).digest
-    assert [event["from_step"] > 0 for event in ended.kind("start")] == [False, True]
-    said = [event["text"] for event in ended.kind("warning") if "forwards change" in event["text"]]
+    assert [event.start_step > 0 for event in ended.kind(AttemptStarted)] == [False, True]
+    said = [event.text for event in ended.kind(RunWarning) if "forwards change" in event.text]
     assert said
     assert all(
         "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said

@@ -16,6 +16,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from lab import Ended, Lab, fault, plan_faults, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, StepDone, WorkerFailure, WorkerStarted
 from phalanx.run.events import read_events
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="another user and a network namespace need root")
@@ -40,14 +41,14 @@ def listening(root: int) -> set[tuple[str, int]]:
 def workers(run: Run, attempt: int) -> list[int]:
     """The processes of an attempt's workers."""
     return [
-        event["pid"] for event in read_events(run.events) if event["kind"] == "worker" if event["attempt"] == attempt
+        event.pid for event in read_events(run.events) if isinstance(event, WorkerStarted) if event.attempt == attempt
     ]
 
 
 def trains(run: Run, attempt: int) -> bool:
     """Whether a step of the attempt was done: its workers have met."""
-    told = [event for event in read_events(run.events) if event["kind"] in ("start", "step")]
-    starts = [index for index, event in enumerate(told) if event.get("attempt") == attempt]
+    told = [event for event in read_events(run.events) if isinstance(event, AttemptStarted | StepDone)]
+    starts = [index for index, event in enumerate(told) if event.attempt == attempt]
     return bool(starts) and len(told) > starts[0] + 1
 
 
@@ -155,7 +156,7 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
         with pytest.raises(BlockingIOError):
             trap.accept()
     assert ended == [ExitCode.DONE, ExitCode.DONE]
-    assert any(event["kind"] == "fault" for event in read_events(run.events))
+    assert any(isinstance(event, WorkerFailure) for event in read_events(run.events))
     assert Ended(run, 0, "").digest == lab.reference(CHANGES, 2).digest
 
 

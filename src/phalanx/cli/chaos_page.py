@@ -15,6 +15,7 @@ from phalanx.observe.history import history_of
 from phalanx.observe.ledger import ledger_of
 from phalanx.observe.units import duration, times
 from phalanx.run import Event, Run
+from phalanx.run.event_types import AttemptStarted, WorkerStarted
 from phalanx.run.steady import unix_now
 
 
@@ -46,7 +47,7 @@ class Bout:
 def costs_of(struck: Sequence[Struck], events: Sequence[Event]) -> list[Cost]:
     """The cost of each fault that struck, from the events of the run."""
     history = history_of(events)
-    starts = [(event["attempt"], event["t"]) for event in events if event["kind"] == "start"]
+    starts = [(event.attempt, event.time) for event in events if isinstance(event, AttemptStarted)]
     lives = history.attempts
     died = [before.number for before in lives[:-1] if before.died]
     losses = dict(zip(died, (loss.total for loss in ledger_of(history).losses), strict=True))
@@ -161,7 +162,7 @@ def counts(bout: Bout) -> str:
     """How many faults struck in what, and how often the run was started."""
     named = ((Phase.STEP, "steps"), (Phase.SAVE, "saves"), (Phase.RESTART, "restarts"))
     phases = ", ".join(f"{sum(one.phase is phase for one in bout.struck)} in {name}" for phase, name in named)
-    attempts = len({event["attempt"] for event in bout.events if event["kind"] == "worker"})
+    attempts = len({event.attempt for event in bout.events if isinstance(event, WorkerStarted)})
     return (
         f"{times(len(bout.struck), 'fault')}: {phases}; {times(attempts, 'attempt')}, "
         f"{times(bout.starts, 'start')} of the command"

@@ -9,6 +9,7 @@ from phalanx.jobs.engine import Engine, reader_of
 from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import State, Status
 from phalanx.run import Event, Run
+from phalanx.run.event_types import AttemptStarted
 
 LOOK = 0.5
 """Seconds between two looks."""
@@ -54,7 +55,7 @@ def in_words(run: Run) -> Callable[[Event], list[str]]:
 
     def say(event: Event) -> list[str]:
         nonlocal made
-        if event["kind"] == "start" and run.resolved.is_file():  # the facts are not there before
+        if isinstance(event, AttemptStarted) and run.resolved.is_file():  # the facts are not there before
             made = Lines(0, facts_of(run))
         return [part for text in made.take(event) for part in text.splitlines()]
 

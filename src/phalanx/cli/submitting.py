@@ -14,12 +14,11 @@ from phalanx.jobs.array import submit_array
 from phalanx.jobs.code import Code, commit_code, folder_code, unpack
 from phalanx.jobs.engine import Engine, ReleasingEngine, Request, open_engine
 from phalanx.jobs.frameworks import check as check_framework
-from phalanx.jobs.log_stream import Tail, event_of
 from phalanx.jobs.spec import Job, State, Status
 from phalanx.joining import Shown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.travelled import CODE_OF
-from phalanx.run import Run
+from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_place, not_done
 from phalanx.streams import word_of
 
@@ -165,7 +164,7 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
     if dry:
         print(request)
         return int(ExitCode.DONE)
-    happened = Tail(Run(run).events)
+    happened = EventTail(Run(run).events)
     happened.skip()  # of what others did in this run before
     ident = submit(engine, request, out)
     try:
@@ -209,7 +208,7 @@ def submit_all(engine: Engine, requests: Sequence[Request], out: TextIO) -> list
 def follow(
     engine: Engine,
     ident: str,
-    happened: Tail,
+    happened: EventTail,
     shown: Shown,
     out: TextIO,
     sleep: Callable[[float], None] = time.sleep,
@@ -233,7 +232,7 @@ def follow(
                 print(f"{error}; asking again for {SILENCE / 60:.0f} min", file=out)
             sleep(LOOK)
             continue
-        for event in filter(None, map(event_of, happened.read())):
+        for event in happened.read():
             shown.show(event)
         if (status.state, status.reason) != told and status.state is not State.RUNNING:
             print(_line(status), file=out)

@@ -25,6 +25,7 @@ from phalanx.jobs.attempt import (
     ORPHANED,
     OVERDUE,
     Attempt,
+    failure_of,
     fault,
     first_to_fall,
     how_ended,
@@ -35,7 +36,7 @@ from phalanx.jobs.attempt import (
 from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Left, Node, There
-from phalanx.jobs.nursery import LOST_PEER, signal_name
+from phalanx.jobs.nursery import LOST_PEER
 from phalanx.jobs.nursery_process import AGAIN, AskedToStop, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
 from phalanx.jobs.pace import WINDOW, straggler, too_early
@@ -44,6 +45,18 @@ from phalanx.jobs.signals import Signals
 from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.channel import Message, drain
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    HangDetected,
+    InMemoryCheckpointSaved,
+    RunWarning,
+    StepDone,
+    StragglerDetected,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.events import from_fields
 from phalanx.run.hot import forget, remove_copies
 from phalanx.run.lock import is_wanted
 from phalanx.waits import Wait, at
@@ -139,7 +152,7 @@ class Agent:
         try:
             self.nursery.wait_ready()
         except NurseryLost as error:
-            self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=str(error))
+            self.emit(self.lost_nursery(str(error)))
             return Outcome(error.code, None, str(error))
         saved, barren, number, outage = 0, 0, first_attempt, None
         patience = COMING
@@ -153,7 +166,7 @@ class Agent:
             code, message = verdict(attempt, self.run.logs, number)
             if attempt.orphaned:
                 code, message = ExitCode.UNFINISHED, attempt.orphaned
-                self.emit("fault", rank=0, node=self.crew.here.name, what="lost nursery", detail=message)
+                self.emit(self.lost_nursery(attempt.orphaned))
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.hurried else message
             if code is ExitCode.UNFIT_NODE and attempt.error is not None:
@@ -164,7 +177,7 @@ class Agent:
                 short = attempt.error is not None and bool(attempt.error.get("out_of_memory"))
                 return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
             assert message is not None
-            self.emit("fault", **fault(attempt), detail=message)
+            self.emit(fault(attempt, message))
             fell = first_to_fall(attempt.codes, attempt.early)[1]
             if attempt.steps == 0 and number == first_attempt and fell in (1, *IN_ORDER):
                 # An exception, or an exit, before the first step is a mistake in code, which another attempt would only
@@ -185,9 +198,13 @@ class Agent:
                 return self.without(first_to_fall(attempt.codes, attempt.early)[0], attempt, text)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
-            self.emit("warning", text="starting again from the last good checkpoint")
+            self._warn("starting again from the last good checkpoint")
             met = attempt.number - (self.replicas is not None and self.replicas.apart)
             number = max(number, met) + 1
+
+    def lost_nursery(self, message: str) -> WorkerFailure:
+        """The failure of this node's own nursery."""
+        return WorkerFailure(rank=0, cause="fork_server_died", host=self.crew.here.name, message=message)
 
     def without(self, rank: int, attempt: Attempt, why: str) -> Outcome:
         """The end of a run that cannot go on with the machine of a worker: its node ends with 77, so that whoever
@@ -205,7 +222,7 @@ class Agent:
             if finding.verdict.unfit:
                 if finding.check.startswith("devices"):
                     return finding.reason
-                self.emit("warning", text=f"{finding.check}: {finding.reason}")
+                self._warn(f"{finding.check}: {finding.reason}")
         return None
 
     def assemble(self, patience: float) -> str | None:
@@ -405,7 +422,7 @@ class Agent:
             lost = sorted(ranks & attempt.members)
             if lost and self.spares(lost):
                 detail = f"node {node.name} was lost: {how}; {self.going_on(lost)}"
-                self.emit("fault", rank=lost[0], node=node.name, what="lost node", detail=detail)
+                self.emit(WorkerFailure(rank=lost[0], cause="node_lost", host=node.name, message=detail))
                 self.replicas.spare(lost, LOST_PEER)
                 return
             if not lost:
@@ -450,8 +467,15 @@ class Agent:
         attempt.compared, attempt.paces = now, beats
         if found is not None and found.rank not in attempt.slow:
             attempt.slow.add(found.rank)
-            fields = {"rank": found.rank, "node": attempt.node_of(found.rank), "factor": round(found.factor, 3)}
-            self.emit("straggler", **fields, lost=round(found.lost, 6), share=round(found.share, 4))
+            self.emit(
+                StragglerDetected(
+                    rank=found.rank,
+                    host=attempt.node_of(found.rank),
+                    slowdown=round(found.factor, 3),
+                    wait_s_per_step=round(found.lost, 6),
+                    wait_fraction=round(found.share, 4),
+                )
+            )
 
     def look(self, attempt: Attempt) -> None:
         """Whether the workers live. A hang is told with the stacks that they print when they are asked, and ended when
@@ -473,13 +497,21 @@ class Agent:
             self.signal(signal.SIGUSR2)
         elif not attempt.hung.told:
             attempt.hung.told = True
-            stack = attempt.hung.stack()
-            fields = {"rank": found.rank, "node": attempt.node_of(found.rank), "step": found.step, "doing": found.doing}
-            self.emit("hang", **fields, silent=round(found.silent, 3), stopped=found.stopped, stack=stack)
+            self.emit(
+                HangDetected(
+                    rank=found.rank,
+                    host=attempt.node_of(found.rank),
+                    step=found.step,
+                    phase=found.doing,
+                    silence_s=round(found.silent, 3),
+                    is_stopped=found.stopped,
+                    stack=attempt.hung.stack(),
+                )
+            )
         elif found.certain or found.silent > self.silence:
             if not found.certain:
                 hint = f"recovery.silence is {self.silence:g} s: if nothing was stuck, but only slow, raise it"
-                self.emit("warning", text=hint)
+                self._warn(hint)
             self.end(attempt, found.words)
 
     def end(self, attempt: Attempt, why: str) -> None:
@@ -505,7 +537,7 @@ class Agent:
             if not self.stopping:
                 self.stopping = True
                 self.signal(signal.SIGTERM)
-                self.emit("warning", text="stopping: saving a checkpoint first; once more stops at once")
+                self._warn("stopping: saving a checkpoint first; once more stops at once")
             elif self._urged > 1:
                 self.hurried = True
                 self.signal(signal.SIGKILL)
@@ -513,11 +545,14 @@ class Agent:
     def take(self, message: Message, attempt: Attempt) -> None:
         """One message of a worker or the nursery."""
         kind = message["kind"]
-        if self.replicas is not None and kind != "exited":
-            self.replicas.hear(message)
-        if kind in ("returned", "raised", "ready", "started", "adrift", "gathered"):
-            return  # of a call that nobody waits for any more; or for the replicas alone
-        if kind == "asked":
+        if (event := from_fields(message)) is not None:
+            self.see(event, attempt)
+        elif kind in ("ready", "adrift", "gathered"):
+            if self.replicas is not None:
+                self.replicas.hear(message)
+        elif kind in ("returned", "raised", "started"):
+            return  # of a call that nobody waits for any more
+        elif kind == "asked":
             self.signals.received.append(signal.SIGUSR1)
         elif kind == "exited":
             self.took_leave(message["rank"], message["status"], attempt)
@@ -532,16 +567,22 @@ class Agent:
         elif kind == "result":
             attempt.result = message["value"]
         else:
-            if kind == "worker":
-                attempt.came.add(message["rank"])
-            if kind in ("checkpoint", "hot_copy"):
-                attempt.saved = max(attempt.saved, message["step"])
-            if kind == "start" and attempt.begun is None:  # later ones may go on from memory
-                attempt.begun = message["from_step"]
-            if kind == "step":
-                attempt.steps += 1
-                attempt.step_seconds = message.get("seconds")
-            self.emit(**message)
+            self._warn(f"a worker sent a message that is no event of this Phalanx: {str(message)[:200]}")
+
+    def see(self, event: Event, attempt: Attempt) -> None:
+        """One event that a worker reports."""
+        if self.replicas is not None:
+            self.replicas.see(event)
+        if isinstance(event, WorkerStarted):
+            attempt.came.add(event.rank)
+        elif isinstance(event, CheckpointSaved | InMemoryCheckpointSaved):
+            attempt.saved = max(attempt.saved, event.step)
+        elif isinstance(event, AttemptStarted) and attempt.begun is None:  # later ones may go on from memory
+            attempt.begun = event.start_step
+        elif isinstance(event, StepDone):
+            attempt.steps += 1
+            attempt.step_seconds = event.duration_s
+        self.emit(event)
 
     def lost_store(self, number: int, attempt: Attempt) -> None:
         """The process through which workers find each other died. Those that have met need it no more; others would
@@ -553,7 +594,7 @@ class Agent:
             attempt.storeless = True
             self.end(attempt, f"{what} before they had met")
         else:
-            self.emit("warning", text=f"{what}; they have met, and go on")
+            self._warn(f"{what}; they have met, and go on")
 
     def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""
@@ -563,7 +604,7 @@ class Agent:
         if self.replicas is not None and status < 0 and self.spares([rank]):
             log = worker_log(self.run.logs, attempt.logs[rank], rank)
             detail = f"worker {rank} {how_ended(status)}{last_words(log)}; {self.going_on([rank])}"
-            self.emit("fault", rank=rank, what=signal_name(-status), detail=detail)
+            self.emit(failure_of(rank, status, detail))
             self.replicas.spare([rank], status)
             self.replicas.again(rank)
             return
@@ -575,12 +616,13 @@ class Agent:
             # the others wait in a collective that can never end; or to take part in what has ended
             self.kill(attempt)
 
-    def emit(self, kind: str, **fields: Any) -> None:
+    def emit(self, event: Event) -> None:
         """Write an event and show it."""
-        self.show(self.log.write(kind, **fields))
+        self.log.write(event)
+        self.show(event)
 
     def _warn(self, text: str) -> None:
-        self.emit("warning", text=text)
+        self.emit(RunWarning(text=text))
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.

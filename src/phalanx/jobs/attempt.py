@@ -11,12 +11,15 @@ from phalanx.jobs.hang import Hang
 from phalanx.jobs.nodes import Node
 from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE, signal_name
 from phalanx.run.channel import Message
+from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.pulse import Beat
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Codes of a worker after which starting it again would only repeat them."""
 IN_ORDER = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
 """Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
+CAUSES: dict[int, FailureCause] = {LOST_PEER: "peer_disconnected", STORAGE: "storage_failed", GPU: "gpu_failed"}
+"""By the status with which a worker ends that knows its cause."""
 NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
 
 
@@ -134,7 +137,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     again, and why."""
     codes = attempt.codes
     if attempt.result is not None and all(code == 0 for code in codes.values()):
-        return ExitCode.UNFINISHED if attempt.result.get("status") == "stopped" else ExitCode.DONE, None
+        return ExitCode.UNFINISHED if attempt.result.get("status") == "interrupted" else ExitCode.DONE, None
     if attempt.ending is not None:
         return None, attempt.ending
     for node, how in attempt.lost.items():
@@ -186,17 +189,24 @@ def first_to_fall(codes: Mapping[int, int], early: Collection[int] = ()) -> tupl
     return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
 
 
-def fault(attempt: Attempt) -> dict[str, Any]:
-    """Rank and kind of an attempt's first failure, as fields of a `fault` event."""
+def fault(attempt: Attempt, message: str) -> WorkerFailure:
+    """An attempt's first failure."""
     if attempt.ending is not None and attempt.hung is not None:
-        return {"rank": attempt.hung.rank, "what": "hang"}
+        return WorkerFailure(rank=attempt.hung.rank, cause="hang", message=message)
     if attempt.storeless:
-        return {"rank": 0, "what": "lost store"}
+        return WorkerFailure(rank=0, cause="store_died", message=message)
     for node in attempt.lost:
-        return {"rank": attempt.places[node].start, "node": node.name, "what": "lost node"}
-    rank, code = first_to_fall(attempt.codes, attempt.early)
-    what = {LOST_PEER: "lost peer", STORAGE: "storage", GPU: "gpu"}.get(code, f"exit {code}")
-    return {"rank": rank, "what": signal_name(-code) if code < 0 else what}
+        return WorkerFailure(rank=attempt.places[node].start, cause="node_lost", host=node.name, message=message)
+    return failure_of(*first_to_fall(attempt.codes, attempt.early), message)
+
+
+def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
+    """The failure of a worker that ended with a status."""
+    if status < 0:
+        return WorkerFailure(rank=rank, cause="signal", signal=signal_name(-status), message=message)
+    if (cause := CAUSES.get(status)) is not None:
+        return WorkerFailure(rank=rank, cause=cause, message=message)
+    return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)
 
 
 def worker_log(logs: Path, attempt: int, rank: int) -> Path:

@@ -9,12 +9,13 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
-from phalanx.run import Event, Run
+from phalanx.run import Run
 from phalanx.run.channel import Message, drain, receive
+from phalanx.run.event_types import StepDone, WorkerStarted
+from phalanx.run.events import from_fields
 from phalanx.run.steady import unix_now
 from phalanx.waits import LOOK, Wait
 
@@ -69,20 +70,20 @@ class World:
         self.running = True
         for count, event in enumerate(self._steps(begun + self.patience), 1):
             if count == 1:
-                self.starts.append(event["t"] - begun)
+                self.starts.append(event.time - begun)
             if count == WARM_UP:
                 break
         self._signal(signal.SIGSTOP)
 
-    def bout(self, seconds: float, least: int = 3) -> list[Event]:
+    def bout(self, seconds: float, least: int = 3) -> list[StepDone]:
         """Events of the whole steps done in about so many seconds, `least` at least. Starts the workers if need be."""
         if not self.running:
             self.start()
         begun = self._clock()
         self._signal(signal.SIGCONT)
-        events: list[Event] = []
+        events: list[StepDone] = []
         for event in self._steps(begun + seconds + self.patience):
-            if event["t"] - event["seconds"] >= begun:  # not the step in which it was held still
+            if event.time - event.duration_s >= begun:  # not the step in which it was held still
                 events.append(event)
             if len(events) >= UNCOUNTED + least and self._clock() - begun >= seconds:
                 break
@@ -106,8 +107,8 @@ class World:
                     self.nursery.kill()
                     self._orphans(why or HELD)
 
-    def _steps(self, until: float) -> Iterator[Event]:
-        """Step events as they come."""
+    def _steps(self, until: float) -> Iterator[StepDone]:
+        """The steps as they are done."""
         with selectors.DefaultSelector() as selector:
             for sock in (self.nursery.control, self.nursery.events):
                 selector.register(sock, selectors.EVENT_READ)
@@ -123,15 +124,15 @@ class World:
                     assert isinstance(key.fileobj, socket.socket)
                     for message in receive(key.fileobj) or self._orphans():
                         self._take(message)
-                        if message["kind"] == "step":
-                            yield message
+                        if isinstance(event := from_fields(message), StepDone):
+                            yield event
                 if self._attempt.codes:
                     self._fail()
 
     def _take(self, message: Message) -> None:
         if message["kind"] == "exited":
             self._attempt.codes[message["rank"]] = message["status"]
-        elif message["kind"] == "worker":
+        elif message["kind"] == WorkerStarted.kind:
             self._attempt.came.add(message["rank"])
         elif message["kind"] == "error":
             self._attempt.error = self._attempt.error or message
@@ -163,12 +164,7 @@ class World:
             self._orphans(str(error))
 
 
-def seconds_of(events: list[Event]) -> list[float]:
-    """Durations of steps."""
-    return [float(event["seconds"]) for event in events]
-
-
-def share_of(events: list[Event], part: str) -> float:
-    """The share of the steps' time that a part of them took."""
-    total: Any = sum(event["seconds"] for event in events)
-    return float(sum(event["parts"].get(part, 0.0) for event in events) / total) if total else 0.0
+def data_wait_share(steps: list[StepDone]) -> float:
+    """The share of the steps' time for which they waited for data."""
+    total = sum(step.duration_s for step in steps)
+    return sum(step.breakdown_s.data_wait for step in steps) / total if total else 0.0

@@ -1,7 +1,10 @@
-"""What a node's GPUs draw during an attempt, as events `energy`."""
+"""What a node's GPUs draw during an attempt, as events EnergyUsed."""
 
 import threading
 from collections.abc import Callable
+
+from phalanx.run import Event
+from phalanx.run.event_types import EnergyUsed
 
 Meter = Callable[[int], float | None]
 """Joules that the first so many GPUs of a node have drawn since some moment; None where nothing counts."""
@@ -15,7 +18,7 @@ class EnergyLog:
     """Reads a meter of so many GPUs in a thread of its own, since a driver that hangs must not hold up the agent.
     `look` and `end` emit what was drawn between two readings."""
 
-    def __init__(self, meter: Meter, emit: Callable[..., None], devices: int):
+    def __init__(self, meter: Meter, emit: Callable[[Event], None], devices: int):
         self._meter, self.emit, self._devices = meter, emit, devices
         self._readings: list[float] = []
         self._over = threading.Event()
@@ -27,7 +30,7 @@ class EnergyLog:
         while len(self._readings) > 1:
             before = self._readings.pop(0)
             if (drawn := self._readings[0] - before) >= 0:  # the driver was loaded again
-                self.emit("energy", joules=drawn, devices=self._devices)
+                self.emit(EnergyUsed(energy_j=drawn, num_gpus=self._devices))
 
     def end(self) -> None:
         """Read once more, and emit."""

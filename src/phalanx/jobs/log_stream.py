@@ -6,16 +6,15 @@ the last line of each file: that is when the file last changed. What comes later
 gets the time at which its file changed.
 """
 
-import contextlib
-import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.run import Event, Run
+from phalanx.run import Event, EventTail, Run
+from phalanx.run.event_types import WorkerStarted
+from phalanx.run.lines import LineTail
 
 LOG = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 """The names of workers' logs (`attempt.worker_log`)."""
@@ -39,50 +38,14 @@ class Line:
         return f"{stamp}  {self.who}  {self.text}"
 
 
-class Tail:
-    """Lines of a file as they are added to it; each byte is read once. One that was cut is read from its start.
-    `shown`: what is made of a line."""
-
-    def __init__(self, path: Path, shown: Callable[[bytes], str] | None = None):
-        self.path, self._shown = path, shown or as_shown
-        self._offset, self._rest = 0, b""
-
-    @property
-    def torn(self) -> bool:
-        """Whether it ends within a line, as far as it was read."""
-        return bool(self._rest)
-
-    def skip(self) -> None:
-        """Pass over what is there."""
-        with contextlib.suppress(FileNotFoundError):
-            self._offset = self.path.stat().st_size
-
-    def read(self, whole: bool = False) -> list[str]:
-        """Lines since the last call; one that is not finished comes when it is, or when `whole` says that the file
-        grows no more."""
-        try:
-            with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        if whole and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
-        return [self._shown(line) for line in lines]
-
-
 class LogStream:
     """The lines of a run that came after `since` (unix seconds). Only what is there at the first look is judged by
     that: what stands behind it in the events, or comes later, came after it, even if somebody has set the clock."""
 
     def __init__(self, run: Run, since: float, say: Say, clock: Callable[[], float] = time.time):
         self._run, self._since, self._say, self._clock = run, since, say, clock
-        self._events = Tail(run.events)
-        self._logs: dict[Path, Tail] = {}
+        self._events = EventTail(run.events)
+        self._logs: dict[Path, LineTail] = {}
         self._nodes: dict[tuple[int, int], str] = {}
         self._looked: float | None = None
         self.begun = False
@@ -100,14 +63,13 @@ class LogStream:
 
     def _happened(self) -> list[tuple[float, Line]]:
         found = []
-        for text in self._events.read():
-            event = event_of(text)
-            if event is None or (self._looked is None and not self.begun and event["t"] < self._since):
+        for event in self._events.read():
+            if self._looked is None and not self.begun and event.time < self._since:
                 continue
             self.begun = True
-            if event["kind"] == "worker":
-                self._nodes[int(event.get("attempt", 0)), int(event["rank"])] = str(event["node"])
-            found += [(event["t"], Line(event["t"], "run", text)) for text in self._say(event)]
+            if isinstance(event, WorkerStarted):
+                self._nodes[event.attempt, event.rank] = event.host
+            found += [(event.time, Line(event.time, "run", text)) for text in self._say(event)]
         return found
 
     def _printed(self, now: float, last: bool) -> list[tuple[float, Line]]:
@@ -118,10 +80,10 @@ class LogStream:
             if named is None:
                 continue
             attempt, rank = int(named[1]), int(named[2])
-            tail = self._logs.setdefault(path, Tail(path))
+            tail = self._logs.setdefault(path, LineTail(path))
             if self._looked is None and changed < self._since and (attempt, rank) not in self._nodes:
                 tail.skip()
-            lines = tail.read(last)
+            lines = [as_shown(line) for line in tail.read(last)]
             who = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
             who += f" attempt {attempt}" if attempt else ""
             if self._looked is None:  # all were printed before, and the file changed when the last one was
@@ -135,18 +97,10 @@ class LogStream:
         return found
 
 
-def event_of(text: str) -> Event | None:
-    """An event; None for a line that a crash has torn."""
-    try:
-        event = json.loads(text)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and "kind" in event and "t" in event else None
-
-
-def as_printed(line: bytes) -> str:
-    """A line as it is."""
-    return line.decode(errors="replace")
+def printed_lines(path: Path) -> Callable[[bool], list[str]]:
+    """What reads the lines of a file as they are, as they are added to it (LineTail.read)."""
+    tail = LineTail(path)
+    return lambda whole: [line.decode(errors="replace") for line in tail.read(whole)]
 
 
 def as_shown(line: bytes) -> str:

@@ -21,6 +21,8 @@ from phalanx.jobs.nursery_process import AskedToStop, NurseryProcess
 from phalanx.jobs.signals import Signals
 from phalanx.run import Run
 from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.event_types import RunWarning
+from phalanx.run.events import to_fields
 from phalanx.run.hot import remove_copies
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Wire, dial
@@ -136,7 +138,7 @@ class Member:
         print(printable(text), file=self.out, flush=True)
         if self._wire is not None:
             with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
-                self._wire.send({"kind": "warning", "text": f"node {self.membership.node}: {text}"})
+                self._wire.send(to_fields(RunWarning(text=f"node {self.membership.node}: {text}")))
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.errors import storage_failed, words_of
-from phalanx.run import Run
+from phalanx.run import Event, Run
+from phalanx.run.event_types import RunWarning
 
 PATIENCE = 600.0
 """Seconds of failing storage after which a run ends, to be started again when it is mended."""
@@ -33,7 +34,7 @@ class Outage:
         return float(min(LONGEST, FIRST * 2 ** (self.attempts - 1)))
 
     def outlast(
-        self, run: Run, clock: Callable[[], float], rest: Callable[[float], bool], emit: Callable[..., None]
+        self, run: Run, clock: Callable[[], float], rest: Callable[[float], bool], emit: Callable[[Event], None]
     ) -> str | None:
         """Wait until the run's storage can be used again; a sentence when that takes too long, or the run is to stop,
         which `rest` tells after so many seconds."""
@@ -43,7 +44,7 @@ class Outage:
                 return f"storage has failed for {PATIENCE:.0f} s; start it again when it is mended"
             if wrong is not None and not told:
                 told = True
-                emit("warning", text=f"waiting for storage: {wrong}")
+                emit(RunWarning(text=f"waiting for storage: {wrong}"))
             if rest(LOOK):
                 return "asked to stop while storage failed"
         return None

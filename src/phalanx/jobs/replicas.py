@@ -16,7 +16,9 @@ from typing import Any
 
 from phalanx.jobs.attempt import Attempt
 from phalanx.jobs.nodes import Node
+from phalanx.run import Event
 from phalanx.run.channel import Message
+from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
 
 MEETING = 10.0
 """Seconds in which workers that were told must have met."""
@@ -34,7 +36,7 @@ class Replicas:
         attempt: Attempt,
         start: Message,
         clock: Callable[[], float],
-        emit: Callable[..., None],
+        emit: Callable[[Event], None],
         size: int = 1,
     ):
         self._attempt, self._start, self._clock, self._emit, self._size = attempt, start, clock, emit, size
@@ -114,7 +116,7 @@ class Replicas:
             self.replace(node, [rank])
         else:
             text = f"worker {rank} ended {TRIES} times before it was at work: the run goes on without it"
-            self._emit("warning", text=text)
+            self._emit(RunWarning(text=text))
 
     def gone(self, ranks: Collection[int]) -> None:
         """Those of these who were getting ready went away with their node."""
@@ -122,26 +124,29 @@ class Replicas:
         self._attempt.leaving -= set(ranks)
         self._ready -= set(ranks)
 
-    def hear(self, message: Message) -> None:
-        """One message of a worker."""
-        kind = message["kind"]
-        if kind == "step":
+    def see(self, event: Event) -> None:
+        """One event that a worker reports."""
+        if isinstance(event, StepDone):
             self._steps += 1
-            self._told = max(self._told, message["step"])
+            self._told = max(self._told, event.step)
             if self._let:  # they work, and meet when a checkpoint that is being written is whole
                 self._deadline = self._until(lost=False)
             self._let_in()
-        elif kind == "ready":
-            self._ready.add(message["rank"])
-            self._let_in()
-        elif kind == "start" and message["attempt"] < self._attempt.number:
-            self._met = message["attempt"]
-        elif kind == "start":
-            self._met = message["attempt"]
+        elif isinstance(event, AttemptStarted):
+            self._met = event.attempt
+            if event.attempt < self._attempt.number:
+                return
             for rank in self._let:
                 del self._tries[rank]
             self._deadline, self._meeting, self._gathered, self._let = None, False, False, set()
             self._steps, self._adrift = 0, False  # the others were of the world before
+
+    def hear(self, message: Message) -> None:
+        """One message of a worker that is no event."""
+        kind = message["kind"]
+        if kind == "ready":
+            self._ready.add(message["rank"])
+            self._let_in()
         elif kind == "gathered" and message["attempt"] == self._attempt.number:
             self._gathered = True
         elif kind == "gathered" and message["attempt"] > self._met:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe import units
-from phalanx.observe.history import History
+from phalanx.observe.history import History, number
 from phalanx.observe.metrics import smooth
 from phalanx.observe.summary import Summary
+from phalanx.run.event_types import NonFiniteStep
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def guards_fired(summary: Summary, history: History) -> Advice | None:
     fired = sum(summary.guards.values())
     if not fired:
         return None
-    steps = sorted({int(event.get("step", 0)) for event in history.guards})
+    steps = sorted({event.step for event in history.of(NonFiniteStep)})
     first = f"from step {steps[0]} on" if len(steps) > 1 else f"at step {steps[0]}"
     back = f", {units.times(summary.rollbacks, 'rollback')}" if summary.rollbacks else ""
     wider = "; or precision=bf16, whose range is that of fp32" if summary.what.precision == "fp16" else ""
@@ -320,7 +321,7 @@ def still_falling(summary: Summary, history: History) -> Advice | None:
 
 def overfitting(summary: Summary, history: History) -> Advice | None:
     """Held-out loss rises while training loss goes on falling."""
-    scores = [(int(event["step"]), float(event.get("loss") or np.nan)) for event in history.evals]
+    scores = [(event.step, number(event.loss)) for event in history.evals]
     scores = [(step, loss) for step, loss in scores if np.isfinite(loss)]
     if len(scores) < 3:
         return None

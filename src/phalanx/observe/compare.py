@@ -208,8 +208,8 @@ def _figures(comparison: Comparison) -> str:
                 training.append(Line("", steps.step, steps.loss, f"{colour} raw"))
             training.append(Line(name, steps.step, smooth(steps.loss) if len(steps) >= 20 else steps.loss, colour))
         if history.evals:
-            at = np.array([float(event["step"]) for event in history.evals])
-            losses = np.array([number(event.get("loss")) for event in history.evals])
+            at = np.array([float(event.step) for event in history.evals])
+            losses = np.array([number(event.loss) for event in history.evals])
             held_out.append(Line(name, at, losses, colour, dots=True))
         keys.append((name, f'<i class="stroke {colour}"></i>'))
     figures = []

@@ -13,6 +13,7 @@ from phalanx.observe.metrics import smooth, split_course
 from phalanx.observe.report import PART_NAMES
 from phalanx.observe.summary import Summary
 from phalanx.observe.svg import Line, Mark, line_plot, stacked_plot
+from phalanx.run.event_types import CheckpointSaved, NonFiniteStep
 
 WIDE, HALF = (964, 320), (468, 220)
 _MOST_MARKS = 80
@@ -83,10 +84,8 @@ def _loss(summary: Summary, history: History, span: tuple[float, float], lives: 
     lines = _noisy("training", steps.step, steps.loss)
     keys = [("training, running mean over single steps" if len(lines) > 1 else "training", stroke("train"))]
     if history.evals:
-        at = np.array([float(event["step"]) for event in history.evals])
-        lines.append(
-            Line("held-out", at, np.array([number(event.get("loss")) for event in history.evals]), "held", True)
-        )
+        at = np.array([float(event.step) for event in history.evals])
+        lines.append(Line("held-out", at, np.array([number(event.loss) for event in history.evals]), "held", True))
         keys.append(("held-out", stroke("held")))
     log = wants_log(steps.loss)
     marks = [*lives, *_guards(history), *_not_finite(history), *_checkpoints(history)]
@@ -144,15 +143,14 @@ def _restarts(history: History) -> list[Mark]:
 
 def _guards(history: History) -> list[Mark]:
     return [
-        Mark("guard", event["step"], f"step {event['step']}: {event.get('what')}, {event.get('action')}")
-        for event in history.guards[:_MOST_MARKS]
-        if isinstance(event.get("step"), int)
+        Mark("guard", event.step, f"step {event.step}: {event.reason}, {event.action}")
+        for event in history.of(NonFiniteStep)[:_MOST_MARKS]
     ]
 
 
 def _not_finite(history: History) -> list[Mark]:
     steps = history.steps
-    guarded = {event.get("step") for event in history.guards}
+    guarded = {event.step for event in history.of(NonFiniteStep)}
     bad = np.array([step for step in steps.step[~np.isfinite(steps.loss)] if step not in guarded])
     stretches = np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1) if len(bad) else []
     return [
@@ -167,9 +165,9 @@ def _steps(stretch: Floats) -> str:
 
 
 def _checkpoints(history: History) -> list[Mark]:
-    saves = [event for event in history.checkpoints if isinstance(event.get("step"), int)]
+    saves = history.of(CheckpointSaved)
     saves = saves[:: max(1, -(-len(saves) // _MOST_MARKS))]
     return [
-        Mark("checkpoint", event["step"], f"step {event['step']}: checkpoint, {units.size(number(event.get('bytes')))}")
+        Mark("checkpoint", event.step, f"step {event.step}: checkpoint, {units.size(event.size_bytes)}")
         for event in saves
     ]

@@ -13,18 +13,29 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
 from phalanx.run import Event, read_events
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EvaluationDone,
+    RunEnded,
+    RunEvent,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.events import UnknownFormat
 
 Floats = npt.NDArray[np.float64]
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
-"""What a step's time is split into, in the order in which it is shown."""
+"""What a step's time is split into, in the order of StepPhases."""
 
 _COLUMNS = ("step", "t", "loss", "grad_norm", "lr", "tokens", "seconds", "skipped", "noise_scale")
 
@@ -33,19 +44,9 @@ GROWN = "grown"
 """How an attempt ended that lost nothing: the run went on with more workers."""
 
 
-def number(value: Any) -> float:
-    """A JSON value as a float; NaN for whatever is not a number (null, a missing key), or larger than anything is."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
-
-
-def whole(value: Any, default: int) -> int:
-    """A JSON value as an int; `default` for whatever is not one."""
-    return value if isinstance(value, int) else default
-
-
-def file_of(event: Event) -> str:
-    """The file that a `checkpoint_rejected` event names, relative to the run."""
-    return "/".join(str(part) for part in (event.get("path"), event.get("file")) if part) or "?"
+def number(value: float | None) -> float:
+    """A float; NaN for None, and for what is larger than anything is."""
+    return float(value) if value is not None and abs(value) < 1e30 else math.nan
 
 
 @dataclass(frozen=True)
@@ -101,38 +102,37 @@ class Attempt:
     @property
     def died(self) -> bool:
         """Whether it ended out of order: killed, failed, or stopped by a fault after which nobody started it again."""
-        return self.ended not in ("done", "stopped", GROWN) or (self.fell and self.ended == "stopped")
+        return self.ended not in ("done", "interrupted", GROWN) or (self.fell and self.ended == "interrupted")
 
     def idle(self, after: float) -> float:
         """Seconds for which its devices were held when it did nothing more: until the next start, at `after`, or
         until the `end` that was written when nobody would start it again."""
-        until = min(self.last, after) if self.ended == "stopped" else after
+        until = min(self.last, after) if self.ended == "interrupted" else after
         return max(0.0, until - self.last_work) if self.died else 0.0
+
+
+E = TypeVar("E", bound=RunEvent)
 
 
 @dataclass(frozen=True)
 class History:
-    """A whole run. The lists hold the events as written, each with `at`: the last step done when it happened."""
+    """A whole run. `others` are the events that are neither a step, an evaluation, a start nor an end, each with the
+    last step done before it."""
 
     steps: Steps
     attempts: tuple[Attempt, ...]
     planned_steps: int | None
-    evals: tuple[Event, ...]
-    checkpoints: tuple[Event, ...]
-    rejected: tuple[Event, ...]
-    failed: tuple[Event, ...]
-    guards: tuple[Event, ...]
-    faults: tuple[Event, ...]
-    warnings: tuple[Event, ...]
-    stragglers: tuple[Event, ...]
-    compiled: tuple[Event, ...]
-    exchanges: tuple[Event, ...]
-    energies: tuple[Event, ...]
+    evals: tuple[EvaluationDone, ...]
+    others: tuple[tuple[int, Event], ...]
     redone: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
     nodes: int
     first_t: float | None
     last_t: float | None
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The other events of a kind."""
+        return [event for _, event in self.others if isinstance(event, kind)]
 
     @property
     def last_step(self) -> int:
@@ -143,8 +143,8 @@ class History:
 
     @property
     def status(self) -> str:
-        """`done`, `stopped`, `failed` as the last attempt wrote it; `unfinished` (it runs, or it was killed) or `not
-        started` otherwise."""
+        """`done`, `interrupted` or `failed` as the last attempt wrote it; `unfinished` (it runs, or it was killed) or
+        `not started` otherwise."""
         if not self.attempts:
             return "not started"
         return self.attempts[-1].ended or "unfinished"
@@ -158,92 +158,80 @@ class _Reader:
     order: list[int] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     planned: int | None = None
-    evals: dict[int, Event] = field(default_factory=dict)
-    lists: dict[str, list[Event]] = field(default_factory=dict)
+    evals: dict[int, EvaluationDone] = field(default_factory=dict)
+    others: list[tuple[int, Event]] = field(default_factory=list)
     redone: list[tuple[int, int]] = field(default_factory=list)
-    nodes: set[Any] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
     first_t: float | None = None
     last_t: float | None = None
 
     width = len(_COLUMNS) + len(PARTS)
 
     def take(self, event: Event) -> None:
-        t = number(event.get("t"))
-        if t == t:
-            self.first_t = t if self.first_t is None else self.first_t
-            self.last_t = t
-        kind = event["kind"]
-        if kind == "start":
-            self.start(event, t)
+        if self.first_t is None:
+            self.first_t = event.time
+        self.last_t = event.time
+        if isinstance(event, AttemptStarted):
+            self.start(event)
+            return
+        # What comes behind an attempt's end belongs to the next one, which tells of its workers before it starts.
+        if self.attempts and (attempt := self.attempts[-1]).ended is None:
+            attempt.last = event.time
+            if isinstance(event, StepDone | EvaluationDone | CheckpointSaved):
+                attempt.last_work = event.time
+            elif isinstance(event, WorkerFailure):
+                attempt.fell = True
+        if isinstance(event, StepDone):
+            self.step(event)
+        elif isinstance(event, EvaluationDone):
+            self.evals[event.step] = event
+        elif isinstance(event, WorkerStarted):
+            self.nodes.add(event.host)
+        elif isinstance(event, RunEnded):
+            if self.attempts:
+                self.attempts[-1].ended = event.status
         else:
-            # What comes behind an attempt's end belongs to the next one, which tells of its workers before it starts.
-            if self.attempts and t == t and self.attempts[-1].ended is None:
-                self.attempts[-1].last = t
-                if kind in ("step", "eval", "checkpoint"):
-                    self.attempts[-1].last_work = t
-                if kind == "fault":
-                    self.attempts[-1].fell = True
-            if kind == "step":
-                self.step(event, t)
-            elif kind == "eval":
-                if isinstance(event.get("step"), int):
-                    self.evals[event["step"]] = event
-            elif kind == "worker":
-                self.nodes.add(str(event.get("node")))
-            elif kind == "end":
-                if self.attempts:
-                    self.attempts[-1].ended = str(event.get("status", "stopped"))
-            else:
-                self.lists.setdefault(kind, []).append({"at": self.order[-1] if self.order else 0, **event})
+            self.others.append((self.order[-1] if self.order else 0, event))
 
-    def start(self, event: Event, t: float) -> None:
-        from_step = whole(event.get("from_step"), 0)
-        if event.get("grown") and self.attempts and self.attempts[-1].ended is None:
+    def start(self, event: AttemptStarted) -> None:
+        if event.scaled_up and self.attempts and self.attempts[-1].ended is None:
             self.attempts[-1].ended = GROWN
-        if isinstance(event.get("steps"), int):
-            self.planned = event["steps"]
+        self.planned = event.total_steps
         self.attempts.append(
             Attempt(
-                number=whole(event.get("attempt"), len(self.attempts)),
-                world=whole(event.get("world"), 1),
-                device=str(event.get("device", "")),
-                from_step=from_step,
-                began=t,
-                last=t,
-                last_work=t,
-                micro_batches=event.get("micro_batches"),
+                number=event.attempt,
+                world=event.world_size,
+                device=event.device,
+                from_step=event.start_step,
+                began=event.time,
+                last=event.time,
+                last_work=event.time,
+                micro_batches=event.num_micro_batches,
             )
         )
-        self.rewind(from_step)
+        self.rewind(event.start_step)
 
-    def step(self, event: Event, t: float) -> None:
-        step = event.get("step")
-        if not isinstance(step, int):
-            return
-        if self.order and step <= self.order[-1]:
-            self.rewind(step - 1)
-        seconds = number(event.get("seconds"))
+    def step(self, event: StepDone) -> None:
+        if self.order and event.step <= self.order[-1]:
+            self.rewind(event.step - 1)
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.steps += 1
-            if attempt.first_step_began is None and t == t:
-                attempt.first_step_began = t - (seconds if seconds == seconds else 0.0)
-        parts = event.get("parts")
-        parts = parts if isinstance(parts, dict) else {}
-        self.order.append(step)
-        get = event.get
+            if attempt.first_step_began is None:
+                attempt.first_step_began = event.time - event.duration_s
+        self.order.append(event.step)
         self.rows.extend(
             (
-                step,
-                t,
-                number(get("loss")),
-                number(get("grad_norm")),
-                number(get("lr")),
-                number(get("tokens", 0)),
-                seconds,
-                1.0 if get("skipped") else 0.0,
-                number(get("noise_scale")),
-                *[number(parts.get(part, 0.0)) for part in PARTS],
+                event.step,
+                event.time,
+                number(event.loss),
+                number(event.grad_norm),
+                event.lr,
+                event.units,
+                event.duration_s,
+                1.0 if event.skip_reason else 0.0,
+                number(event.noise_scale_samples),
+                *vars(event.breakdown_s).values(),
             )
         )
 
@@ -255,8 +243,7 @@ class _Reader:
         lost = (
             np.frombuffer(self.rows, dtype=np.float64).reshape(-1, self.width)[kept:, _COLUMNS.index("seconds")].copy()
         )
-        repeated = [number(event.get("seconds")) for step, event in self.evals.items() if step > to]
-        scoring = sum(seconds for seconds in repeated if math.isfinite(seconds))
+        scoring = sum(event.duration_s for step, event in self.evals.items() if step > to)
         if self.attempts:
             self.attempts[-1].redone_steps += len(lost)
             self.attempts[-1].redone_seconds += float(np.nansum(lost)) + scoring
@@ -268,22 +255,12 @@ class _Reader:
     def finish(self) -> History:
         table = np.array(self.rows, dtype=np.float64).reshape(-1, self.width)
         columns = {name: table[:, index] for index, name in enumerate(_COLUMNS)}
-        named = self.lists.get
         return History(
             steps=Steps(**columns, parts=table[:, len(_COLUMNS) :]),
             attempts=tuple(self.attempts),
             planned_steps=self.planned,
             evals=tuple(self.evals[step] for step in sorted(self.evals)),
-            checkpoints=tuple(named("checkpoint", [])),
-            rejected=tuple(named("checkpoint_rejected", [])),
-            failed=tuple(named("checkpoint_failed", [])),
-            guards=tuple(named("guard", [])),
-            faults=tuple(named("fault", [])),
-            warnings=tuple(named("warning", [])),
-            stragglers=tuple(named("straggler", [])),
-            compiled=tuple(named("compiled", [])),
-            exchanges=tuple(named("exchange", [])),
-            energies=tuple(named("energy", [])),
+            others=tuple(self.others),
             redone=tuple(self.redone),
             nodes=max(1, len(self.nodes)),
             first_t=self.first_t,
@@ -300,8 +277,11 @@ def history_of(events: Iterable[Event]) -> History:
 
 
 def read_history(path: Path) -> History:
-    """The History of an events.jsonl; an empty one when the file is not there, or something else is."""
+    """The History of an events.jsonl; an empty one when the file is not there, or something else is. UnknownFormat
+    where another Phalanx wrote it."""
     try:
         return history_of(read_events(path))
+    except UnknownFormat:
+        raise
     except DataError:
         return history_of(())

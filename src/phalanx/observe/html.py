@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.observe import units
 from phalanx.observe.advice import Advice
 from phalanx.observe.figures import run_figures
-from phalanx.observe.history import PARTS, History, file_of, number
+from phalanx.observe.history import PARTS, History
 from phalanx.observe.report import (
     PART_NAMES,
     duration_facts,
@@ -27,6 +27,15 @@ from phalanx.observe.report import (
     what_facts,
 )
 from phalanx.observe.summary import Summary
+from phalanx.run import Event
+from phalanx.run.event_types import (
+    CheckpointFailed,
+    CheckpointRejected,
+    GradSyncSelected,
+    NonFiniteStep,
+    RunWarning,
+    WorkerFailure,
+)
 
 _MOST_EVENTS = 200
 
@@ -170,12 +179,11 @@ def _events(history: History) -> str:
     told = sorted(
         [
             *((life.began, life.from_step, "start", _start(life.number, life.world)) for life in history.attempts),
-            *((*_when(e), "guard", f"{e.get('what')}: {e.get('action')}") for e in history.guards),
-            *((*_when(e), "fault", f"rank {e.get('rank', '?')}: {e.get('what')}") for e in history.faults),
-            *((*_when(e), "rejected", f"{file_of(e)}: {e.get('reason')}") for e in history.rejected),
-            *((*_when(e), "save failed", str(e.get("reason"))) for e in history.failed),
-            *((*_when(e), "exchange", f"{e.get('strategy')}: {e.get('why')}") for e in history.exchanges),
-            *((*_when(e), "warning", str(e.get("text"))) for e in history.warnings),
+            *(
+                (event.time, getattr(event, "step", after), *row)
+                for after, event in history.others
+                if (row := _row(event)) is not None
+            ),
             *((life.last, history.last_step, "end", life.ended) for life in history.attempts[-1:] if life.ended),
         ],
         key=lambda row: row[0],
@@ -197,7 +205,20 @@ def _start(attempt: int, world: int) -> str:
     return f"attempt {attempt} with {units.times(world, 'worker')}"
 
 
-def _when(event: dict[str, object]) -> tuple[float, int]:
-    step = event.get("step", event.get("at", 0))
-    t = number(event.get("t"))
-    return (t if t == t else 0.0, step if isinstance(step, int) else 0)
+def _row(event: Event) -> tuple[str, str] | None:
+    """An event's kind and text; None for one that has no row."""
+    match event:
+        case NonFiniteStep():
+            return "guard", f"{event.reason}: {event.action}"
+        case WorkerFailure():
+            return "fault", f"rank {event.rank}: {event.what}"
+        case CheckpointRejected():
+            return "rejected", f"{event.path}/{event.file}: {event.reason}"
+        case CheckpointFailed():
+            return "save failed", event.reason
+        case GradSyncSelected():
+            return "exchange", f"{event.selected}: {event.reason}"
+        case RunWarning():
+            return "warning", event.text
+        case _:
+            return None

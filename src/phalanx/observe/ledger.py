@@ -6,7 +6,6 @@ without the time in a queue). A device is one worker's. Nothing here judges; wha
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from phalanx.observe.history import PARTS, Attempt, History, number
+from phalanx.observe.history import PARTS, Attempt, History
+from phalanx.run.event_types import WorkerFailure
 
 WAITING = ("data", "checkpoint")
 """Parts of a step in which devices wait for something."""
@@ -82,11 +82,7 @@ def ledger_of(history: History) -> Ledger:
     at = np.maximum(np.searchsorted(began, steps.t, side="right") - 1, 0)
     devices = worlds[at] if len(steps) else np.zeros(0)
     parts = {name: float(np.nansum(devices * steps.parts[:, PARTS.index(name)])) for name in WAITING}
-    scoring = sum(
-        lives[_living(began, number(event.get("t")))].world * seconds
-        for event in history.evals
-        if math.isfinite(seconds := number(event.get("seconds")))
-    )
+    scoring = sum(lives[_living(began, event.time)].world * event.duration_s for event in history.evals)
     productive = float(np.nansum(devices * steps.seconds)) - sum(parts.values()) + scoring
     starting = sum(life.world * _starting(life) for life in lives)
     gaps = [before.idle(after.began) for before, after in pairwise(lives)]
@@ -132,13 +128,12 @@ def _losses(history: History, gaps: Sequence[float]) -> list[Loss]:
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
         if not before.died:
             continue
-        told = [each for each in history.faults if before.began <= number(each.get("t")) <= after.began]
-        t = number(told[0].get("t")) if told else before.last_work
-        rank = f"rank {told[0]['rank']}: " if told and told[0].get("rank") is not None else ""
+        told = [each for each in history.of(WorkerFailure) if before.began <= each.time <= after.began]
+        t = told[0].time if told else before.last_work
         found.append(
             Loss(
                 t=t,
-                what=f"{rank}{told[0].get('what', 'fault')}" if told else "no end was written",
+                what=f"rank {told[0].rank}: {told[0].what}" if told else "no end was written",
                 detected=max(0.0, t - before.last_work) if told else gap,
                 discarded=before.world * after.redone_seconds,
                 unavailable=before.world * gap,

@@ -17,6 +17,22 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from phalanx.observe import units
 from phalanx.observe.sentences import sentence
 from phalanx.run import Event, Run
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    Compiled,
+    EvaluationDone,
+    GradSyncSelected,
+    HangDetected,
+    NonFiniteStep,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    StragglerDetected,
+    WorkerFailure,
+)
 from phalanx.streams import Lasting, printable
 
 if TYPE_CHECKING:
@@ -72,20 +88,19 @@ class Tally:
     def __init__(self, total_steps: int, facts: LiveFacts):
         self.total, self.facts = total_steps, facts
         self.step = self.world = self.skipped = self.rollbacks = 0
-        self.last: Event = {}
-        self.eval: Event | None = None
-        self.checkpoint: Event | None = None
+        self.last: StepDone | None = None
+        self.eval: EvaluationDone | None = None
+        self.checkpoint: CheckpointSaved | None = None
         self._window: deque[tuple[float, float, float]] = deque()
         self._units = self._seconds = 0.0
         self._first: tuple[float, int] | None = None
 
     def take(self, event: Event) -> None:
         """Count an event in."""
-        kind = event["kind"]
-        if kind == "step":
-            t, amount, seconds = event["t"], event.get("tokens") or 0.0, event.get("seconds") or 0.0
+        if isinstance(event, StepDone):
+            t, amount, seconds = event.time, event.units, event.duration_s
             self.last = event
-            self.step = event["step"]
+            self.step = event.step
             window = self._window
             window.append((t, amount, seconds))
             self._units += amount
@@ -96,19 +111,17 @@ class Tally:
                 self._seconds -= old_seconds
             if self._first is None or self.step <= self._first[1]:
                 self._first = (t, self.step)
-        elif kind == "start":
-            self.world = event.get("world") or 1
-            self.total = event.get("steps") or self.total
-            self.step = event.get("from_step") or 0
+        elif isinstance(event, AttemptStarted):
+            self.world, self.total, self.step = event.world_size, event.total_steps, event.start_step
             self._first = None
             self._window.clear()
             self._units = self._seconds = 0.0
-        elif kind == "eval":
+        elif isinstance(event, EvaluationDone):
             self.eval = event
-        elif kind == "checkpoint":
+        elif isinstance(event, CheckpointSaved):
             self.checkpoint = event
-        elif kind == "guard":
-            if event.get("action") == "rollback":
+        elif isinstance(event, NonFiniteStep):
+            if event.action == "rollback":
                 self.rollbacks += 1
             else:
                 self.skipped += 1
@@ -135,13 +148,13 @@ class Tally:
     def eta(self) -> float | None:
         """Seconds to go at the pace of this attempt since its first step, with evaluations and saves. The first step
         itself is left out: it warms up and compiles."""
-        if self._first is None:
+        if self._first is None or self.last is None:
             return None
         began, first = self._first
         if self.step == first:
             pace = self.step_seconds
         else:
-            pace = (self.last["t"] - began) / (self.step - first)
+            pace = (self.last.time - began) / (self.step - first)
         return None if pace is None else max(0, self.total - self.step) * pace
 
 
@@ -163,28 +176,29 @@ class LogDisplay:
 
     def show(self, event: Event) -> None:
         self._tally.take(event)
-        if event["kind"] == "step":
+        if isinstance(event, StepDone):
             now = self._clock()
-            if now >= self._next or event["step"] == self._tally.total:
+            if now >= self._next or event.step == self._tally.total:
                 self._next = now + self._every
                 self._tell_step(event)
             return
-        if event["kind"] == "end" and self._tally.step != self._told and self._tally.last:
-            self._tell_step(self._tally.last)
+        last = self._tally.last
+        if isinstance(event, RunEnded) and self._tally.step != self._told and last is not None:
+            self._tell_step(last)
         if text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total)):
             self._write(event, text)
-        if event["kind"] == "start":
+        if isinstance(event, AttemptStarted):
             self._next = float("-inf")
 
     def close(self) -> None:
         self._stream.flush()
 
-    def _tell_step(self, event: Event) -> None:
+    def _tell_step(self, event: StepDone) -> None:
         tally = self._tally
         self._told = tally.step
         width = len(str(tally.total))
-        parts = [f"step {tally.step:>{width}}/{tally.total}", f"loss {units.loss(event.get('loss'))}"]
-        if event.get("skipped"):
+        parts = [f"step {tally.step:>{width}}/{tally.total}", f"loss {units.loss(event.loss)}"]
+        if event.skip_reason:
             parts.append("skipped")
         parts += _numbers(event)
         parts += _pace(tally)
@@ -193,7 +207,7 @@ class LogDisplay:
         self._write(event, "  ".join(parts))
 
     def _write(self, event: Event, text: str) -> None:
-        stamp = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+        stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
         self._stream.write(f"{stamp}  {text}\n")
         self._stream.flush()
 
@@ -208,7 +222,7 @@ class Lines(LogDisplay):
 
     def take(self, event: Event) -> list[str]:
         """What is written for an event, without its time."""
-        self._now, self._lines = float(event["t"]), []
+        self._now, self._lines = event.time, []
         self.show(event)
         return self._lines
 
@@ -248,30 +262,18 @@ class TerminalDisplay:
             return
         self._tally.take(event)
         now = self._clock()
-        kind = event["kind"]
-        if kind in (
-            "start",
-            "compiled",
-            "hang",
-            "straggler",
-            "fault",
-            "warning",
-            "guard",
-            "checkpoint_rejected",
-            "checkpoint_failed",
-            "exchange",
-        ):
+        ended = isinstance(event, RunEnded)
+        if isinstance(event, AttemptStarted | Compiled | GradSyncSelected) or type(event) in _STYLES:
             self._live.start()
-            if (kind != "start" or event.get("attempt")) and (
-                text := printable(sentence(event, self._tally.world, self._tally.step, self._tally.total))
-            ):
-                self._live.console.print(text, style=_STYLES.get(kind), markup=False, highlight=False)
-        elif kind != "end" and now < self._next:
+            if not isinstance(event, AttemptStarted) or event.attempt:
+                text = printable(sentence(event, self._tally.world, self._tally.step, self._tally.total))
+                self._live.console.print(text, style=_STYLES.get(type(event)), markup=False, highlight=False)
+        elif not ended and now < self._next:
             return
         self._next = now + self._every
         self._live.start()
-        self._live.update(self.picture(event if kind == "end" else None), refresh=True)
-        if kind == "end":
+        self._live.update(self.picture(ended), refresh=True)
+        if ended:
             self.close()
 
     def close(self) -> None:
@@ -281,7 +283,7 @@ class TerminalDisplay:
                 self._live.update(self.picture(), refresh=True)
             self._live.stop()
 
-    def picture(self, end: Event | None = None) -> RenderableType:
+    def picture(self, ended: bool = False) -> RenderableType:
         """The lines as they stand now. Always the same number of lines, so that nothing jumps."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -289,7 +291,7 @@ class TerminalDisplay:
         from rich.text import Text
 
         tally = self._tally
-        done = tally.step >= tally.total or end is not None
+        done = tally.step >= tally.total or ended
         eta = "" if done else f"ETA {units.duration(tally.eta)}" if tally.eta is not None else "starting"
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None, None):
@@ -300,15 +302,17 @@ class TerminalDisplay:
             f"step {tally.step:>{len(str(tally.total))}}/{tally.total}",
             f"{eta:<16}",
         )
-        first = [f"loss {units.loss(tally.last.get('loss'))}" if tally.last else "waiting for the first step"]
-        first += _numbers(tally.last)
+        first = (
+            [f"loss {units.loss(tally.last.loss)}", *_numbers(tally.last)]
+            if tally.last
+            else ["waiting for the first step"]
+        )
         if tally.eval:
-            best = ", best so far" if tally.eval.get("best") else ""
-            first.append(f"held-out {units.loss(tally.eval.get('loss'))} (step {tally.eval.get('step')}{best})")
+            best = ", best so far" if tally.eval.is_best else ""
+            first.append(f"held-out {units.loss(tally.eval.loss)} (step {tally.eval.step}{best})")
         third = []
         if tally.checkpoint:
-            saved = tally.checkpoint
-            third.append(f"checkpoint at step {saved.get('step')} ({units.size(saved.get('bytes'))})")
+            third.append(f"checkpoint at step {tally.checkpoint.step} ({units.size(tally.checkpoint.size_bytes)})")
         if tally.skipped or tally.rollbacks:
             third.append(f"guards: {tally.skipped} skipped, {units.times(tally.rollbacks, 'rollback')}")
         lines = [first, _pace(tally) or [""], third or ["no checkpoint yet"]]
@@ -317,24 +321,20 @@ class TerminalDisplay:
         return Group(head, *rows)
 
 
-_STYLES = {
-    "hang": "red",
-    "straggler": "yellow",
-    "fault": "red",
-    "guard": "yellow",
-    "warning": "yellow",
-    "checkpoint_rejected": "red",
-    "checkpoint_failed": "red",
+_STYLES: dict[type[Event], str] = {
+    HangDetected: "red",
+    StragglerDetected: "yellow",
+    WorkerFailure: "red",
+    NonFiniteStep: "yellow",
+    RunWarning: "yellow",
+    CheckpointRejected: "red",
+    CheckpointFailed: "red",
 }
 
 
-def _numbers(event: Event) -> list[str]:
-    found = []
-    if isinstance(norm := event.get("grad_norm"), int | float):
-        found.append(f"grad {units.significant(norm)}")
-    if isinstance(rate := event.get("lr"), int | float):
-        found.append(f"lr {rate:.2e}")
-    return found
+def _numbers(event: StepDone) -> list[str]:
+    norm = [] if event.grad_norm is None else [f"grad {units.significant(event.grad_norm)}"]
+    return [*norm, f"lr {event.lr:.2e}"]
 
 
 def _pace(tally: Tally) -> list[str]:

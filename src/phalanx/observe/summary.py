@@ -19,13 +19,24 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
-from phalanx.observe.history import GROWN, History, Steps, file_of, number, read_history, whole
+from phalanx.observe.history import GROWN, History, Steps, number, read_history
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.sentences import straggler_in_words
 from phalanx.observe.what import What, recipe_and_losses, sane, what_ran
-from phalanx.run import Event, Run
+from phalanx.run import Run
+from phalanx.run.event_types import (
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    Compiled,
+    EnergyUsed,
+    NonFiniteStep,
+    RunWarning,
+    StragglerDetected,
+    WorkerFailure,
+)
 
-ENDS = ("done", "stopped", "failed")
+ENDS = ("done", "interrupted", "failed")
 """What result.json may say of how a run ended."""
 
 
@@ -210,7 +221,7 @@ def summary_of(run: Run, history: History) -> Summary:
     steps = history.steps
     status, last_step = _end(run, history, result, lost)
     finished = status not in ("unfinished", "not started") and result.get("steps") == last_step
-    actions = Counter(f"{guard.get('what', 'guard')}: {guard.get('action', '')}" for guard in history.guards)
+    guards = history.of(NonFiniteStep)
     return Summary(
         what=what,
         status=status,
@@ -240,12 +251,12 @@ def summary_of(run: Run, history: History) -> Summary:
         ),
         redone_steps=sum(life.redone_steps for life in history.attempts),
         skipped_steps=int(np.nansum(steps.skipped)),
-        guards=dict(actions),
-        rollbacks=sum(1 for guard in history.guards if guard.get("action") == "rollback"),
-        faults=tuple(_fault(event) for event in history.faults),
+        guards=dict(Counter(f"{guard.reason}: {guard.action}" for guard in guards)),
+        rollbacks=sum(guard.action == "rollback" for guard in guards),
+        faults=tuple(f"rank {each.rank}: {each.what} ({each.message})" for each in history.of(WorkerFailure)),
         warnings=(
-            *(str(event.get("text", "")) for event in history.warnings),
-            *(straggler_in_words(event) for event in history.stragglers),
+            *(event.text for event in history.of(RunWarning)),
+            *map(straggler_in_words, history.of(StragglerDetected)),
         ),
         checkpoints=_checkpoints(history),
         energy=_energy(history),
@@ -284,12 +295,11 @@ def _end(run: Run, history: History, result: Mapping[str, Any], lost: list[str])
 
 
 def _energy(history: History) -> Drawn | None:
-    if not history.energies:
+    if not (drawn := history.of(EnergyUsed)):
         return None
-    joules = sum(number(event.get("joules")) for event in history.energies)
-    devices, units = whole(history.energies[-1].get("devices"), 1), float(np.nansum(history.steps.tokens))
+    joules, units = sum(event.energy_j for event in drawn), float(np.nansum(history.steps.tokens))
     alone = history.nodes == 1 and units > 0
-    return Drawn(joules, devices, joules / units if alone else None)
+    return Drawn(joules, drawn[-1].num_gpus, joules / units if alone else None)
 
 
 def _loss(history: History) -> Loss:
@@ -297,10 +307,9 @@ def _loss(history: History) -> Loss:
     finite = steps.loss[np.isfinite(steps.loss)]
     tail = steps.loss[-min(100, max(1, len(steps) // 20)) :]
     tail = tail[np.isfinite(tail)]
-    scored = [(number(event.get("loss")), int(event["step"])) for event in evals]
+    scored = [(number(event.loss), event.step) for event in evals]
     held_out = [(loss, step) for loss, step in scored if math.isfinite(loss)]
     best = min(held_out, default=None)
-    scores = evals[-1].get("metrics") if evals else None
     return Loss(
         first=float(finite[0]) if len(finite) else None,
         last=float(steps.loss[-1]) if len(steps) else None,
@@ -310,7 +319,7 @@ def _loss(history: History) -> Loss:
         held_out_last=scored[-1][0] if scored else None,
         held_out_best=best[0] if best else None,
         held_out_best_step=best[1] if best else None,
-        metrics={str(name): number(value) for name, value in scores.items()} if isinstance(scores, dict) else None,
+        metrics={name: number(value) for name, value in evals[-1].metrics.items()} if evals else None,
         noise_scale=metrics.noise_scale(steps),
     )
 
@@ -357,34 +366,24 @@ def durations(history: History) -> Durations:
     wall = max(0.0, lives[-1].last - lives[0].began - paused)
     productive = float(np.nansum(history.steps.seconds))
     redone = sum(life.redone_seconds for life in lives)
-    evaluating = sum(value for event in history.evals if math.isfinite(value := number(event.get("seconds"))))
+    evaluating = sum(event.duration_s for event in history.evals)
     rest = max(0.0, wall - productive - redone - evaluating - starting - down)
-    compiling = sum(value for event in history.compiled if math.isfinite(value := number(event.get("seconds"))))
+    compiling = sum(event.duration_s for event in history.of(Compiled))
     return Durations(wall, productive, redone, evaluating, starting, compiling, down, rest, paused)
 
 
 def _checkpoints(history: History) -> Checkpoints:
-    saves = history.checkpoints
-    stalls = [value for event in saves if math.isfinite(value := number(event.get("stall")))]
-    written = [value for event in saves if math.isfinite(value := number(event.get("seconds")))]
+    saves = history.of(CheckpointSaved)
     return Checkpoints(
         count=len(saves),
-        bytes=_whole_or_none(saves[-1].get("bytes")) if saves else None,
-        stall=sum(stalls),
-        stall_longest=max(stalls, default=0.0),
-        background=sum(written),
-        last_step=_whole_or_none(saves[-1].get("step")) if saves else None,
-        rejected=tuple(f"{file_of(event)}: {event.get('reason', 'no reason given')}" for event in history.rejected),
-        failed=tuple(
-            f"step {event.get('step', '?')}: {event.get('reason', 'no reason given')}" for event in history.failed
-        ),
+        bytes=saves[-1].size_bytes if saves else None,
+        stall=sum(event.stall_s for event in saves),
+        stall_longest=max((event.stall_s for event in saves), default=0.0),
+        background=sum(event.duration_s for event in saves),
+        last_step=saves[-1].step if saves else None,
+        rejected=tuple(f"{each.path}/{each.file}: {each.reason}" for each in history.of(CheckpointRejected)),
+        failed=tuple(f"step {event.step}: {event.reason}" for event in history.of(CheckpointFailed)),
     )
-
-
-def _fault(event: Event) -> str:
-    rank = f"rank {event['rank']}: " if event.get("rank") is not None else ""
-    detail = f" ({event['detail']})" if event.get("detail") else ""
-    return f"{rank}{event.get('what', 'fault')}{detail}"
 
 
 def _whole_or_none(value: Any) -> int | None:

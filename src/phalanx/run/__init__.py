@@ -4,6 +4,7 @@ Everything in it is plain JSON, YAML or safetensors, so it can be moved, copied 
 """
 
 from phalanx.run.directory import Run
-from phalanx.run.events import Event, EventLog, read_events, steps_of, training_seconds
+from phalanx.run.event_types import Event
+from phalanx.run.events import EventLog, EventTail, read_events, steps_of, training_seconds
 
-__all__ = ["Event", "EventLog", "Run", "read_events", "steps_of", "training_seconds"]
+__all__ = ["Event", "EventLog", "EventTail", "Run", "read_events", "steps_of", "training_seconds"]

@@ -192,7 +192,7 @@ def _is_event_log(path: Path) -> bool:
     try:
         with open(open_regular(path), "rb") as file:
             line = file.readline(_HEAD)
-        return not line or from_json(line.decode()).keys() >= {"t", "kind"}
+        return not line or from_json(line.decode()).keys() >= {"kind", "time"}
     except (OSError, ValueError, AttributeError, DataError):
         return False
 

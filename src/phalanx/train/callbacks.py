@@ -7,13 +7,15 @@ A callback is any class that has some of these methods; nothing needs to be inhe
         def step(self, run, event): ...       # after every optimizer step
         def evaluation(self, run, event): ... # after an evaluation on held-out data
         def checkpoint(self, run, event): ... # a checkpoint is whole on disk
-        def fault(self, run, event): ...      # a step was skipped or rolled back (`guard`), or a save failed
+        def nonfinite_step(self, run, event): ...     # a step was skipped, and maybe rolled back
+        def checkpoint_failed(self, run, event): ...  # a save failed; training continues
         def end(self, run, event): ...        # the last moment, also when the run stops early
 
-`event` is the dict that also stands in events.jsonl; `run` is a `RunView`. Callbacks run on every worker, in the order
-of the recipe, between steps: what one does there counts as `other` in the time of the next step. A callback that
-raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback is allowed as long as
-every worker does the same.
+`event` is the event as it is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
+`NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunView`. Callbacks run on
+every worker, in the order of the recipe, between steps: what one does there counts as `other` in the time of the next
+step. A callback that raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback
+is allowed as long as every worker does the same.
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,24 @@ from torch import nn
 from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, told
 from phalanx.run import Event
+from phalanx.run.event_types import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EvaluationDone,
+    NonFiniteStep,
+    RunEnded,
+    StepDone,
+)
 
-MOMENTS = ("start", "step", "evaluation", "checkpoint", "fault", "end")
+MOMENT_BY_EVENT: dict[type[Event], str] = {
+    StepDone: "step",
+    EvaluationDone: "evaluation",
+    CheckpointSaved: "checkpoint",
+    NonFiniteStep: "nonfinite_step",
+    CheckpointFailed: "checkpoint_failed",
+    RunEnded: "end",
+}
+MOMENTS = ("start", *MOMENT_BY_EVENT.values())
 
 
 @dataclass
@@ -60,10 +78,11 @@ class Callbacks:
         for method in self._by_moment["start"]:
             method(self.view)
 
-    def call(self, moment: str, event: Event) -> None:
-        """Tell everyone of a moment other than the start."""
-        for method in self._by_moment[moment]:
-            method(self.view, event)
+    def call(self, event: Event) -> None:
+        """Call the methods that wait for such an event."""
+        if (moment := MOMENT_BY_EVENT.get(type(event))) is not None:
+            for method in self._by_moment[moment]:
+                method(self.view, event)
 
 
 def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:

@@ -18,6 +18,7 @@ from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
 from phalanx.recipe.schema import LOCAL
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
+from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
 from phalanx.train.cast_once import CastLinear
 from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
 from phalanx.train.exchange import GradientExchange
@@ -154,7 +155,7 @@ def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, 
         if not force:
             raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {cure}")
         if parts.place.leads:
-            parts.reporter.event("warning", text=f"forced: the run goes on with other data {fingerprints}")
+            parts.reporter.event(RunWarning(text=f"forced: the run goes on with other data {fingerprints}"))
     check_recipe(parts, loaded.path, meta, force)
     progress = Progress.from_meta(meta)
     if kept is None:  # older checkpoints do not say that they are one
@@ -182,10 +183,10 @@ def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool)
             "give --force to go on with the new ones"
         )
     if parts.place.leads:
-        told = {event.get("text") for event in read_events(parts.run.events) if event["kind"] == "warning"}
+        told = {event.text for event in read_events(parts.run.events) if isinstance(event, RunWarning)}
         for text in (f"forced: {each}" for each in found):
             if text not in told:  # where the recipes were compared as they were given
-                parts.reporter.event("warning", text=text)
+                parts.reporter.event(RunWarning(text=text))
 
 
 def _resume_hot(parts: Parts) -> Loaded | None:
@@ -203,8 +204,14 @@ def _resume_hot(parts: Parts) -> Loaded | None:
         return None
     meta = recalled.loaded.manifest.meta
     if parts.place.leads:
-        facts = {"step": meta["step"], "saved": meta["saved"], "fetched": recalled.fetched}
-        parts.reporter.event("hot_restored", **facts, seconds=time.perf_counter() - begun)
+        parts.reporter.event(
+            InMemoryRestored(
+                step=meta["step"],
+                checkpoint_step=meta["saved"],
+                fetched_bytes=recalled.fetched,
+                duration_s=time.perf_counter() - begun,
+            )
+        )
     return recalled.loaded
 
 
@@ -212,23 +219,26 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
     """Report that training begins on so many training samples, and what is doubtful about it. `grown`: no work was
     lost before, it only goes on with more workers."""
     recipe, place = parts.recipe, parts.place
-    facts: dict[str, Any] = {
-        "world": place.world,
-        "attempt": place.attempt,
-        "from_step": progress.step,
-        "steps": recipe.steps,
-    }
-    facts |= {"device": str(place.device), "micro_batches": parts.stepper.micro_batches}
-    parts.reporter.event("start", **facts, **({"grown": True} if grown else {}))
+    parts.reporter.event(
+        AttemptStarted(
+            world_size=place.world,
+            attempt=place.attempt,
+            start_step=progress.step,
+            total_steps=recipe.steps,
+            device=str(place.device),
+            num_micro_batches=parts.stepper.micro_batches,
+            scaled_up=grown,
+        )
+    )
     if has_batch_norm(parts.model):
         text = (
             "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "
             "worker's; GroupNorm has none"
         )
-        parts.reporter.event("warning", text=text)
+        parts.reporter.event(RunWarning(text=text))
     if samples < recipe.batch.global_:
         text = f"the data have only {samples} training samples, less than batch.global"
-        parts.reporter.event("warning", text=text)
+        parts.reporter.event(RunWarning(text=text))
 
 
 def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:

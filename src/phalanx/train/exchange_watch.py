@@ -7,20 +7,18 @@ nothing to choose, it tells once what is exposed and what `exact: no` might gain
 """
 
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import PARTED, apart_from, candidates, first_steps
 from phalanx.recipe.schema import Exchange
+from phalanx.run.event_types import GradSyncSelected
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.choice import LIMIT, Choice, Seen, begun, decided, efficiencies, gain_of_no, parting
 from phalanx.train.gradients import Gradients, exchange_of
-from phalanx.train.interval import largest
+from phalanx.train.interval import Tell, largest
 from phalanx.train.place import Place
 from phalanx.train.state import Progress
-
-Tell = Callable[[str, dict[str, Any]], None]
 
 UNUSUAL = 2
 """First steps with a strategy, which make connections and take memory."""
@@ -132,9 +130,18 @@ class ExchangeWatch:
 
     def _say(self, before: str, why: str, seen: Seen, tried: Mapping[str, Seen], foretold: float | None) -> None:
         now = self._progress.exchange
-        event: dict[str, Any] = {"step": self._progress.step, "strategy": now.strategy, "before": before, "why": why}
-        event |= {"exposed": seen.share, "efficiency": efficiencies(tried), "foretold": foretold}
-        self._tell("exchange", {**event, "settled": now.settled})
+        self._tell(
+            GradSyncSelected(
+                step=self._progress.step,
+                selected=now.strategy,
+                previous=before,
+                reason=why,
+                exposed_fraction=seen.share,
+                efficiency_by_choice=efficiencies(tried),
+                predicted_efficiency=foretold,
+                is_final=now.settled,
+            )
+        )
 
     def _tell_fixed(self, exchange: GradientExchange, seen: Seen) -> None:
         """Nothing is chosen: say once in a run what that costs."""

@@ -13,8 +13,8 @@ step is `step.py`; the trainer (`loop.py`) and loops of the user's own (`joined.
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from phalanx.data.feed import Feed
 from phalanx.errors import GaveUpError, UsageError
+from phalanx.run import Event
+from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
 from phalanx.train.exchange_watch import ExchangeWatch
 from phalanx.train.forward_state import listed
 from phalanx.train.guards import LIMIT, judge
@@ -217,13 +219,14 @@ class Gang:
         return Standing(self.progress, self._settled, self._last, summed, *due, unfinished)
 
     def finish(self) -> str:
-        """Save the state with which the run ends; `done` or `stopped`. Nothing is saved where it goes on: `parting`."""
+        """Save the state with which the run ends; `done` or `interrupted`. Where it goes on (`parting`) nothing
+        is saved."""
         if self.parting:
             return "parting"
         self.parts.pulse.beat("ending")
         self.keeping.save_last(self._improved)
-        status = "done" if self.progress.step >= self.parts.recipe.steps else "stopped"
-        self._tell("end", {"status": status, "step": self.progress.step}, moment="end")
+        status: RunStatus = "done" if self.progress.step >= self.parts.recipe.steps else "interrupted"
+        self._tell(RunEnded(status=status, step=self.progress.step))
         return status
 
     def _finish_step(self) -> Outcome:
@@ -260,32 +263,32 @@ class Gang:
         watch.start()
         self.times.note(seconds)
         self.exchange.note(seconds, times)
-        event: dict[str, Any] = {
-            "step": step,
-            "loss": _finite(outcome.loss),
-            "grad_norm": _finite(outcome.grad_norm),
-            "lr": lr,
-        }
-        event |= {"tokens": units, "seconds": seconds, "parts": times}
-        if outcome.skipped is not None:
-            event["skipped"] = outcome.skipped
-        if (noise := self._noise(outcome)) is not None:
-            event["noise_scale"] = noise
+        event = StepDone(
+            step=step,
+            loss=_finite(outcome.loss),
+            grad_norm=_finite(outcome.grad_norm),
+            lr=lr,
+            units=units,
+            duration_s=seconds,
+            breakdown_s=phases_of(times),
+            skip_reason=outcome.skipped,
+            noise_scale_samples=self._noise(outcome),
+        )
         first, self._last = self._last is None, Last((scale, lr) if outcome.skipped is None else None, ())
-        self._remember("step", "step", event)
-        self._tell("step", event, moment="step")
+        self._remember(event)
+        self._tell(event)
         if new:
             text = f"forwards change {listed(new)}: after each step all workers have what the first one has"
-            self._tell("warning", {"text": text})
+            self._tell(RunWarning(text=text))
         if first:
             parts.reporter.flush()  # the agent can do without a worker from now on
         self._judge(step, outcome)
         return outcome
 
-    def _remember(self, kind: str, moment: str, event: dict[str, Any]) -> None:
+    def _remember(self, event: StepDone | NonFiniteStep) -> None:
         """Keep what is told of a step for workers that may be torn out of it."""
         assert self._last is not None
-        self._last = replace(self._last, told=(*self._last.told, (kind, moment, event)))
+        self._last = replace(self._last, told=(*self._last.told, event))
 
     def _noise(self, outcome: Outcome) -> float | None:
         """The gradient noise scale in samples, where this step added to the estimate."""
@@ -294,7 +297,7 @@ class Gang:
             return None
         scale.update(squares.small, squares.small_terms, squares.big, squares.big_terms)
         samples = self.parts.recipe.batch.global_ / squares.big_terms
-        return None if scale.value is None else scale.value * samples
+        return None if scale.value is None else _finite(scale.value * samples)
 
     def _flags(self) -> tuple[bool, ...]:
         """This worker's flags for the agreement, in the order of `step.FLAGS`."""
@@ -311,9 +314,9 @@ class Gang:
         scale.update(overflow=True)
         progress.guards += 1
         action, progress.skipped_in_a_row = judge(progress.skipped_in_a_row, curable=overflow)
-        event = {"step": step, "what": outcome.skipped, "action": action, "count": progress.guards}
-        self._remember("guard", "fault", event)
-        self._tell("guard", event, moment="fault")
+        event = NonFiniteStep(step=step, reason=outcome.skipped, action=action, num_skipped=progress.guards)
+        self._remember(event)
+        self._tell(event)
         if action == "rollback":
             self._roll_back(outcome.skipped)
 
@@ -360,22 +363,41 @@ class Gang:
         improved = math.isfinite(scores.loss) and (progress.best is None or scores.loss < progress.best)
         if improved:
             progress.best = scores.loss
-        event = {"step": progress.step, **asdict(scores), "loss": _finite(scores.loss), "best": improved}
-        event["metrics"] = {name: _finite(value) for name, value in scores.metrics.items()}
-        self._tell("eval", event, moment="evaluation")
+        self._tell(
+            EvaluationDone(
+                step=progress.step,
+                loss=_finite(scores.loss),
+                metrics={name: _finite(value) for name, value in scores.metrics.items()},
+                num_samples=scores.samples,
+                duration_s=scores.seconds,
+                is_best=improved,
+            )
+        )
         return improved
 
     def _reject(self, path: Path, file: str, reason: str) -> None:
         reject(self.parts, path, file, reason)
 
-    def _tell(self, kind: str, event: dict[str, Any], moment: str | None = None) -> None:
+    def _tell(self, event: Event) -> None:
         """Report an event, and call the callbacks that wait for it."""
         if self.parts.place.leads:
-            self.parts.reporter.event(kind, **event)
-        elif kind == "step":
-            self.parts.reporter.keep(kind, event)
-        if moment is not None:
-            self.parts.callbacks.call(moment, {"kind": kind, **event})
+            self.parts.reporter.event(event)
+        elif isinstance(event, StepDone):
+            self.parts.reporter.keep(event)
+        self.parts.callbacks.call(event)
+
+
+def phases_of(times: Mapping[str, float]) -> StepPhases:
+    """The parts of a stopwatch."""
+    return StepPhases(
+        data_wait=times["data"],
+        forward=times["forward"],
+        backward=times["backward"],
+        grad_sync=times["exchange"],
+        optimizer=times["optimizer"],
+        checkpoint_stall=times["checkpoint"],
+        other=times["other"],
+    )
 
 
 def _finite(value: float) -> float | None:

@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.errors import UsageError, storage_failed
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
+from phalanx.run.event_types import InMemoryCheckpointSaved, InMemoryIntervalChosen, RunWarning
 from phalanx.run.hot import begin_line, cut, forget, note_saved, open_folder, remove_copies
 from phalanx.train.checkpoint import Phase, Piece, share_out
 from phalanx.train.checkpoint.parts import TENSORS, PartSaver, copy_name, list_copies
@@ -232,9 +233,9 @@ class HotCopies:
             self._measured = True
             self._times.copying.forget()
         self._revise = self._share is not None and self._times.copying.count.bit_count() == 1
-        event = {"step": step, "bytes": self._bytes, "seconds": seconds, "stall": self._stall}
+        event = InMemoryCheckpointSaved(step=step, size_bytes=self._bytes, duration_s=seconds, stall_s=self._stall)
         self.in_flight, self._stall = None, 0.0
-        self._tell("hot_copy", event)
+        self._tell(event)
 
     def _decide(self, step: int, last: int) -> None:
         """How often to copy, from numbers of all workers."""
@@ -252,7 +253,7 @@ class HotCopies:
         if (durable is not None and 2 * self.every > durable) or step + self.every >= last:
             self.every = None
         if self.every != before:
-            self._tell("hot_interval", {"step": step, "every": self.every, "cost": cost})
+            self._tell(InMemoryIntervalChosen(step=step, interval_steps=self.every, cost_s=cost))
 
     def _begin(self, state: Mapping[str, Held], sizes: dict[str, int]) -> bool:
         """Find out with all workers who copies what, where to, and whether there is room; whether there is."""
@@ -329,7 +330,7 @@ class HotCopies:
         if found:
             self.abandon()
             text = f"hot copies stay on their own node, whose loss costs a checkpoint's interval: {found}"
-            self._tell("warning", {"text": text})
+            self._tell(RunWarning(text=text))
 
     def _tidy(self, step: int) -> None:
         """In the background, before a part is written: make room for it."""
@@ -348,7 +349,7 @@ class HotCopies:
         self._over = True
         if self._place.leads:
             forget(self._run)
-        self._tell("warning", {"text": f"no hot copies: {why}; training goes on, and a loss costs more of it"})
+        self._tell(RunWarning(text=f"no hot copies: {why}; training goes on, and a loss costs more of it"))
 
 
 def share_of(text: str) -> float:

@@ -10,13 +10,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from phalanx.cluster.failures import USUAL_RATE, daly_interval, seen_between_failures
-from phalanx.run import Run, read_events
+from phalanx.run import Event, Run, read_events
+from phalanx.run.event_types import AttemptStarted, CheckpointIntervalChosen, StepDone, WorkerFailure
 from phalanx.train.nodes import said_by_leader
 from phalanx.train.place import Place
 
@@ -111,7 +112,7 @@ class Times:
             burden.step_ends()
 
 
-Tell = Callable[[str, dict[str, Any]], None]
+Tell = Callable[[Event], None]
 
 
 class DurableInterval:
@@ -176,8 +177,17 @@ class DurableInterval:
         if max(every / self.every, self.every / every) < CHANGED:
             return
         self.every = every
-        event = {"step": step, "every": every, "seconds": every * usual, "cost": cost, "written": seconds}
-        self._tell("checkpoint_interval", {**event, "between_failures": between, "failures": self._failures})
+        self._tell(
+            CheckpointIntervalChosen(
+                step=step,
+                interval_steps=every,
+                interval_s=every * usual,
+                cost_s=cost,
+                save_s=seconds,
+                mean_time_between_failures_s=between,
+                num_failures=self._failures,
+            )
+        )
 
 
 def history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
@@ -186,14 +196,14 @@ def history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
     failures, seconds, every = 0, 0.0, None
     last: float | None = None
     for event in read_events(run.events):
-        kind = event["kind"]
-        failures += kind == "fault"
-        if kind == "checkpoint_interval":
-            every = int(event["every"])
-        if kind == "start":
-            last = event["t"]
-        elif kind == "step" and last is not None:
-            seconds, last = seconds + max(0.0, event["t"] - last), event["t"]
+        if isinstance(event, WorkerFailure):
+            failures += 1
+        elif isinstance(event, CheckpointIntervalChosen):
+            every = event.interval_steps
+        elif isinstance(event, AttemptStarted):
+            last = event.time
+        elif isinstance(event, StepDone) and last is not None:
+            seconds, last = seconds + max(0.0, event.time - last), event.time
     told = run.read_lossy(run.cluster).get("failures_per_device_second")
     rate = float(told) if isinstance(told, int | float) and told > 0 else USUAL_RATE
     return 1.0 / (rate * devices), failures, seconds, every

@@ -269,7 +269,7 @@ class Joined:
         del self._mesh
 
     def end(self) -> str:
-        """Save the last state and report the result; `done` or `stopped`."""
+        """Save the last state and report the result; `done` or `interrupted`."""
         gang = self._started()
         self._let_go()
         status = gang.finish()

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.run import Event
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
 from phalanx.train.forward_state import weights_now
 from phalanx.train.hot import HotCopies
-from phalanx.train.interval import DurableInterval, Times
+from phalanx.train.interval import DurableInterval, Tell, Times
 from phalanx.train.parallel.divided import Held
 from phalanx.train.parts import Parts
 from phalanx.train.saving import Saving
 from phalanx.train.state import Standing, held_state
-
-Tell = Callable[[str, dict[str, Any], str | None], None]
-"""Kind, fields and moment of an event."""
 
 
 class NotSaved(PhalanxError):
@@ -69,7 +68,7 @@ class Keeping:
             return
         if self.saving.in_flight is not None and not improved:
             busy = f"step {step}: not saved, because step {self.saving.in_flight} is still being written"
-            self._tell("warning", {"text": f"{busy}; a larger checkpoint.every would suit this disk"}, None)
+            self._tell(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this disk"))
             return
         if improved:
             self.saving.finish()
@@ -145,18 +144,17 @@ class Keeping:
     def _state(self) -> dict[str, Held]:
         return held_state(self._parts.divided, self._parts.optimizer, self._parts.scale)
 
-    def _told(self, kind: str, event: dict[str, Any]) -> None:
-        taken = self._taken
-        if kind in ("checkpoint", "checkpoint_failed"):
+    def _told(self, event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
             self._taken = None
-        if kind == "checkpoint":
-            self._progress.saved = event["step"]
+            self._progress.saved = event.step
             self._owes = False
-            self.interval.saved(event["step"], event["stall"], event["seconds"])
-        elif kind == "checkpoint_failed":
+            self.interval.saved(event.step, event.stall_s, event.duration_s)
+        elif isinstance(event, CheckpointFailed):
+            taken, self._taken = self._taken, None
             self.interval.failed()
             if taken is not None:
                 self._owes = True
                 if not self._progress.missed:  # else it was itself in the place of one
-                    self._miss(event["step"])
-        self._tell(kind, event, {"checkpoint": "checkpoint", "checkpoint_failed": "fault"}.get(kind))
+                    self._miss(event.step)
+        self._tell(event)

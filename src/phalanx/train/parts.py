@@ -10,6 +10,7 @@ from torch import nn
 from phalanx.data.feed import Samples
 from phalanx.recipe import Recipe
 from phalanx.run import Run
+from phalanx.run.event_types import CheckpointRejected
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.evaluation import Scores
@@ -59,4 +60,4 @@ def reject(parts: Parts, path: Path, file: str, reason: str) -> None:
     if parts.place.leads:
         inside = path.is_relative_to(parts.run.path)  # a hot copy is not
         relative = str(path.relative_to(parts.run.path) if inside else path)
-        parts.reporter.event("checkpoint_rejected", path=relative, file=file, reason=reason)
+        parts.reporter.event(CheckpointRejected(path=relative, file=file, reason=reason))

@@ -87,8 +87,8 @@ class Sharded:
                 parameter.grad = like(parameter, local(gradient))
             now.optimizer.step(lr)
         now.callbacks.view.step = step
-        for _, moment, event in last.told:
-            now.callbacks.call(moment, event)
+        for event in last.told:
+            now.callbacks.call(event)
 
     @torch.no_grad()
     def _hand_on(self, parts: Parts, found: Found) -> None:

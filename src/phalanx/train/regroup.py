@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Layout
+from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.checkpoint import clean
 from phalanx.train.ends import make_stepper, tell_start
@@ -162,8 +163,8 @@ class Regrouping:
             unfinished = None
         reached, last = found.reached[rank], found.standing.last
         if NOTHING < reached < max(found.reached) and last is not None:
-            for kind, _, event in last.told:
-                self._reporter.keep(kind, event)
+            for event in last.told:
+                self._reporter.keep(event)
         if place.leads:
             # Also what the lost ones left of a save that was given up; but others still write what goes along.
             clean(built.parts.run.checkpoints, spare=None if unfinished is None else unfinished.step)
@@ -207,7 +208,7 @@ class Regrouping:
             progress.missed = progress.missed or step
             if self._place.leads:
                 reason = "workers were lost when only some had begun with it"
-                self._reporter.event("checkpoint_failed", step=step, reason=reason)
+                self._reporter.event(CheckpointFailed(step=step, reason=reason))
 
     def _find(self, before: Built | None, standing: Standing | None) -> Found:
         """Learn what the others have."""

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from phalanx.run import Event, EventLog, Run, read_events, training_seconds
-from phalanx.run.channel import send
+from phalanx.run.channel import Message, send
 from phalanx.run.directory import write_json
-from phalanx.run.steady import unix_now
+from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
+from phalanx.run.events import to_fields
 from phalanx.streams import printable
 
 KEPT = 256
@@ -27,7 +28,7 @@ MESSAGE = 8000
 class Reporter(Protocol):
     """What the training loop needs of it."""
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Report an event of events.jsonl."""
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
@@ -42,7 +43,7 @@ class Reporter(Protocol):
     def say(self, kind: str, rank: int, **more: Any) -> None:
         """Tell the agent something of a worker that is no event of the run."""
 
-    def keep(self, kind: str, event: dict[str, Any]) -> None:
+    def keep(self, event: StepDone | NonFiniteStep) -> None:
         """Remember an event that the leading worker reports, in case that its word does not arrive."""
 
     def recall(self, after: int) -> None:
@@ -55,27 +56,25 @@ class Reporter(Protocol):
 class ToAgent:
     """Sends to the agent."""
 
-    def __init__(self, fd: int, patience: float = 0.1, clock: Callable[[], float] = unix_now):
+    def __init__(self, fd: int, patience: float = 0.1):
         self._socket = socket.socket(fileno=os.dup(fd))
         self._patience = patience
-        self._clock = clock
-        self._held: list[dict[str, Any]] = []
-        self._kept: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._held: list[Message] = []
+        self._kept: deque[StepDone | NonFiniteStep] = deque(maxlen=KEPT)
         self._since = 0.0
 
-    def event(self, kind: str, **fields: Any) -> None:
-        now = self._clock()
+    def event(self, event: Event) -> None:
         if not self._held:
-            self._since = now
-        self._held.append({"kind": kind, "t": now, **fields})
-        if kind != "step" or now - self._since >= self._patience:
+            self._since = event.time
+        self._held.append(to_fields(event))
+        if not isinstance(event, StepDone) or event.time - self._since >= self._patience:
             self.flush()
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        self.event("error", text=text[:MESSAGE], code=code, out_of_memory=out_of_memory)
+        self._send({"kind": "error", "text": text[:MESSAGE], "code": code, "out_of_memory": out_of_memory})
 
     def result(self, value: dict[str, Any]) -> None:
-        self.event("result", value=value)
+        self._send({"kind": "result", "value": value})
 
     def flush(self) -> None:
         held, self._held = self._held, []
@@ -83,14 +82,18 @@ class ToAgent:
             send(self._socket, *held)
 
     def say(self, kind: str, rank: int, **more: Any) -> None:
-        self.flush()
-        send(self._socket, {"kind": kind, "rank": rank, **more})
+        self._send({"kind": kind, "rank": rank, **more})
 
-    def keep(self, kind: str, event: dict[str, Any]) -> None:
-        self._kept.append({"kind": kind, "t": self._clock(), **event})
+    def _send(self, message: Message) -> None:
+        """At once, behind what is kept back."""
+        self._held.append(message)
+        self.flush()
+
+    def keep(self, event: StepDone | NonFiniteStep) -> None:
+        self._kept.append(event)
 
     def recall(self, after: int) -> None:
-        self._held += [event for event in self._kept if event["step"] > after]
+        self._held += [to_fields(event) for event in self._kept if event.step > after]
         self._kept.clear()
         self.flush()
 
@@ -106,13 +109,14 @@ class ToRun:
         self._log = EventLog(run.events) if leads else None
         self._show = show or (lambda event: None)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         if self._log is not None:
-            self._show(self._log.write(kind, **fields))
+            self._log.write(event)
+            self._show(event)
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
         print(f"error: {printable(text)}", file=sys.stderr)  # no other worker reports it
-        self.event("fault", rank=0, what=f"exit {code}", detail=text)
+        self.event(WorkerFailure(rank=0, cause="exit_code", exit_code=code, message=text))
 
     def result(self, value: dict[str, Any]) -> None:
         if self._log is not None:
@@ -124,7 +128,7 @@ class ToRun:
     def say(self, kind: str, rank: int, **more: Any) -> None:
         """There is no agent."""
 
-    def keep(self, kind: str, event: dict[str, Any]) -> None:
+    def keep(self, event: StepDone | NonFiniteStep) -> None:
         """Without an agent the run does not outlive its leading worker."""
 
     def recall(self, after: int) -> None:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 
 from phalanx.errors import UsageError, storage_failed, words_of
-from phalanx.run import Run
+from phalanx.run import Event, Run
 from phalanx.run.directory import write_json
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
 from phalanx.train.checkpoint import (
     Phase,
     Piece,
@@ -56,8 +57,8 @@ class _Claim(BaseModel):
 
 
 class Saving:
-    """Saves of one worker. `tell(kind, event)` reports what became of them: `checkpoint` and `checkpoint_failed` on
-    every worker alike, `warning` on the leading one. `flush()` sends the events told so far: a run that dies goes on
+    """Saves of one worker. `tell(event)` reports what became of them: CheckpointSaved and CheckpointFailed on every
+    worker, RunWarning on the leading one. `flush()` sends the events told so far: a run that dies goes on
     from what was committed, so the events of the steps until then must not die with it. `hot` are copies in the nodes'
     memory besides: they go along with whatever is done here. `heed` is called while this waits for the disk, and raises
     where somebody is gone with whom it would go on."""
@@ -69,7 +70,7 @@ class Saving:
         mesh: Mesh,
         keep: int,
         common: dict[str, Any],
-        tell: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[Event], None],
         flush: Callable[[], None],
         hot: HotCopies | None = None,
         heed: Callable[[], None] = lambda: None,
@@ -147,7 +148,7 @@ class Saving:
         if self._saver.holds_up and not self._warned and self._place.leads:
             self._warned = True
             text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
-            self._tell("warning", {"text": f"{text}: raise the limit of locked memory (ulimit -l)"})
+            self._tell(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
     def check_whole(self, step: int, state: Mapping[str, Held]) -> None:
         """See that the workers together would save each element of each tensor once: an optimizer or a module of the
@@ -232,7 +233,7 @@ class Saving:
             self._saver.abandon()
             reason = self.reason or "another worker could not write its part"
             self._end()
-            self._tell("checkpoint_failed", {"step": step, "reason": reason})
+            self._tell(CheckpointFailed(step=step, reason=reason))
         elif flags["committed"]:
             self._committed(step)
         elif flags["written"] == self._place.world and self._place.leads:
@@ -283,8 +284,13 @@ class Saving:
 
     def _committed(self, step: int) -> None:
         state = self._saver.poll()
-        event = {"step": step, "path": os.path.join(self._run.checkpoints.name, checkpoint_name(step))}
-        event |= {"bytes": state.bytes, "seconds": state.seconds, "stall": self._stall}
+        event = CheckpointSaved(
+            step=step,
+            path=os.path.join(self._run.checkpoints.name, checkpoint_name(step)),
+            size_bytes=state.bytes,
+            duration_s=state.seconds,
+            stall_s=self._stall,
+        )
         if self._place.leads:
             if self._best is not None:
                 self._remember_best(step, self._best)
@@ -293,14 +299,14 @@ class Saving:
         self.last_saved = step
         if self.hot is not None:
             self.hot.saved(step)
-        self._tell("checkpoint", event)
+        self._tell(event)
 
     def _remember_best(self, step: int, loss: float) -> None:
         try:
             write_json(best_file(self._run), {"step": step, "loss": loss})
         except OSError as error:  # the checkpoint may have taken the last room; training goes on
             text = f"step {step} is the best so far, but this could not be written: {error}"
-            self._tell("warning", {"text": text})
+            self._tell(RunWarning(text=text))
 
     def _tidy(self, step: int) -> None:
         """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
@@ -326,7 +332,7 @@ class Saving:
             try:
                 removal.result()
             except OSError as error:
-                self._tell("warning", {"text": f"an old checkpoint could not be removed: {error}"})
+                self._tell(RunWarning(text=f"an old checkpoint could not be removed: {error}"))
 
     def _end(self) -> None:
         self._saver.abandon()

@@ -18,6 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
+from phalanx.run.event_types import NonFiniteStep, StepDone
+from phalanx.run.events import from_fields, to_fields
 from phalanx.train.checkpoint import Manifest, Saver, load_blocks
 from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.exchange.choice import Choice
@@ -68,10 +70,10 @@ class Progress:
 @dataclass(frozen=True)
 class Last:
     """The last step that was done, for who was torn out of it: by what its summed gradients were scaled, and with which
-    learning rate they changed the weights (None: it was skipped); and what was told of it, by kind and moment."""
+    learning rate they changed the weights (None: it was skipped); and the events of it."""
 
     change: tuple[float, float] | None
-    told: tuple[tuple[str, str, dict[str, Any]], ...]
+    told: tuple[StepDone | NonFiniteStep, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class Standing:
 
     def words(self) -> dict[str, Any]:
         """As JSON values, for others: without what is this worker's own."""
-        return asdict(replace(self, summed=False, unfinished=None))
+        words = asdict(replace(self, summed=False, unfinished=None))
+        if self.last is not None:
+            words["last"]["told"] = [to_fields(event) for event in self.last.told]
+        return words
 
     @classmethod
     def from_words(cls, words: Mapping[str, Any]) -> "Standing":
@@ -112,7 +117,8 @@ class Standing:
         last = words["last"]
         if last is not None:
             change = None if last["change"] is None else (last["change"][0], last["change"][1])
-            last = Last(change, tuple((kind, moment, event) for kind, moment, event in last["told"]))
+            events = map(from_fields, last["told"])
+            last = Last(change, tuple(event for event in events if isinstance(event, StepDone | NonFiniteStep)))
         return cls(**{**words, "progress": Progress.from_meta(words["progress"]), "last": last})
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
+from phalanx.run.event_types import SkipReason
 from phalanx.train.forward_state import ForwardState
 from phalanx.train.gradients import Gradients, ShardedReplicas, exchange_of
 from phalanx.train.model import Seeds
@@ -52,7 +53,7 @@ class Outcome:
 
     loss: float
     grad_norm: float
-    skipped: str | None  # what was not finite
+    skipped: SkipReason | None
     flags: dict[str, int]
     squares: Squares | None = None
 
@@ -130,7 +131,7 @@ def judged(numbers: Tensor, micro_batches: int, scale: float, clip: float | None
     return divisor.float(), skip.float()
 
 
-def doubtful(loss: float, grad_norm: float) -> str | None:
+def doubtful(loss: float, grad_norm: float) -> SkipReason | None:
     """Why a step must not change the weights."""
     if not math.isfinite(loss):
         return "non-finite loss"

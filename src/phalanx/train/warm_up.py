@@ -15,6 +15,7 @@ import torch
 
 from phalanx.compat import graph_breaks, is_compiled
 from phalanx.recipe.devices import kind_of
+from phalanx.run.event_types import Compiled
 from phalanx.train.objective import Objective
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.staging import Staged
@@ -45,8 +46,8 @@ def warm_up(
     parts.stepper.begin(progress.step + 1)  # drops what gradients there are
     if parts.place.leads:
         compiled = sum(is_compiled(part) for module in parts.divided.modules for part in module.modules())
-        facts = {"seconds": clock() - begun, "blocks": compiled, "breaks": graph_breaks() - breaks}
-        parts.reporter.event("compiled", **facts)
+        seconds, breaks = clock() - begun, graph_breaks() - breaks
+        parts.reporter.event(Compiled(duration_s=seconds, num_blocks=compiled, num_graph_breaks=breaks))
 
 
 def _first_batches(parts: Parts, progress: Progress) -> list[Any]:

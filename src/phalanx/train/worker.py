@@ -26,6 +26,7 @@ from phalanx.recipe import Recipe, huggingface_directory, load_recipe
 from phalanx.recipe.devices import kind_of
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
+from phalanx.run.event_types import WorkerStarted
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.train.adapter import has_adapter
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
@@ -81,8 +82,7 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     pulse = pulse_of(place.local_rank)
     pulse.beat("starting")
-    facts = {"pid": os.getpid(), "rank": place.rank, "node": os.uname().nodename, "attempt": place.attempt}
-    report.event("worker", **facts, **({"later": True} if os.environ.get(COMES_LATER) == "1" else {}))
+    report.event(worker_started(place, joins_late=os.environ.get(COMES_LATER) == "1"))
     by_agent, orderly = bool(os.environ.get("PHALANX_EVENTS")), True
     try:
         with naming_causes():
@@ -107,6 +107,12 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
         leave()
     report.say("leaving", place.rank, code=int(code))
     return code
+
+
+def worker_started(place: Place, joins_late: bool = False) -> WorkerStarted:
+    """The event of this process."""
+    host = os.uname().nodename
+    return WorkerStarted(pid=os.getpid(), rank=place.rank, host=host, attempt=place.attempt, joins_late=joins_late)
 
 
 def left_early(error: SystemExit, who: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.run import Run
+from phalanx.run.event_types import StepDone, StepPhases
 from phalanx.train.reporter import reporter
 
 
@@ -22,8 +23,10 @@ def steps(payload: dict[str, Any]) -> None:
         with open(Path(payload["folder"]) / f"count-{os.environ['RANK']}", "a") as file:
             file.write(".")
         if leads:
-            parts = {"data": payload["seconds"] / 4}
-            report.event("step", step=number, seconds=payload["seconds"], parts=parts)
+            seconds = payload["seconds"]
+            numbers: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "units": 8}
+            phases = StepPhases(data_wait=seconds / 4)
+            report.event(StepDone(step=number, duration_s=seconds, breakdown_s=phases, **numbers))
             report.flush()
         if number == payload.get("fall"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from made_events import made
 from phalanx.jobs.chaos.inject import (
     MARK,
     SMALL,
@@ -30,7 +31,17 @@ from phalanx.jobs.chaos.inject import (
 )
 from phalanx.jobs.chaos.plan import Fault, Moment, Phase
 from phalanx.jobs.chaos.story import Story, Usual, usual_of
-from phalanx.run import Run
+from phalanx.run import Run, steps_of
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    RunEvent,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.events import to_fields
 
 NOW = Moment(Phase.STEP, 0.0)
 
@@ -45,9 +56,9 @@ class Told:
         usual = Usual(step=1.0, save=2.0, restart=4.0)
         self.scene = Scene(self.story, usual, self.mark, self.struck.append, clock=lambda: self.now)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, kind: type[RunEvent], **fields: Any) -> None:
         with open(self.run.events, "a") as file:
-            print(json.dumps({"t": 1.0, "kind": kind, **fields}), file=file)
+            print(json.dumps(to_fields(made(kind, time=1.0, **fields))), file=file)  # type: ignore[arg-type]
         self.story.read()
 
     def worker(self, attempt: int, rank: int = 0, **environment: str) -> "subprocess.Popen[bytes]":
@@ -56,7 +67,7 @@ class Told:
         until = time.monotonic() + 5.0
         while not psutil.Process(process.pid).environ():  # which takes a moment to be seen
             assert time.monotonic() < until
-        self.tell("worker", pid=process.pid, rank=rank, attempt=attempt)
+        self.tell(WorkerStarted, pid=process.pid, rank=rank, attempt=attempt)
         return process
 
     def comes(self, waiting: Iterator[float]) -> bool:
@@ -88,37 +99,38 @@ def a_fault(kind: str, moment: Moment = NOW, rank: int = 0, luck: float = 0.5) -
 
 def test_a_line_is_read_once_it_is_whole_and_a_torn_one_is_skipped(told: Told) -> None:
     with open(told.run.events, "a") as file:
-        file.write('{"t": 1, "kind": "worker", "pid": 1, "rank": 0, "attempt": 0}\n{"t": 2, "ki')
+        worker, step = (json.dumps(to_fields(event)) for event in (made(WorkerStarted), made(StepDone, step=4)))
+        file.write(worker + "\n" + step[:10])
         file.flush()
-        assert [event["kind"] for event in told.story.read()] == ["worker"]
-        file.write('nd": "st\n{"t": 3, "kind": "step", "step": 4}\n')
+        assert [event.kind for event in told.story.read()] == ["worker_started"]
+        file.write(step[10:15] + "\n" + step + "\n")
         file.flush()
-        assert [event["step"] for event in told.story.read()] == [4]
+        assert [event.step for event in steps_of(told.story.read())] == [4]
     assert told.story.read() == []
 
 
 def test_what_an_attempt_did_does_not_count_for_the_next(told: Told) -> None:
     told.worker(0)
-    told.tell("start")
-    told.tell("step", step=9)
-    told.tell("checkpoint", step=8)
+    told.tell(AttemptStarted)
+    told.tell(StepDone, step=9)
+    told.tell(CheckpointSaved, step=8)
     told.worker(1)
     story = told.story
     assert (story.attempt, story.started, story.step, story.saved, len(story.workers)) == (1, False, None, 8, 1)
 
 
 def test_what_is_usual_is_the_median_of_a_run() -> None:
-    worker, start = {"t": 1.0, "kind": "worker"}, {"t": 1.5, "kind": "start"}
-    steps = [{"t": 2.0, "kind": "step", "seconds": seconds} for seconds in (0.1, 0.2, 9.0)]
+    worker, start = made(WorkerStarted, time=1.0), made(AttemptStarted, time=1.5)
+    steps = [made(StepDone, duration_s=seconds) for seconds in (0.1, 0.2, 9.0)]
     assert usual_of([worker, worker, start, *steps]) == Usual(0.2, 0.0, 0.5)
 
 
 def test_a_step_is_waited_for_and_a_share_of_the_next(told: Told) -> None:
     told.worker(0)
     waiting = wait(Moment(Phase.STEP, 0.5, step=3), told.scene)
-    told.tell("step", step=2)
+    told.tell(StepDone, step=2)
     assert not told.comes(waiting)
-    told.tell("step", step=3)
+    told.tell(StepDone, step=3)
     told.now = 100.0
     assert not told.comes(waiting)
     told.now = 100.4
@@ -131,17 +143,17 @@ def test_a_fresh_moment_waits_for_a_checkpoint_newer_than_those_before(told: Tol
     told.worker(0)
     told.scene.floor = 20
     waiting = wait(Moment(Phase.STEP, 0.0, step=1, fresh=True), told.scene)
-    told.tell("step", step=30)
-    told.tell("checkpoint", step=20)
+    told.tell(StepDone, step=30)
+    told.tell(CheckpointSaved, step=20)
     assert not told.comes(waiting)
-    told.tell("checkpoint", step=30)
+    told.tell(CheckpointSaved, step=30)
     assert told.comes(waiting)
 
 
 def test_a_save_is_waited_for_until_its_directory_is_there(told: Told) -> None:
     told.worker(0)
-    told.tell("start")
-    told.tell("step", step=5)
+    told.tell(AttemptStarted)
+    told.tell(StepDone, step=5)
     stale, ours = (told.run.checkpoints / f"step-000000005.tmp-{tag}" for tag in ("deleted", "0"))
     stale.mkdir()
     waiting = wait(Moment(Phase.SAVE, 0.5, step=1), told.scene)
@@ -200,7 +212,7 @@ def test_files_of_a_worker_may_grow_again_after_a_save_has_failed(told: Told) ->
     filling = full(a_fault("full"), told.scene)
     assert not told.comes(filling)
     assert worker.rlimit(psutil.RLIMIT_FSIZE)[0] == SMALL
-    told.tell("checkpoint_failed")
+    told.tell(CheckpointFailed)
     assert told.comes(filling)
     assert worker.rlimit(psutil.RLIMIT_FSIZE) == before
 
@@ -246,7 +258,7 @@ def struck_by_storage(told: Told) -> Generator[float, None, None]:
     return failing
 
 
-@pytest.mark.parametrize("kind", ["checkpoint_failed", "fault"])
+@pytest.mark.parametrize("kind", [CheckpointFailed, WorkerFailure])
 def test_checkpoints_can_be_reached_again_when_something_has_failed_of_it(told: Told, kind: str) -> None:
     told.worker(0)
     failing = struck_by_storage(told)

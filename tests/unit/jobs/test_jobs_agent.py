@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lab import wait_until
+from made_events import made
 from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode, UnfitNodeError
 from phalanx.jobs.agent import Agent
@@ -21,8 +22,10 @@ from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import Crew, Here, There
 from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE
 from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProcess
-from phalanx.run import Run, read_events
+from phalanx.run import Event, Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
+from phalanx.run.events import to_fields
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulse, Pulses
 from phalanx.run.wire import Door
@@ -48,7 +51,7 @@ EARLY = "before the run was done: something in it ended the process (os._exit, s
     [
         (attempt({0: 0, 1: 0}), ExitCode.DONE, None),
         (attempt({0: 0, 1: 0}, result=None), None, "the workers ended without telling how the run ended"),
-        (attempt({0: 0, 1: 0}, result={"status": "stopped"}), ExitCode.UNFINISHED, None),
+        (attempt({0: 0, 1: 0}, result={"status": "interrupted"}), ExitCode.UNFINISHED, None),
         (attempt({0: 0}, early=True), None, f"worker 0 left with exit code 0, {EARLY}"),
         (attempt({0: LOST_PEER, 1: 0}, early=True), None, f"worker 1 left with exit code 0, {EARLY}"),
         (attempt({1: 75, 0: -9}, early=True), None, f"worker 1 left with exit code 75, {EARLY}"),
@@ -114,9 +117,12 @@ def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_firs
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
-    assert fault(attempt({1: -9, 0: -9})) == {"rank": 1, "what": "SIGKILL"}
-    assert fault(attempt({0: 3})) == {"rank": 0, "what": "exit 3"}
-    assert fault(attempt({0: LOST_PEER, 1: LOST_PEER})) == {"rank": 0, "what": "lost peer"}
+    killed = fault(attempt({1: -9, 0: -9}), "why")
+    assert (killed.rank, killed.cause, killed.signal, killed.message) == (1, "signal", "SIGKILL", "why")
+    failed = fault(attempt({0: 3}), "why")
+    assert (failed.rank, failed.cause, failed.exit_code) == (0, "exit_code", 3)
+    lost = fault(attempt({0: LOST_PEER, 1: LOST_PEER}), "why")
+    assert (lost.rank, lost.cause, lost.what) == (0, "peer_disconnected", "peer disconnected")
 
 
 def test_last_words_of_a_worker_that_said_nothing_are_none(tmp_path: Path) -> None:
@@ -165,12 +171,12 @@ def stage() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def shown() -> list[dict[str, Any]]:
+def shown() -> list[Any]:
     return []
 
 
 @pytest.fixture
-def agent(tmp_path: Path, stage: Stage, shown: list[dict[str, Any]]) -> Iterator[Agent]:
+def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[Agent]:
     run = Run(tmp_path)
     run.create()
     with Agent(run, stage, shown.append, attempts=3) as agent:
@@ -190,12 +196,12 @@ def supervise(agent: Agent, ends: list[Attempt], monkeypatch: pytest.MonkeyPatch
     return agent.supervise(2, {}, {}, first), numbers
 
 
-def kinds(shown: list[dict[str, Any]]) -> list[str]:
-    return [event["kind"] for event in shown]
+def kinds(shown: list[Any]) -> list[str]:
+    return [event.kind for event in shown]
 
 
 def test_a_run_that_is_done_ends_with_its_result(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt({0: 0}, result={"steps": 5})], monkeypatch, first=3)
     assert (outcome.code, outcome.result, outcome.message, numbers) == (ExitCode.DONE, {"steps": 5}, None, [3])
@@ -203,22 +209,22 @@ def test_a_run_that_is_done_ends_with_its_result(
 
 
 def test_an_attempt_that_falls_is_told_and_followed_by_another(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert kinds(shown) == ["fault", "warning"]
-    assert (shown[0]["rank"], shown[0]["what"]) == (0, "SIGSEGV")
-    assert "starting again from the last good checkpoint" in shown[1]["text"]
+    assert kinds(shown) == ["failure", "warning"]
+    assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
+    assert "starting again from the last good checkpoint" in shown[1].text
 
 
 def test_attempts_that_save_nothing_new_are_given_up(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3)] * 9, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
     assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
-    assert kinds(shown) == ["fault", "warning", "fault", "warning", "fault"]
+    assert kinds(shown) == ["failure", "warning", "failure", "warning", "failure"]
 
 
 def test_progress_forgives_the_attempts_before_it(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +249,7 @@ def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(agent: Agent, monk
 
 def test_where_an_attempt_began_is_told_by_its_first_start(agent: Agent, stage: Stage) -> None:
     """Workers that go on from memory start again at steps that nobody has saved."""
-    send(stage.workers, *({"kind": "start", "t": 1.0, "world": 2, "from_step": step} for step in (6, 9)))
+    send(stage.workers, *(to_fields(made(AttemptStarted, start_step=step)) for step in (6, 9)))
     send(stage.says, exited(0, 0))
     assert agent.attempt(0, 1, {}, {}).begun == 6
 
@@ -254,11 +260,11 @@ def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, mon
 
 
 def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt({1: GPU, 0: -9}), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert (shown[0]["rank"], shown[0]["what"]) == (1, "gpu")
+    assert (shown[0].rank, shown[0].what) == (1, "gpu failed")
 
 
 def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +314,12 @@ def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.jobs.outage.FIRST", 0.0)
     outcome, numbers = supervise(agent, [attempt({0: STORAGE})] * 5 + [attempt({0: 0})], monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
-    assert (shown[0]["rank"], shown[0]["what"]) == (0, "storage")
+    assert (shown[0].rank, shown[0].what) == (0, "storage failed")
 
 
 def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
@@ -353,15 +359,15 @@ def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
 
 
 def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+    agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
-    send(stage.workers, {"kind": "step", "step": 1})
+    send(stage.workers, to_fields(made(StepDone)))
     stage.says.close()
     outcome = agent.supervise(1, {}, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message == "the process that forks workers died, and they with it"
-    assert kinds(shown) == ["step", "fault"]
-    assert (shown[1]["rank"], shown[1]["what"]) == (0, "lost nursery")
+    assert kinds(shown) == ["step", "failure"]
+    assert (shown[1].rank, shown[1].what) == (0, "fork server died")
 
 
 def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_worker_forked(
@@ -380,7 +386,7 @@ def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: A
         raise ConnectionResetError("of a callback's own connection")
 
     agent.show = broken
-    send(stage.workers, {"kind": "step", "step": 1})
+    send(stage.workers, to_fields(made(StepDone)))
     with pytest.raises(ConnectionResetError, match="own connection"):
         agent.supervise(1, {}, {}, 0)
 
@@ -428,7 +434,7 @@ def ended_process() -> Iterator[int]:
 
 @pytest.mark.parametrize("killed", [False, True], ids=["they ended", "they were killed"])
 def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
-    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], ended_process: int, killed: bool
+    tmp_path: Path, stage: Stage, shown: list[Any], ended_process: int, killed: bool
 ) -> None:
     run, clock = Run(tmp_path), Leaps()
     run.create()
@@ -450,7 +456,7 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
 
 
 def test_workers_that_are_never_started_are_not_waited_for_without_end_and_without_a_word(
-    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever should fork them hangs: it takes the message, and does nothing."""
     run = Run(tmp_path)
@@ -462,18 +468,18 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
         ExitCode.UNFINISHED,
         "the process that forks workers started none for 120 s: it hangs; start again with the same command",
     )
-    said = [event["text"] for event in shown if event["kind"] == "warning"]
+    said = [event.text for event in shown if isinstance(event, RunWarning)]
     assert [text.partition(" after")[0] for text in said] == ["still waiting for workers to be started"] * 3
-    assert shown[-1]["what"] == "lost nursery"
+    assert shown[-1].what == "fork server died"
 
 
 def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+    agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
     stage.stopped = "it is stopped, and stays so"
     outcome = agent.supervise(2, {}, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
-    assert (shown[-1]["kind"], shown[-1]["what"]) == ("fault", "lost nursery")
+    assert shown[-1].what == "fork server died"
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -482,8 +488,8 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
 ) -> None:
     shown = []
 
-    def show(event: dict[str, Any]) -> None:
-        if event["kind"] == "warning":
+    def show(event: Event) -> None:
+        if isinstance(event, RunWarning):
             shown.append(event)
         if len(shown) == 2:
             stage.stopped = "enough"
@@ -494,16 +500,16 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
     send(stage.says, {"kind": "started", "attempt": 0})
     with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
         if ends:
-            send(stage.workers, {"kind": "step", "t": 1.0, "step": 7})
+            send(stage.workers, to_fields(made(StepDone, time=1.0, step=7)))
             beats = {rank: Beat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
             monkeypatch.setattr(agent.crew.here, "beats", lambda ranks: beats)
         agent.supervise(2, {}, {}, 0)
-    said = [event["text"].rpartition(" after")[0] for event in shown[:2]]
+    said = [event.text.rpartition(" after")[0] for event in shown[:2]]
     assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
 
 
 def test_one_that_never_gets_ready_ends_the_run_with_an_event(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs() -> None:
         stage.tell("still waiting")
@@ -512,7 +518,7 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
     monkeypatch.setattr(stage, "wait_ready", hangs)
     outcome = agent.supervise(2, {}, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
-    assert kinds(shown) == ["warning", "fault"]
+    assert kinds(shown) == ["warning", "failure"]
 
 
 def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: Agent) -> None:
@@ -526,7 +532,7 @@ def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_node
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    agent: Agent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def waits() -> None:
         os.kill(os.getpid(), number)
@@ -541,7 +547,7 @@ def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
-    tmp_path: Path, stage: Stage, shown: list[dict[str, Any]], leaves: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stage: Stage, shown: list[Any], leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
     monkeypatch.setattr("phalanx.jobs.agent.COMING", 120.0)
@@ -556,7 +562,7 @@ def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
         with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0), crew=crew) as agent:
             outcome = agent.supervise(2, {}, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
-    said = [event["text"] for event in shown]
+    said = [event.text for event in shown]
     assert said[0].startswith("waiting for node 1 until ")
     left = f"node 1 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
     again = "start again, with node 1 on another machine if that one is unfit"
@@ -617,19 +623,30 @@ def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Agent, stage: Sta
 
 
 def test_events_of_workers_are_written_and_shown_and_count_as_progress(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]]
+    agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
-    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, {"kind": "checkpoint", "t": 2.0, "step": 7})
-    send(stage.workers, {"kind": "step", "t": 3.0, "step": 8}, {"kind": "result", "t": 4.0, "value": {"steps": 8}})
+    first = (made(StepDone, time=1.0, step=7), made(CheckpointSaved, time=2.0, step=7))
+    send(stage.workers, *map(to_fields, first))
+    send(stage.workers, to_fields(made(StepDone, time=3.0, step=8)), {"kind": "result", "value": {"steps": 8}})
     send(stage.says, exited(0, 0))
     ended = agent.attempt(0, 1, {}, {})
     assert (ended.steps, ended.saved, ended.result) == (2, 7, {"steps": 8})
-    assert [(event["t"], event["kind"], event["step"]) for event in shown] == [
+    assert [(event.time, event.kind, event.step) for event in shown] == [
         (1.0, "step", 7),
-        (2.0, "checkpoint", 7),
+        (2.0, "checkpoint_saved", 7),
         (3.0, "step", 8),
     ]
     assert list(read_events(agent.run.events)) == shown
+
+
+def test_a_message_that_is_no_event_is_warned_of_and_not_written(agent: Agent, stage: Stage, shown: list[Any]) -> None:
+    send(stage.workers, {"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"})
+    send(stage.workers, {"kind": "result", "value": {"steps": 8}})
+    send(stage.says, exited(0, 0))
+    ended = agent.attempt(0, 1, {}, {})
+    assert ended.steps == 0
+    assert kinds(shown) == ["warning", "warning"]
+    assert "no event of this Phalanx: {'kind': 'step'" in shown[0].text
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -639,13 +656,13 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     agent.replica = 1
     lost, again = exited(0, -9), exited(0, -9)
 
-    def show(event: dict[str, Any]) -> None:
-        if event["kind"] == "step":
+    def show(event: Event) -> None:
+        if isinstance(event, StepDone):
             send(stage.says, lost, exited(1, 0), exited(2, 0), again)
 
     monkeypatch.setattr(agent, "show", show)
     result = [{"kind": "result", "t": 2.0, "value": {"steps": 7}}] if told else []
-    send(stage.workers, {"kind": "step", "t": 1.0, "step": 7}, *result, leaving(1, 0), leaving(2, 0))
+    send(stage.workers, to_fields(made(StepDone, time=1.0, step=7)), *result, leaving(1, 0), leaving(2, 0))
     ended = agent.attempt(0, 3, {}, {})
     assert verdict(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
     assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
@@ -655,20 +672,20 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
 )
 def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]], begun: bool, number: int, ended: bool
+    agent: Agent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
 ) -> None:
     if begun:
-        send(stage.workers, {"kind": "start", "t": 1.0, "attempt": 3, "world": 2, "from_step": 0})
+        send(stage.workers, to_fields(made(AttemptStarted, attempt=3, world_size=2)))
     send(stage.workers, leaving(0, 75), leaving(1, 75))
     send(stage.says, {"kind": "store lost", "attempt": number}, exited(0, 75), exited(1, 75))
     found = agent.attempt(3, 2, {}, {})
     assert found.storeless == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
-    assert [event["text"] for event in shown if event["kind"] == "warning"] == (
+    assert [event.text for event in shown if isinstance(event, RunWarning)] == (
         ["the process through which workers find each other died; they have met, and go on"] if begun else []
     )
     if ended:
-        assert fault(found) == {"rank": 0, "what": "lost store"}
+        assert fault(found, "why").cause == "store_died"
         assert verdict(found, agent.run.logs, 3) == (None, found.ending)
 
 
@@ -707,7 +724,7 @@ def test_when_a_worker_leaves_before_its_end_the_others_are_killed(agent: Agent,
 
 
 def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pulse = Pulse(agent.nursery.pulses.fd, 1)
     pulse.step = 5
@@ -716,8 +733,8 @@ def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_mad
     ends[0].codes = {1: 0, 0: -9}
     outcome, numbers = supervise(agent, ends, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert (shown[0]["rank"], shown[0]["what"]) == (1, "exit 0")
-    assert shown[0]["detail"] == f"worker 1 left in step 5 with exit code 0, {EARLY}"
+    assert (shown[0].rank, shown[0].what) == (1, "exit 0")
+    assert shown[0].message == f"worker 1 left in step 5 with exit code 0, {EARLY}"
 
 
 def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
@@ -729,14 +746,14 @@ def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_first_signal_asks_the_workers_to_save_and_leave(
-    agent: Agent, stage: Stage, shown: list[dict[str, Any]], number: signal.Signals
+    agent: Agent, stage: Stage, shown: list[Any], number: signal.Signals
 ) -> None:
     signal.raise_signal(number)
     send(stage.says, exited(0, 75))
     agent.attempt(0, 1, {}, {})
     assert agent.stopping
     assert sent_signals(stage) == [signal.SIGTERM]
-    assert [event["text"] for event in shown] == ["stopping: saving a checkpoint first; once more stops at once"]
+    assert [event.text for event in shown] == ["stopping: saving a checkpoint first; once more stops at once"]
 
 
 @pytest.mark.parametrize(
@@ -808,15 +825,9 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
     log.write_text("printed before\nthe stack\n")
     agent.look(attempt)
     (hang,) = shown
-    assert {key: hang[key] for key in ("kind", "rank", "step", "doing", "silent", "stopped", "stack")} == {
-        "kind": "hang",
-        "rank": 1,
-        "step": 7,
-        "doing": "forward",
-        "silent": 8.0,
-        "stopped": False,
-        "stack": "the stack",
-    }
+    assert isinstance(hang, HangDetected)
+    assert (hang.rank, hang.step, hang.phase, hang.silence_s) == (1, 7, "forward", 8.0)
+    assert (hang.is_stopped, hang.stack) == (False, "the stack")
     agent.look(attempt)
     assert len(shown) == 1
     assert attempt.ending is None
@@ -831,7 +842,7 @@ def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Agent, stage: Stage,
     code, message = verdict(attempt, tmp_path, 0)
     assert code is None
     assert message == "worker 1 has given no sign of life for 8 s, in step 7, doing: forward"
-    assert fault(attempt) == {"rank": 1, "what": "hang"}
+    assert (fault(attempt, "why").rank, fault(attempt, "why").cause) == (1, "hang")
 
 
 def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
@@ -852,10 +863,10 @@ def test_a_node_whose_device_is_gone_trains_nothing(agent: Agent, monkeypatch: p
 
 
 def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
-    agent: Agent, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Finding("disk", Verdict.BAD, "1 MB left"), Finding("memory", Verdict.WARN, "little left")]
     agent.preflight = lambda: found
     outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
     assert outcome.code is ExitCode.DONE
-    assert [event["text"] for event in shown if event["kind"] == "warning"] == ["disk: 1 MB left"]
+    assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]

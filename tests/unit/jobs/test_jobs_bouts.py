@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.jobs.bouts import World, WorldFailed, seconds_of, share_of
+from phalanx.jobs.bouts import World, WorldFailed, data_wait_share
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run
 
@@ -52,8 +52,8 @@ def test_events_of_whole_steps_are_returned(nurseries: list[NurseryProcess], tmp
         events = world.bout(0.1)
     finally:
         world.close()
-    assert set(seconds_of(events)) == {0.01}
-    assert share_of(events, "data") == pytest.approx(0.25)
+    assert {step.duration_s for step in events} == {0.01}
+    assert data_wait_share(events) == pytest.approx(0.25)
 
 
 def test_a_closed_world_leaves_no_process_and_can_start_again(nurseries: list[NurseryProcess], tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from made_events import made
 from phalanx.jobs.agent import Agent
 from phalanx.jobs.nodes import PING
 from phalanx.jobs.pace import WINDOW
-from phalanx.run import Run
+from phalanx.run import Event, Run
 from phalanx.run.channel import pair
+from phalanx.run.event_types import AttemptStarted, StepDone
+from phalanx.run.events import to_fields
 from phalanx.run.pulse import Beat, Pulses
 
 HANGS = 40.0
@@ -71,8 +74,8 @@ class FakeNode:
         self._told = True
         if self.rank:
             return [{"kind": "started", "attempt": 0}]
-        start = {"kind": "start", "t": 0.0, "attempt": 0, "world": 2, "from_step": 0}
-        return [{"kind": "started", "attempt": 0}, start, {"kind": "step", "t": 0.0, "step": 1, "seconds": STEP}]
+        events = made(AttemptStarted, world_size=2), made(StepDone, duration_s=STEP)
+        return [{"kind": "started", "attempt": 0}, *map(to_fields, events)]
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         """As far back as they are told."""
@@ -155,8 +158,8 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
     run = Run(folder)
     run.create()
 
-    def show(event: Mapping[str, Any]) -> None:
-        if event["kind"] == until:
+    def show(event: Event) -> None:
+        if event.kind == until:
             told.append(clock.passed)
             for node in nodes:
                 node.over = True

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from made_events import made
 from phalanx.jobs.attempt import Attempt
 from phalanx.jobs.replicas import MEETING, STEPS, TRIES, Replicas
+from phalanx.run import Event
+from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
 
 START = {"kind": "start", "attempt": 3, "world": 4, "elastic": True}
 
@@ -39,14 +42,15 @@ class Case:
         self.attempt = Attempt(4, places, 3, logs=dict.fromkeys(range(4), 3), step_seconds=2.0)
         self.replicas = Replicas(self.attempt, START, lambda: self.now, self.emit, size)
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        self.said.append(fields["text"])
+    def emit(self, event: Event) -> None:
+        assert isinstance(event, RunWarning)
+        self.said.append(event.text)
 
     def step(self, step: int) -> None:
-        self.replicas.hear({"kind": "step", "step": step})
+        self.replicas.see(made(StepDone, step=step))
 
     def started(self) -> None:
-        self.replicas.hear({"kind": "start", "attempt": self.attempt.number})
+        self.replicas.see(made(AttemptStarted, attempt=self.attempt.number))
 
     def lose(self, rank: int) -> None:
         self.replicas.spare([rank], -9)

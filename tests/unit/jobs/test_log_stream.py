@@ -1,5 +1,6 @@
 """The lines of workers and the events of a run in one stream: what time, node and rank each gets."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.log_stream import Line, LogStream, Tail, as_printed
+from made_events import made
+from phalanx.jobs.log_stream import Line, LogStream, as_shown, printed_lines
 from phalanx.run import Event, EventLog, Run
+from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure, WorkerStarted
+from phalanx.run.events import to_fields
+from phalanx.run.lines import LineTail
 
 
 class Clock:
@@ -24,14 +29,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def events(run: Run, clock: Clock) -> Iterator[EventLog]:
-    log = EventLog(run.events, clock)
+def events(run: Run) -> Iterator[EventLog]:
+    log = EventLog(run.events)
     yield log
     log.close()
 
 
 def say(event: Event) -> list[str]:
-    return [] if event["kind"] == "worker" else [event["kind"]]
+    return [] if isinstance(event, WorkerStarted) else [event.kind]
 
 
 def prints(run: Run, rank: int, text: str, t: float, attempt: int = 0) -> None:
@@ -43,19 +48,19 @@ def prints(run: Run, rank: int, text: str, t: float, attempt: int = 0) -> None:
 
 
 def worker(events: EventLog, rank: int, node: str, attempt: int = 0) -> None:
-    events.write("worker", rank=rank, node=node, attempt=attempt, pid=1)
+    events.write(made(WorkerStarted, time=1000.0, rank=rank, host=node, attempt=attempt))
 
 
 def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(run: Run, events: EventLog, clock: Clock) -> None:
     worker(events, 0, "n1")
-    events.write("start", t=1001.0)
-    events.write("end", t=1009.0)
+    events.write(made(AttemptStarted, time=1001.0))
+    events.write(made(RunEnded, time=1009.0))
     prints(run, 0, "one\ntwo\n", 1005.0)
     assert LogStream(run, 1000.0, say, clock).look() == [
-        Line(1001.0, "run", "start"),
+        Line(1001.0, "run", "attempt_started"),
         Line(None, "n1 rank 0", "one"),
         Line(1005.0, "n1 rank 0", "two"),
-        Line(1009.0, "run", "end"),
+        Line(1009.0, "run", "run_ended"),
     ]
 
 
@@ -89,11 +94,11 @@ def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog
     stream = LogStream(run, 0.0, say, clock)
     stream.look()
     worker(events, 0, "n1")
-    events.write("fault", t=1000.6)
+    events.write(made(WorkerFailure, time=1000.6))
     prints(run, 0, "Traceback\n", 1000.5)
     prints(run, 1, "later\n", 1000.7)
     clock.now = 1001.0
-    assert [line.text for line in stream.look()] == ["Traceback", "fault", "later"]
+    assert [line.text for line in stream.look()] == ["Traceback", "failure", "later"]
 
 
 def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, clock: Clock) -> None:
@@ -108,7 +113,7 @@ def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, c
 
 def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventLog, clock: Clock) -> None:
     prints(run, 0, "old\n", 900.0)
-    events.write("end", t=900.0)
+    events.write(made(RunEnded, time=900.0))
     stream = LogStream(run, 950.0, say, clock)
     assert (stream.look(), stream.begun) == ([], False)
     prints(run, 0, "new\n", 1000.0, attempt=1)
@@ -130,11 +135,12 @@ def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
 
 def test_a_torn_event_is_read_when_it_is_whole_and_one_of_a_crash_is_left_out(run: Run, clock: Clock) -> None:
     stream = LogStream(run, 0.0, say, clock)
-    run.events.write_text('{"t": 1, "kind": "start"}\n{"t": 2, "kind"')
-    assert [line.text for line in stream.look()] == ["start"]
+    first, last = (json.dumps(to_fields(event)) for event in (made(AttemptStarted), made(RunEnded)))
+    run.events.write_text(f"{first}\n{last[:20]}")
+    assert [line.text for line in stream.look()] == ["attempt_started"]
     with open(run.events, "a") as file:
-        file.write('\n{"t": 3, "kind": "end"}\n[1]\n')
-    assert [line.text for line in stream.look()] == ["end"]
+        file.write(f"\n{last}\n[1]\n")
+    assert [line.text for line in stream.look()] == ["run_ended"]
 
 
 def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
@@ -148,7 +154,8 @@ def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) 
 
 def test_a_line_is_shown_as_a_terminal_leaves_it(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b" 10%\r 50%\r100%\nodd \xff\r\n")
-    assert Tail(tmp_path / "log").read() == ["100%", "odd \ufffd"]
+    found = LineTail(tmp_path / "log").read()
+    assert [as_shown(line) for line in found] == ["100%", "odd \ufffd"]
 
 
 def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,21 +169,21 @@ def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPat
 
 def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: EventLog, clock: Clock) -> None:
     prints(run, 0, "old\n", 900.0)
-    events.write("worker", t=901.0, rank=0, node="n0", attempt=0, pid=1)
-    events.write("worker", t=960.0, rank=0, node="n1", attempt=1, pid=2)
-    events.write("start", t=1.0)
+    events.write(made(WorkerStarted, time=901.0, host="n0", attempt=0))
+    events.write(made(WorkerStarted, time=960.0, host="n1", attempt=1))
+    events.write(made(AttemptStarted, time=1.0))
     prints(run, 0, "new\n", 2.0, attempt=1)
     stream = LogStream(run, 950.0, say, clock)
-    assert {line.text for line in stream.look()} == {"start", "new"}
-    events.write("end", t=3.0)
+    assert {line.text for line in stream.look()} == {"attempt_started", "new"}
+    events.write(made(RunEnded, time=3.0))
     prints(run, 0, "newer\n", 4.0, attempt=2)
-    assert {line.text for line in stream.look()} == {"end", "newer"}
+    assert {line.text for line in stream.look()} == {"run_ended", "newer"}
 
 
 def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "log", as_printed)
-    assert tail.read() == []
+    read = printed_lines(tmp_path / "log")
+    assert read(False) == []
     (tmp_path / "log").write_text("one\ntwo\n")
-    assert tail.read() == ["one", "two"]
+    assert read(False) == ["one", "two"]
     (tmp_path / "log").write_text("new\n")
-    assert tail.read() == ["new"]
+    assert read(False) == ["new"]

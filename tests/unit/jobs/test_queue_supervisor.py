@@ -130,7 +130,7 @@ def test_exit_codes_decide_whether_a_job_goes_on(store: Store, code: int, state:
 
 @pytest.mark.parametrize(
     ("status", "state"),
-    [("done", State.DONE), ("failed", State.FAILED), ("stopped", State.FAILED), (None, State.FAILED)],
+    [("done", State.DONE), ("failed", State.FAILED), ("interrupted", State.FAILED), (None, State.FAILED)],
 )
 def test_a_job_that_trains_is_done_when_its_result_says_so(
     store: Store, tmp_path: Path, status: str | None, state: State

@@ -6,14 +6,31 @@ import random
 from pathlib import Path
 from typing import Any
 
-PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+from made_events import made
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    EvaluationDone,
+    NonFiniteStep,
+    RunEnded,
+    RunEvent,
+    RunWarning,
+    StepDone,
+    StepPhases,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.events import to_fields
+
 HEALTHY = {
-    "data": 0.008,
+    "data_wait": 0.008,
     "forward": 0.30,
     "backward": 0.59,
-    "exchange": 0.0,
+    "grad_sync": 0.0,
     "optimizer": 0.06,
-    "checkpoint": 0.002,
+    "checkpoint_stall": 0.002,
     "other": 0.04,
 }
 T0 = 1_790_000_000.0
@@ -100,22 +117,22 @@ class Maker:
         for name, value in {"plan": plan, "cluster": cluster, "environment": environment}.items():
             (self.path / f"{name}.json").write_text(json.dumps(value))
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: type[RunEvent], **fields: Any) -> None:
         with open(self.path / "events.jsonl", "a") as file:
-            file.write(json.dumps({"t": self.t, "kind": kind, **fields}) + "\n")
+            file.write(json.dumps(to_fields(made(kind, time=self.t, **fields))) + "\n")  # type: ignore[arg-type]
 
     def start(self, from_step: int = 0) -> None:
         self.attempt += 1
         for rank in range(self.world):  # workers tell of themselves as soon as they live, before the attempt starts
-            self.event("worker", pid=1000 + rank, rank=rank, node="node-1", attempt=self.attempt)
+            self.event(WorkerStarted, pid=1000 + rank, rank=rank, host="node-1", attempt=self.attempt)
         self.event(
-            "start",
-            world=self.world,
+            AttemptStarted,
+            world_size=self.world,
             attempt=self.attempt,
-            from_step=from_step,
-            steps=self.total,
+            start_step=from_step,
+            total_steps=self.total,
             device="cpu",
-            micro_batches=2,
+            num_micro_batches=2,
         )
         self.t += 1.2
 
@@ -135,11 +152,11 @@ class Maker:
             "loss": self.true_loss(step) + self.random.gauss(0, 0.04),
             "grad_norm": 0.4 + 2.5 * math.exp(-12 * progress) + abs(self.random.gauss(0, 0.08)),
             "lr": 1e-3 * min(step / 20, 0.1 + 0.45 * (1 + math.cos(math.pi * progress))),
-            "tokens": self.tokens,
-            "seconds": seconds,
-            "parts": {part: share / total * seconds for part, share in shares.items()},
+            "units": self.tokens,
+            "duration_s": seconds,
+            "breakdown_s": StepPhases(**{part: share / total * seconds for part, share in shares.items()}),
         }
-        self.event("step", **{**values, **changes})
+        self.event(StepDone, **{**values, **changes})
 
     def eval(self, step: int, best: bool = True) -> None:
         held_out = self.true_loss(step) + 0.07 + abs(self.random.gauss(0, 0.004)) * (step < self.total)
@@ -148,11 +165,19 @@ class Maker:
             best = False
         self.t += 0.6
         metrics = {"accuracy": max(0.0, 0.8 - held_out / 8), "bits_per_byte": held_out / math.log(2)}
-        self.event("eval", step=step, loss=held_out, metrics=metrics, samples=512, seconds=0.6, best=best)
+        self.event(
+            EvaluationDone,
+            step=step,
+            loss=held_out,
+            metrics=metrics,
+            num_samples=512,
+            duration_s=0.6,
+            is_best=best,
+        )
 
     def checkpoint(self, step: int, stall: float = 0.004) -> None:
         path = f"checkpoints/step-{step:09d}"
-        self.event("checkpoint", step=step, path=path, bytes=39_012_352, seconds=0.31, stall=stall)
+        self.event(CheckpointSaved, step=step, path=path, size_bytes=39_012_352, duration_s=0.31, stall_s=stall)
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -163,7 +188,7 @@ class Maker:
 
     def end(self, status: str = "done", step: int | None = None, digest: str = "a3f1" * 8) -> None:
         step = self.total if step is None else step
-        self.event("end", status=status, step=step)
+        self.event(RunEnded, status=status, step=step)
         result = {
             "format": 1,
             "status": status,
@@ -188,14 +213,14 @@ def healthy(path: Path, **shape: Any) -> Path:
 
 def troubled(path: Path, **shape: Any) -> Path:
     """300 steps with a kill at 137, a rejected checkpoint, skipped steps, a rollback, a fault and a warning."""
-    maker = Maker(path, world=2, split={"exchange": 0.22, "data": 0.31}, **shape)
+    maker = Maker(path, world=2, split={"grad_sync": 0.22, "data_wait": 0.31}, **shape)
     maker.start()
     maker.steps(1, 137)
     maker.t += 20
-    maker.event("fault", rank=1, what="SIGKILL", detail="worker 1 was killed by SIGKILL")
+    maker.event(WorkerFailure, rank=1, cause="signal", signal="SIGKILL", message="worker 1 was killed by SIGKILL")
     maker.t += 2
     maker.event(
-        "checkpoint_rejected",
+        CheckpointRejected,
         path="checkpoints/step-000000100",
         file="rank-00001.safetensors",
         reason="chunk 3 has another checksum",
@@ -203,11 +228,11 @@ def troubled(path: Path, **shape: Any) -> Path:
     maker.start(from_step=50)
     maker.steps(51, 209)
     for step in (210, 211, 212):
-        maker.step(step, loss=math.nan, skipped=True)
+        maker.step(step, loss=None, skip_reason="non-finite loss")
         action = "rollback" if step == 212 else "skip"
-        maker.event("guard", step=step, what="non-finite loss", action=action, count=step - 209)
+        maker.event(NonFiniteStep, step=step, reason="non-finite loss", action=action, num_skipped=step - 209)
     maker.steps(201, 300)
-    maker.event("checkpoint_failed", step=300, reason="no space left on device (39 MB needed, 2 MB free)")
-    maker.event("warning", text="the micro-batch of 8 needs 91% of the memory")
+    maker.event(CheckpointFailed, step=300, reason="no space left on device (39 MB needed, 2 MB free)")
+    maker.event(RunWarning, text="the micro-batch of 8 needs 91% of the memory")
     maker.end()
     return path

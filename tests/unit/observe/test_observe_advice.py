@@ -1,6 +1,5 @@
 """Each rule speaks when its number is bad, names a key, and is silent on a healthy run."""
 
-import math
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from phalanx.observe.advice import Advice, advise
 from phalanx.observe.history import read_history
 from phalanx.observe.summary import summary_of
 from phalanx.run import Run
+from phalanx.run.event_types import NonFiniteStep
 
 
 def advices(path: Path) -> dict[str, Advice]:
@@ -27,8 +27,8 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "key", "words", "shape"),
     [
-        ("data wait", "data.source.prepared", r"data wait is 3\d% of the step", {"split": {"data": 0.45}}),
-        ("exchange", "batch.global", r"exchange is 2\d% of the step", {"split": {"exchange": 0.3}, "world": 2}),
+        ("data wait", "data.source.prepared", r"data wait is 3\d% of the step", {"split": {"data_wait": 0.45}}),
+        ("exchange", "batch.global", r"exchange is 2\d% of the step", {"split": {"grad_sync": 0.3}, "world": 2}),
         ("optimizer share", "batch.global", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
         ("low MFU", "batch.micro", "micro-batches of 2 are small", {"mfu": 0.1, "batch": {"global": 16, "micro": 2}}),
         ("precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
@@ -82,8 +82,8 @@ def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=60, precision="fp16", matmul={"fp16": 0.3})
     maker.start()
     maker.steps(1, 30)
-    maker.event("guard", step=31, what="non-finite gradient", action="skip", count=1)
-    maker.step(31, loss=math.nan, skipped=True)
+    maker.event(NonFiniteStep, step=31, reason="non-finite gradient")
+    maker.step(31, loss=None, skip_reason="non-finite gradient")
     maker.steps(32, 60)
     assert "precision=bf16" in advices(maker.path)["guards"].advice
 
@@ -99,7 +99,7 @@ def test_uneven_steps_are_found(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=200)
     maker.start()
     for step in range(1, 201):
-        maker.step(step, **({"seconds": 4.0} if step % 10 == 0 else {}))
+        maker.step(step, **({"duration_s": 4.0} if step % 10 == 0 else {}))
     assert "uneven steps" in advices(maker.path)
 
 
@@ -115,7 +115,7 @@ def test_much_evaluation_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_run_too_short_to_judge_gets_no_advice(tmp_path: Path, steps: int) -> None:
-    maker = Maker(tmp_path / "run", split={"data": 0.9})
+    maker = Maker(tmp_path / "run", split={"data_wait": 0.9})
     maker.start()
     maker.steps(1, steps)
     assert advices(maker.path) == {}

@@ -3,17 +3,31 @@
 import math
 from pathlib import Path
 
+import pytest
 from make_run import Maker, troubled
 
+from made_events import made
 from phalanx.observe.history import History, history_of, read_history
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRejected,
+    EvaluationDone,
+    NonFiniteStep,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    WorkerFailure,
+)
+from phalanx.run.events import UnknownFormat
 
 
-def step(number: int, t: float = 0.0, **fields: object) -> dict[str, object]:
-    return {"t": t, "kind": "step", "step": number, "loss": 1.0, "tokens": 8, "seconds": 0.5, "parts": {}, **fields}
+def step(number: int, loss: float | None = 1.0) -> StepDone:
+    return made(StepDone, time=0.0, step=number, loss=loss)
 
 
-def start(attempt: int, from_step: int, t: float = 0.0) -> dict[str, object]:
-    return {"t": t, "kind": "start", "world": 1, "attempt": attempt, "from_step": from_step, "steps": 10}
+def start(attempt: int, from_step: int) -> AttemptStarted:
+    return made(AttemptStarted, time=0.0, attempt=attempt, start_step=from_step)
 
 
 def numbers(history: History) -> list[float]:
@@ -43,7 +57,7 @@ def test_a_rollback_within_an_attempt_rewinds() -> None:
 
 
 def test_evaluations_that_were_rolled_back_are_dropped() -> None:
-    scored = {"t": 0.0, "kind": "eval", "step": 2, "loss": 2.0, "seconds": 0.25}
+    scored = made(EvaluationDone, time=0.0, step=2, duration_s=0.25)
     history = history_of([start(0, 0), step(1), step(2), scored, start(1, 1), step(2)])
     assert history.evals == ()
     assert history.attempts[1].redone_seconds == 0.75
@@ -59,11 +73,16 @@ def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
     assert numbers(read_history(tmp_path / "run" / "events.jsonl")) == numbers(whole)
 
 
-def test_missing_and_null_fields_become_nan_and_nonsense_steps_are_left_out() -> None:
-    history = history_of([start(0, 0), {"t": None, "kind": "step", "step": 1, "loss": None}, {"kind": "step"}])
+def test_a_loss_that_is_not_finite_becomes_nan() -> None:
+    history = history_of([start(0, 0), step(1, loss=None)])
     assert len(history.steps) == 1
     assert math.isnan(history.steps.loss[0])
-    assert math.isnan(history.steps.seconds[0])
+
+
+def test_events_of_another_format_are_no_empty_history(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind": "log_opened", "time": 1.0, "format": 9}\n')
+    with pytest.raises(UnknownFormat):
+        read_history(tmp_path / "events.jsonl")
 
 
 def test_no_events_make_an_empty_history(tmp_path: Path) -> None:
@@ -73,12 +92,14 @@ def test_no_events_make_an_empty_history(tmp_path: Path) -> None:
 
 def test_a_run_without_an_end_is_unfinished_and_with_one_is_what_it_says() -> None:
     assert history_of([start(0, 0), step(1)]).status == "unfinished"
-    assert history_of([start(0, 0), {"t": 1.0, "kind": "end", "status": "stopped", "step": 0}]).status == "stopped"
+    ended = made(RunEnded, time=1.0, status="interrupted", step=0)
+    assert history_of([start(0, 0), ended]).status == "interrupted"
 
 
 def test_restarts_rollbacks_and_faults_of_a_troubled_run_are_all_there(tmp_path: Path) -> None:
     history = read_history(troubled(tmp_path / "run") / "events.jsonl")
     assert numbers(history) == list(range(1, 301))
     assert history.redone == ((51, 137), (201, 212))
-    assert [guard["action"] for guard in history.guards] == ["skip", "skip", "rollback"]
-    assert (len(history.faults), len(history.rejected), len(history.failed), len(history.warnings)) == (1, 1, 1, 1)
+    assert [guard.action for guard in history.of(NonFiniteStep)] == ["skip", "skip", "rollback"]
+    kinds = (WorkerFailure, CheckpointRejected, CheckpointFailed, RunWarning)
+    assert [len(history.of(kind)) for kind in kinds] == [1, 1, 1, 1]

@@ -8,6 +8,7 @@ from make_run import Maker, healthy, troubled
 from phalanx.observe.history import read_history
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.report import cost, ledger_facts
+from phalanx.run.event_types import WorkerFailure
 
 
 def ledger(run: Path) -> Ledger:
@@ -16,11 +17,11 @@ def ledger(run: Path) -> Ledger:
 
 def killed(path: Path, world: int = 1) -> Path:
     """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
-    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data": 0.25, "forward": 0.75})
+    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75})
     maker.start()
     maker.steps(1, 47)
     maker.t += 0.5
-    maker.event("fault", rank=world - 1, what="SIGKILL")
+    maker.event(WorkerFailure, rank=world - 1)
     maker.t += 3.0
     maker.start(from_step=40)
     maker.steps(41, 60)
@@ -70,7 +71,7 @@ def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path)
     maker = Maker(tmp_path / "run", total=20, seconds=1.0)
     maker.start()
     maker.steps(1, 10)
-    maker.end("stopped", 10)
+    maker.end("interrupted", 10)
     maker.t += 3600
     maker.start(from_step=10)
     maker.steps(11, 20)
@@ -98,16 +99,16 @@ def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written
     maker.start()
     maker.steps(1, 10)
     maker.t += 2.0
-    maker.event("fault", rank=0, what="lost nursery")
+    maker.event(WorkerFailure, cause="fork_server_died")
     maker.t += 0.5
-    maker.end("stopped", 10)
+    maker.end("interrupted", 10)
     maker.t += 3600
     maker.start(from_step=5)
     maker.steps(6, 20)
     maker.end()
     found = ledger(tmp_path / "run")
     (loss,) = found.losses
-    assert (loss.what, loss.detected) == ("rank 0: lost nursery", pytest.approx(2.0))
+    assert (loss.what, loss.detected) == ("rank 0: fork server died", pytest.approx(2.0))
     assert loss.discarded == found.discarded > 4.0
     assert loss.unavailable == pytest.approx(2.5) == found.unavailable
     assert found.allocated < 60
@@ -117,10 +118,10 @@ def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path:
     maker = Maker(tmp_path / "run", total=60, seconds=1.0)
     maker.start()
     maker.steps(1, 10)
-    maker.event("fault", rank=0, what="SIGKILL")
+    maker.event(WorkerFailure)
     maker.start(from_step=10)
     maker.steps(11, 20)
-    maker.end("stopped", 20)
+    maker.end("interrupted", 20)
     maker.start(from_step=20)
     maker.steps(21, 60)
     maker.end()

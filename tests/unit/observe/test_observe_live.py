@@ -1,14 +1,15 @@
 """The live displays, driven by events and a clock of the test's own."""
 
 import io
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from make_run import Maker, healthy, troubled
 from rich.console import Console
 
+from made_events import made
 from phalanx.observe.live import (
     Lines,
     LiveFacts,
@@ -21,6 +22,16 @@ from phalanx.observe.live import (
 )
 from phalanx.observe.sentences import hang_in_words, straggler_in_words
 from phalanx.run import Event, Run, read_events
+from phalanx.run.event_types import (
+    AttemptStarted,
+    Compiled,
+    GradSyncSelected,
+    HangDetected,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    StragglerDetected,
+)
 
 FACTS = LiveFacts("gpt", "tokens", 256, flops_per_sample=1e9, worker_rate=1e12)
 
@@ -33,29 +44,19 @@ class Clock:
         return self.now
 
 
-def start(**fields: object) -> Event:
-    return {
-        "t": 0.0,
-        "kind": "start",
-        "world": 2,
-        "attempt": 0,
-        "from_step": 0,
-        "steps": 100,
-        "device": "cpu",
-        **fields,
-    }
+def start(**fields: object) -> AttemptStarted:
+    return made(AttemptStarted, **{"time": 0.0, "world_size": 2, "total_steps": 100, **fields})
 
 
-def step(number: int, t: float, seconds: float = 0.5, **fields: object) -> Event:
-    numbers = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 2560}
-    return {"t": t, "kind": "step", "step": number, "seconds": seconds, "parts": {}, **numbers, **fields}
+def step(number: int, t: float, seconds: float = 0.5, **fields: object) -> StepDone:
+    return made(StepDone, time=t, step=number, duration_s=seconds, **{"units": 2560, **fields})
 
 
 def logged(events: Iterator[Event] | list[Event], every: float = 5.0) -> list[str]:
     clock, stream = Clock(), io.StringIO()
     display = LogDisplay(stream, 100, FACTS, clock, every)
     for event in events:
-        clock.now = event["t"]
+        clock.now = event.time
         display.show(event)
     display.close()
     display.close()
@@ -73,11 +74,15 @@ def test_the_log_has_a_line_every_few_seconds_and_the_last_step() -> None:
 
 def test_the_lines_of_a_log_come_as_values_with_the_events_own_time() -> None:
     lines = Lines(100, FACTS)
-    events = [start(), *(step(number, 1.0 * number) for number in range(1, 8)), {"t": 8.0, "kind": "end", "step": 7}]
+    events = [
+        start(),
+        *(step(number, 1.0 * number) for number in range(1, 8)),
+        made(RunEnded, time=8.0, status="failed", step=7),
+    ]
     said = [lines.take(event) for event in events]
     assert [len(each) for each in said] == [1, 1, 0, 0, 0, 0, 1, 0, 2]
     assert said[6][0].startswith("step   6/100  loss ")
-    assert said[8][1] == "None at step 7 of 100"
+    assert said[8][1] == "failed at step 7 of 100"
 
 
 def test_a_step_line_has_loss_speed_share_and_eta() -> None:
@@ -93,12 +98,12 @@ def test_a_hang_tells_who_where_and_in_which_line_of_the_users_own_code() -> Non
   File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 10 in linear
   File "/home/me/model.py", line 42 in forward
   File "/home/me/train.py", line 7 in main"""
-    event = {"rank": 1, "node": "n7", "step": 30, "doing": "forward", "silent": 6.2, "stopped": False, "stack": stack}
+    event = made(HangDetected, rank=1, host="n7", step=30, silence_s=6.2, stack=stack)
     assert hang_in_words(event) == (
         "hang: worker 1 on n7 gives no sign of life for 6.2 s, in step 30, doing: forward; "
         'File "/home/me/model.py", line 42 in forward'
     )
-    still = hang_in_words({**event, "stopped": True, "stack": None})
+    still = hang_in_words(replace(event, is_stopped=True, stack=None))
     assert still == "hang: worker 1 on n7 is held still for 6.2 s, in step 30, doing: forward"
 
 
@@ -123,20 +128,20 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
     ("breaks", "text"), [(0, "compiled 12 blocks in 34 s"), (2, "compiled 12 blocks in 34 s, with 2 graph breaks")]
 )
 def test_compiling_is_told(breaks: int, text: str) -> None:
-    event = {"t": 0.0, "kind": "compiled", "seconds": 34.0, "blocks": 12, "breaks": breaks}
+    event = made(Compiled, duration_s=34.0, num_blocks=12, num_graph_breaks=breaks)
     assert logged([start(), event])[-1].endswith(text)
 
 
 def test_a_choice_of_exchange_is_told_with_its_reason() -> None:
     why = "with allreduce 41.0% of a step is exposed (efficiency: allreduce 0.59); bf16 is foretold 0.75"
-    event = {"t": 0.0, "kind": "exchange", "step": 10, "strategy": "bf16", "before": "allreduce", "why": why}
+    event = made(GradSyncSelected, step=10, reason=why)
     assert logged([start(), event])[-1].endswith(f"exchange at step 10: bf16: {why}")
 
 
 def test_the_last_step_is_logged_before_an_early_end() -> None:
-    lines = logged([start(), step(1, 0.5), step(2, 1.0), {"t": 1.1, "kind": "end", "status": "stopped", "step": 2}])
+    lines = logged([start(), step(1, 0.5), step(2, 1.0), made(RunEnded, time=1.1, status="interrupted", step=2)])
     assert "step   2/100" in lines[-2]
-    assert "stopped at step 2 of 100" in lines[-1]
+    assert "interrupted at step 2 of 100" in lines[-1]
 
 
 def test_speed_is_over_a_sliding_window() -> None:
@@ -162,7 +167,7 @@ def test_a_new_attempt_starts_its_pace_afresh() -> None:
     tally = Tally(100, FACTS)
     for n in range(1, 11):
         tally.take(step(n, n * 1.0, seconds=1.0))
-    tally.take(start(attempt=1, from_step=5))
+    tally.take(start(attempt=1, start_step=5))
     assert tally.step == 5
     assert tally.speed is None
     assert tally.eta is None
@@ -170,10 +175,10 @@ def test_a_new_attempt_starts_its_pace_afresh() -> None:
 
 def test_nothing_is_shown_of_what_was_not_measured() -> None:
     tally = Tally(10, LiveFacts())
-    tally.take(step(1, 1.0, tokens=None, loss=None))
+    tally.take(step(1, 1.0, loss=None))
     assert tally.share is None
     display = LogDisplay(io.StringIO(), 10, LiveFacts(), Clock())
-    display.show(step(1, 1.0, loss=math.nan, grad_norm=math.inf, lr=None, seconds=None))
+    display.show(step(1, 1.0, loss=None, grad_norm=None, seconds=0.0))
 
 
 def terminal(every: float = 0.25) -> tuple[TerminalDisplay, Clock, io.StringIO]:
@@ -187,13 +192,13 @@ def test_the_terminal_is_drawn_at_most_four_times_a_second() -> None:
     drawn = 0
     picture = display.picture
 
-    def counted(end: Event | None = None):  # type: ignore[no-untyped-def]
+    def counted(ended: bool = False):  # type: ignore[no-untyped-def]
         nonlocal drawn
         drawn += 1
-        return picture(end)
+        return picture(ended)
 
     display.picture = counted  # type: ignore[method-assign]
-    display.show(start(steps=5000))
+    display.show(start(total_steps=5000))
     for n in range(1, 3001):
         clock.now = n * 0.001
         display.show(step(n, n * 0.001, seconds=0.001))
@@ -205,9 +210,9 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
     display, clock, _ = terminal(every=0.0)
     heights = set()
     for event in read_events(troubled(tmp_path / "run") / "events.jsonl"):
-        if event["kind"] == "end":
+        if isinstance(event, RunEnded):
             break
-        clock.now = event["t"]
+        clock.now = event.time
         display.show(event)
         out = io.StringIO()
         Console(file=out, width=100).print(display.picture())
@@ -223,8 +228,8 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
 def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
     display, _, stream = terminal()
     display.show(start())
-    display.show({"t": 1.0, "kind": "warning", "text": "[bold]disk is slow"})
-    display.show({"t": 2.0, "kind": "end", "status": "done", "step": 0})
+    display.show(made(RunWarning, text="[bold]disk is slow"))
+    display.show(made(RunEnded, step=0))
     display.close()
     display.show(step(1, 3.0))
     assert "warning: [bold]disk is slow" in stream.getvalue()
@@ -278,7 +283,7 @@ def test_facts_come_from_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_a_straggler_is_told_with_what_it_costs() -> None:
-    event = {"kind": "straggler", "rank": 3, "node": "n7", "factor": 1.5, "lost": 0.12, "share": 0.3}
+    event = made(StragglerDetected, rank=3, host="n7", slowdown=1.5, wait_s_per_step=0.12, wait_fraction=0.3)
     assert straggler_in_words(event) == (
         "straggler: worker 3 on n7 takes 1.50 x as long as its peers: they wait 120 ms a step for it, 30% of the time"
     )
@@ -290,5 +295,5 @@ def test_a_hang_is_told_with_the_line_of_the_thread_that_trains() -> None:
         'Current thread 0x00007f2 (most recent call first):\n  File "/usr/lib/python3.11/queue.py", line 5 in get\n'
         '  File "/home/me/model.py", line 12 in forward\n'
     )
-    event = {"rank": 0, "node": "n1", "silent": 6.0, "step": 3, "doing": "forward", "stack": stack}
+    event = made(HangDetected, host="n1", step=3, stack=stack)
     assert hang_in_words(event).endswith('; File "/home/me/model.py", line 12 in forward')

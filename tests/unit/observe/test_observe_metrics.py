@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_run import healthy
 
+from made_events import made
 from phalanx.observe import metrics
-from phalanx.observe.history import PARTS, Steps, history_of, read_history
+from phalanx.observe.history import Steps, history_of, read_history
+from phalanx.run.event_types import StepDone, StepPhases
+
+PHASES = [each.name for each in fields(StepPhases)]
 
 
 def steps(seconds: list[float], tokens: float = 100.0, parts: list[dict[str, float]] | None = None) -> Steps:
     return history_of(
-        {
-            "t": float(index),
-            "kind": "step",
-            "step": index + 1,
-            "tokens": tokens,
-            "seconds": value,
-            "parts": parts[index] if parts else {},
-        }
+        made(
+            StepDone,
+            time=float(index),
+            step=index + 1,
+            units=tokens,
+            duration_s=value,
+            breakdown_s=StepPhases(**(parts[index] if parts else {})),
+        )
         for index, value in enumerate(seconds)
     ).steps
 
@@ -56,7 +61,9 @@ def test_the_parts_of_a_real_run_sum_to_the_mean_step(tmp_path: Path) -> None:
     st.lists(
         st.tuples(
             st.floats(0, 1e3, allow_subnormal=False),
-            st.dictionaries(st.sampled_from(PARTS), st.floats(-1, 1e3, allow_subnormal=False)),
+            st.dictionaries(
+                st.sampled_from([each.name for each in fields(StepPhases)]), st.floats(-1, 1e3, allow_subnormal=False)
+            ),
         ),
         min_size=1,
         max_size=20,
@@ -76,7 +83,7 @@ def test_time_that_the_engine_did_not_attribute_is_other() -> None:
 
 
 def test_shares_sum_to_one_and_are_none_without_time() -> None:
-    split = metrics.time_split(steps([1.0, 2.0], parts=[{"data": 0.5}, {"forward": 1.0}]))
+    split = metrics.time_split(steps([1.0, 2.0], parts=[{"data_wait": 0.5}, {"forward": 1.0}]))
     shares = metrics.shares(split)
     assert shares is not None
     assert sum(shares.values()) == pytest.approx(1.0)

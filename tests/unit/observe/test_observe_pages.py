@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_run import Maker, healthy, troubled
 
+from made_events import made
 from phalanx.observe.advice import advise
 from phalanx.observe.history import read_history
 from phalanx.observe.html import html_page
@@ -19,6 +20,8 @@ from phalanx.observe.report import WIDTH, text_page
 from phalanx.observe.summary import summary_of
 from phalanx.observe.svg import LIMIT, bounds, log_ticks, nice_ticks, thin, tick_texts
 from phalanx.run import Run
+from phalanx.run.event_types import RunWarning, StepDone
+from phalanx.run.events import to_fields
 
 
 def pages(path: Path) -> tuple[str, str]:
@@ -86,7 +89,7 @@ def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None
     maker = Maker(tmp_path / "run", total=5, task="<script>alert(1)</script>")
     maker.start()
     maker.steps(1, 5)
-    maker.event("warning", text='"><img src=x onerror=alert(1)>')
+    maker.event(RunWarning, text='"><img src=x onerror=alert(1)>')
     _, html = pages(maker.path)
     assert "<script>alert" not in html
     assert "<img" not in html
@@ -104,15 +107,9 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     lines = []
     for step in range(1, 30_001):
         maker.t += 0.002
-        event = {"t": maker.t, "kind": "step", "step": step, "loss": maker.true_loss(step) + maker.random.gauss(0, 0.1)}
-        event |= {
-            "grad_norm": 1 + maker.random.random(),
-            "lr": 1e-3,
-            "tokens": 4096,
-            "seconds": 0.002,
-            "parts": {"forward": 0.002},
-        }
-        lines.append(json.dumps(event))
+        loss, norm = maker.true_loss(step) + maker.random.gauss(0, 0.1), 1 + maker.random.random()
+        event = made(StepDone, time=maker.t, step=step, loss=loss, grad_norm=norm, units=4096, duration_s=0.002)
+        lines.append(json.dumps(to_fields(event)))
     with open(maker.path / "events.jsonl", "a") as file:
         file.write("\n".join(lines) + "\n")
     assert len(pages(maker.path)[1]) < 200_000

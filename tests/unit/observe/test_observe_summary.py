@@ -1,7 +1,6 @@
 """What a run did, from its directory; sensible for every run that is not a whole one."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from phalanx.observe.html import html_page
 from phalanx.observe.report import WIDTH, text_page
 from phalanx.observe.summary import Summary, summarise, summary_of
 from phalanx.run import Run
+from phalanx.run.event_types import Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
 
 
 def summary(path: Path) -> Summary:
@@ -56,7 +56,7 @@ def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=10)
     maker.start()
     maker.t += 40
-    maker.event("compiled", seconds=34.0, blocks=12, breaks=0)
+    maker.event(Compiled, duration_s=34.0, num_blocks=12)
     maker.steps(1, 10)
     maker.end()
     assert summary(tmp_path / "run").durations.compiling == 34.0
@@ -68,7 +68,7 @@ def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: 
     for first, last, joules in ((1, 5, 20_000.0), (6, 10, 12_768.0)):
         maker.start(from_step=first - 1)
         maker.steps(first, last)
-        maker.event("energy", joules=joules, devices=2)
+        maker.event(EnergyUsed, energy_j=joules, num_gpus=2)
     found = summary(tmp_path / "run").energy
     assert found is not None
     assert (found.joules, found.devices) == (32_768.0, 2)
@@ -141,31 +141,31 @@ def two_steps_torn(maker: Maker) -> None:
     maker.start()
     maker.steps(1, 2)
     with open(maker.path / "events.jsonl", "a") as file:
-        file.write('{"t": 1790000012.5, "kind": "ste')
+        file.write('{"kind": "step", "time": 1790000012.5, "ste')
 
 
-def only_nan(maker: Maker) -> None:
+def none_finite(maker: Maker) -> None:
     maker.start()
     for step in range(1, 40):
-        maker.step(step, loss=math.nan, grad_norm=math.inf)
-    maker.event("eval", step=39, loss=math.nan, metrics={"accuracy": math.nan}, samples=1, seconds=0.1, best=False)
+        maker.step(step, loss=None, grad_norm=None)
+    maker.event(EvaluationDone, step=39, loss=None, metrics={"accuracy": None})
 
 
 def null_loss(maker: Maker) -> None:
     maker.start()
-    maker.step(1, loss=None, grad_norm=None, lr=None, parts=None, skipped=True)
+    maker.step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
 
 
 def zero_seconds(maker: Maker) -> None:
     maker.start()
     for step in range(1, 30):
-        maker.step(step, seconds=0.0, parts={})
+        maker.step(step, duration_s=0.0, breakdown_s=StepPhases())
     maker.end("failed", step=29)
 
 
 def events_without_a_start(maker: Maker) -> None:
     maker.steps(1, 60)
-    maker.event("end", status="done")
+    maker.event(RunEnded)
 
 
 def huge_loss(maker: Maker) -> None:
@@ -179,7 +179,7 @@ ODD = [
     only_started,
     one_step,
     two_steps_torn,
-    only_nan,
+    none_finite,
     null_loss,
     zero_seconds,
     events_without_a_start,
@@ -213,8 +213,8 @@ def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> Non
     maker = Maker(tmp_path / "run", total=10)
     maker.start()
     maker.steps(1, 8)
-    maker.step(9, loss=math.nan)
-    maker.step(10, loss=math.nan)
+    maker.step(9, loss=None)
+    maker.step(10, loss=None)
     text, _ = pages(maker.path)
     assert "2 of 10 steps" in text
     assert "-> not a number" in text
@@ -292,8 +292,8 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
     maker = Maker(tmp_path / "run", total=10)
     maker.start()
     maker.steps(1, 5)
-    maker.end("stopped")
-    (maker.path / "result.json").write_text(json.dumps({"status": "stopped", "steps": 5}))
+    maker.end("interrupted")
+    (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
     maker.start(from_step=4)
     found = summary(maker.path)
     assert (found.status, found.last_step, found.lost) == ("unfinished", 4, ())
@@ -324,7 +324,7 @@ def noisy(path: Path, *estimates: float) -> Path:
     maker = Maker(path, total=8 * len(estimates))
     maker.start()
     for step in range(1, maker.total + 1):
-        maker.step(step, **({} if step % 8 else {"noise_scale": estimates[step // 8 - 1]}))
+        maker.step(step, **({} if step % 8 else {"noise_scale_samples": estimates[step // 8 - 1]}))
     maker.end()
     return path
 

@@ -1,20 +1,30 @@
 """events.jsonl: written line by line, read whatever a crash has left, and which of the steps count."""
 
 import errno
+import io
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from made_events import USUAL, made
 from phalanx.errors import DataError
-from phalanx.run import EventLog, read_events, steps_of
-
-
-def clock() -> float:
-    return 1234.5
+from phalanx.run import Event, EventLog, EventTail, lines, read_events, steps_of
+from phalanx.run.event_types import (
+    FORMAT,
+    AttemptStarted,
+    EvaluationDone,
+    RunEnded,
+    RunEvent,
+    RunWarning,
+    StepDone,
+    StepPhases,
+)
+from phalanx.run.events import EVENT_TYPES, UnknownFormat, parse_event, to_fields
+from phalanx.run.steady import unix_now
 
 
 @pytest.fixture
@@ -22,41 +32,74 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def write(path: Path, *events: tuple[str, dict[str, Any]]) -> None:
-    log = EventLog(path, clock)
-    for kind, fields in events:
-        log.write(kind, **fields)
+def write(path: Path, *events: Event) -> None:
+    log = EventLog(path)
+    for event in events:
+        log.write(event)
     log.close()
 
 
 def kinds(path: Path) -> list[str]:
-    return [event["kind"] for event in read_events(path)]
+    return [event.kind for event in read_events(path)]
 
 
-def test_an_event_is_a_line_with_time_and_kind(path: Path) -> None:
-    log = EventLog(path, clock)
-    written = log.write("step", step=1, loss=None, parts={"data": 0.125})
-    log.close()
-    assert written == {"t": 1234.5, "kind": "step", "step": 1, "loss": None, "parts": {"data": 0.125}}
-    assert path.read_text() == json.dumps(written) + "\n"
-    assert list(read_events(path)) == [written]
+def line_of(event: Event) -> str:
+    return json.dumps(to_fields(event))
 
 
-def test_a_time_that_is_given_is_kept(path: Path) -> None:
-    write(path, ("step", {"t": 7.25, "step": 1}))
-    assert [event["t"] for event in read_events(path)] == [7.25]
+@pytest.mark.parametrize("kind", EVENT_TYPES.values(), ids=EVENT_TYPES)
+def test_an_event_of_every_kind_comes_back_as_it_was_written(path: Path, kind: type[RunEvent]) -> None:
+    event = made(kind, time=1234.5)
+    assert parse_event(line_of(event)) == event
+    assert len(set(EVENT_TYPES)) == len(EVENT_TYPES) == len(USUAL)
+
+
+def test_an_event_is_a_line_with_its_kind_and_without_what_is_usual(path: Path) -> None:
+    event = made(StepDone, time=1234.5, step=3, loss=None, breakdown_s=StepPhases(forward=0.125))
+    write(path, event)
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["kind"], first["format"]) == ("log_opened", FORMAT)
+    assert (second["kind"], second["time"], second["step"], second["loss"]) == ("step", 1234.5, 3, None)
+    assert second["breakdown_s"]["forward"] == 0.125
+    assert "skip_reason" not in second
+    assert list(read_events(path)) == [event]
+
+
+def test_an_event_has_the_time_at_which_it_was_made() -> None:
+    before = unix_now()
+    assert before <= made(RunWarning).time <= unix_now()
 
 
 def test_numbers_come_back_unrounded(path: Path) -> None:
     loss = 0.1 + 0.2
-    write(path, ("step", {"loss": loss}))
-    assert [event["loss"] for event in read_events(path)] == [loss]
+    write(path, made(StepDone, loss=loss))
+    assert [event.loss for event in steps_of(read_events(path))] == [loss]
 
 
 def test_opening_again_appends(path: Path) -> None:
-    write(path, ("start", {}))
-    write(path, ("step", {}), ("end", {}))
-    assert kinds(path) == ["start", "step", "end"]
+    write(path, made(AttemptStarted))
+    write(path, made(StepDone), made(RunEnded))
+    assert kinds(path) == ["attempt_started", "step", "run_ended"]
+    assert path.read_text().count("log_opened") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            '{"kind": "log_opened", "time": 1.0, "format": 3, "phalanx_version": "9.9"}',
+            "format 3, written by Phalanx 9.9",
+        ),
+        ('{"kind": "log_opened", "time": 1.0, "format": "x"}', "format x"),
+        ('{"t": 1.0, "kind": "worker", "rank": 0}', "format 1, written by Phalanx an older version"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(path: Path, line: str, found: str) -> None:
+    path.write_text(line + "\n" + line_of(made(StepDone)) + "\n")
+    with pytest.raises(UnknownFormat, match=found):
+        list(read_events(path))
+    with pytest.raises(UnknownFormat, match=f"reads format {FORMAT}: read the run with"):
+        EventLog(path)
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
@@ -72,94 +115,175 @@ def test_events_are_only_written_to_a_file(path: Path, kind: str) -> None:
 
 
 def test_a_torn_last_line_is_ended_before_the_next_event(path: Path) -> None:
-    write(path, ("start", {}), ("step", {"step": 1}))
+    write(path, made(AttemptStarted), made(StepDone))
     path.write_bytes(path.read_bytes()[:-9])
-    write(path, ("end", {}))
-    assert kinds(path) == ["start", "end"]
+    write(path, made(RunEnded))
+    assert kinds(path) == ["attempt_started", "run_ended"]
 
 
 def test_a_whole_last_line_is_left_as_it_is(path: Path) -> None:
-    write(path, ("start", {}))
+    write(path, made(AttemptStarted))
     before = path.read_bytes()
     EventLog(path).close()
     assert path.read_bytes() == before
 
 
 def test_a_torn_line_is_skipped_while_it_is_the_last(path: Path) -> None:
-    write(path, ("start", {}), ("step", {"step": 1}))
+    write(path, made(AttemptStarted), made(StepDone))
     path.write_bytes(path.read_bytes()[:-3])
-    assert kinds(path) == ["start"]
+    assert kinds(path) == ["attempt_started"]
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[1, 2]", b"null", b'{"t": 1}', b"\xff\xfe\x00", b'"kind"'])
+@pytest.mark.parametrize("line", [b"", b"{", b"[1, 2]", b"null", b'{"time": 1}', b"\xff\xfe\x00", b'"kind"'])
 def test_a_line_that_is_no_event_is_skipped(path: Path, line: bytes) -> None:
-    write(path, ("start", {}))
+    write(path, made(AttemptStarted))
     with open(path, "ab") as file:
         file.write(line + b"\n")
-    write(path, ("end", {}))
-    assert kinds(path) == ["start", "end"]
+    write(path, made(RunEnded))
+    assert kinds(path) == ["attempt_started", "run_ended"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("kind", value) for value in ("gossip", None, 3, ["step"], {})),
+        *(("time", value) for value in ("1", None, -1.0, 1e12, True, math.inf, math.nan)),
+        *(("step", value) for value in ("1", None, -1, 1.0, True, 1 << 60)),
+        *(("loss", value) for value in ("1", True, math.inf, math.nan, 10**400)),
+        *(("lr", value) for value in (None, "1", 1e31, -1e31, [])),
+        *(("breakdown_s", value) for value in (None, 1.0, {"forward": "long"}, {"forward": math.nan})),
+        *(("skip_reason", value) for value in ("because", 1, True)),
+    ],
+)
+def test_a_line_with_a_field_of_another_type_is_no_event(field: str, value: object) -> None:
+    assert parse_event(json.dumps({**to_fields(made(StepDone)), field: value})) is None
+
+
+def test_a_line_without_a_field_is_no_event_and_one_with_more_fields_is() -> None:
+    event = made(StepDone)
+    fields = to_fields(event)
+    for name in fields:
+        assert parse_event(json.dumps({key: value for key, value in fields.items() if key != name})) is None
+    assert parse_event(json.dumps({**fields, "mood": "good"})) == event
+
+
+def test_a_loss_may_be_as_large_as_a_float() -> None:
+    event = made(StepDone, loss=3e38)
+    assert parse_event(line_of(event)) == event
 
 
 def test_a_run_without_events_has_none(path: Path) -> None:
     assert list(read_events(path)) == []
 
 
-def events(*script: tuple[str, int]) -> list[dict[str, Any]]:
-    """`start` with an attempt's number, or `step` with a step's; each step remembers where it stands."""
-    names = {"start": "attempt", "step": "step"}
-    return [{"kind": kind, names[kind]: number, "at": at} for at, (kind, number) in enumerate(script)]
+def test_a_tail_gives_each_event_once_and_one_that_is_not_whole_when_it_is(path: Path) -> None:
+    tail = EventTail(path)
+    assert list(tail.read()) == []
+    write(path, made(AttemptStarted))
+    whole = line_of(made(RunWarning)).encode() + b"\n"
+    with open(path, "ab") as file:
+        file.write(whole[:20])
+    assert [event.kind for event in tail.read()] == ["attempt_started"]
+    assert list(tail.read()) == []
+    with open(path, "ab") as file:
+        file.write(whole[20:])
+    assert [event.kind for event in tail.read()] == ["warning"]
 
 
-def counted(found: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(event["step"], event["at"]) for event in steps_of(found)]
+def test_a_tail_reads_each_byte_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, *(made(StepDone, step=step) for step in range(1, 100)))
+    tail, places = EventTail(path), list[int]()
+
+    def opened(descriptor: int, mode: str) -> io.BufferedReader:
+        file = open(descriptor, mode)  # noqa: SIM115
+        seek = file.seek
+        monkeypatch.setattr(file, "seek", lambda place: (places.append(place), seek(place))[1], raising=False)
+        return file
+
+    assert len(list(tail.read())) == 99
+    size = path.stat().st_size
+    monkeypatch.setattr(lines, "open", opened, raising=False)
+    write(path, made(RunEnded))
+    assert [event.kind for event in tail.read()] == ["run_ended"]
+    assert places == [size]
+
+
+def test_a_tail_that_skips_gives_what_comes_after(path: Path) -> None:
+    write(path, made(AttemptStarted))
+    tail = EventTail(path)
+    tail.skip()
+    write(path, made(RunEnded))
+    assert [event.kind for event in tail.read()] == ["run_ended"]
+
+
+def test_a_file_that_was_cut_is_read_from_its_start(path: Path) -> None:
+    write(path, made(AttemptStarted), made(StepDone))
+    tail = EventTail(path)
+    assert len(list(tail.read())) == 2
+    path.unlink()
+    write(path, made(RunEnded))
+    assert [event.kind for event in tail.read()] == ["run_ended"]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LONGEST_LINE_BYTES", 1000)
+    path.write_bytes(b"[" * 2500 + b"\n" + line_of(made(RunWarning)).encode() + b"\n")
+    assert [len(line) for line in lines.LineTail(path).read()][:3] == [1000, 1000, 500]
+    assert kinds(path) == ["warning"]
+
+
+def script(*happened: tuple[str, int]) -> list[Event]:
+    """`start` with an attempt's number, or `step` with a step's; the time of each is where it stands."""
+    return [
+        made(AttemptStarted, attempt=number, time=at) if kind == "start" else made(StepDone, step=number, time=at)
+        for at, (kind, number) in enumerate(happened)
+    ]
+
+
+def counted(*happened: tuple[str, int]) -> list[tuple[int, float]]:
+    return [(event.step, event.time) for event in steps_of(script(*happened))]
 
 
 def test_of_a_step_done_again_the_highest_attempt_counts() -> None:
-    script = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2), ("step", 3), ("step", 4)]
-    assert counted(events(*script)) == [(1, 1), (2, 5), (3, 6), (4, 7)]
+    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2), ("step", 3)]
+    assert counted(*happened, ("step", 4)) == [(1, 1), (2, 5), (3, 6), (4, 7)]
 
 
 def test_steps_that_the_last_attempt_has_not_reached_yet_still_count() -> None:
-    script = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2)]
-    assert counted(events(*script)) == [(1, 1), (2, 5), (3, 3)]
+    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2)]
+    assert counted(*happened) == [(1, 1), (2, 5), (3, 3)]
 
 
 def test_after_a_rollback_within_an_attempt_the_step_done_last_counts() -> None:
-    script = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("step", 2), ("step", 3)]
-    assert counted(events(*script)) == [(1, 1), (2, 4), (3, 5)]
-
-
-def test_an_attempt_without_a_number_comes_after_the_one_before() -> None:
-    found = [{"kind": "start"}, {"kind": "step", "step": 1, "at": 1}]
-    found += [{"kind": "start"}, {"kind": "step", "step": 1, "at": 3}]
-    assert counted(found) == [(1, 3)]
+    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("step", 2), ("step", 3)]
+    assert counted(*happened) == [(1, 1), (2, 4), (3, 5)]
 
 
 def test_other_events_are_no_steps() -> None:
-    assert steps_of([{"kind": "eval", "step": 3}, {"kind": "warning"}]) == []
+    assert steps_of([made(EvaluationDone, step=3), made(RunWarning)]) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
 def test_events_that_storage_refuses_are_written_when_it_takes_them(
     path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    log = EventLog(path, clock)
+    log = EventLog(path)
     write = os.write
 
     def refuse(fd: int, content: bytes) -> int:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "write", refuse)
-    assert log.write("step", step=1)["step"] == 1
-    log.write("step", step=2)
+    log.write(made(StepDone, step=1))
+    log.write(made(StepDone, step=2))
     monkeypatch.setattr(os, "write", write)
-    log.write("step", step=3)
+    log.write(made(StepDone, step=3))
     log.close()
-    assert [event["step"] for event in read_events(path)] == [1, 2, 3]
+    assert [event.step for event in steps_of(read_events(path))] == [1, 2, 3]
 
 
 def test_a_line_that_a_full_disk_cut_is_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog(path, clock)
+    log = EventLog(path)
     write, room = os.write, [10]
 
     def cut(fd: int, content: bytes) -> int:
@@ -168,36 +292,36 @@ def test_a_line_that_a_full_disk_cut_is_completed(path: Path, monkeypatch: pytes
         return write(fd, content[: room.pop()])
 
     monkeypatch.setattr(os, "write", cut)
-    log.write("step", step=1)
+    log.write(made(StepDone, step=1))
     assert path.stat().st_size == 10
     monkeypatch.setattr(os, "write", write)
     log.close()
-    assert [event["step"] for event in read_events(path)] == [1]
+    assert [event.step for event in steps_of(read_events(path))] == [1]
 
 
 def test_a_file_that_was_lost_for_good_is_opened_anew(path: Path) -> None:
     """As behind a server that restarted: what was open before answers nothing but an error."""
-    log = EventLog(path, clock)
-    log.write("step", step=1)
+    log = EventLog(path)
+    log.write(made(StepDone, step=1))
     lost = os.open("/proc/self/mem", os.O_WRONLY)  # its beginning is not mapped: EIO
     open_files = {name: os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
     (number,) = (int(name) for name, target in open_files.items() if target == str(path.resolve()))
     os.dup2(lost, number)
     os.close(lost)
-    log.write("step", step=2)
-    log.write("step", step=3)
+    log.write(made(StepDone, step=2))
+    log.write(made(StepDone, step=3))
     log.close()
-    assert [event["step"] for event in read_events(path)] == [1, 2, 3]
+    assert [event.step for event in steps_of(read_events(path))] == [1, 2, 3]
 
 
 def test_any_other_failure_to_write_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog(path, clock)
+    log = EventLog(path)
 
     def refuse(fd: int, content: bytes) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(OSError, match="Invalid argument"):
-        log.write("step", step=1)
+        log.write(made(StepDone, step=1))
     monkeypatch.undo()
     log.close()

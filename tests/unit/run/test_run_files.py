@@ -182,7 +182,7 @@ def test_events_of_something_else_make_no_run(tmp_path: Path) -> None:
 def test_a_run_that_lost_a_file_is_still_a_run(run: Run, lost: str) -> None:
     for path in (run.recipe, run.resolved, run.path / "notes.txt"):
         path.write_text("x")
-    run.events.write_text('{"t": 1.0, "kind": "worker"}\n')
+    run.events.write_text('{"kind": "log_opened", "time": 1.0, "format": 2}\n')
     place = run.path / lost
     if place.is_dir():
         place.rmdir()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from made_events import made
 from phalanx.run import EventLog, read_events, training_seconds
+from phalanx.run.event_types import AttemptStarted, StepDone
 from phalanx.run.steady import Steady, born, unix_now
 
 
@@ -44,17 +46,19 @@ def test_a_run_takes_as_long_as_it_took_when_the_wall_clock_is_set(
     tmp_path: Path, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    log.write("start")
+    log.write(made(AttemptStarted))
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + step)
-    log.write("step", step=1)
+    log.write(made(StepDone))
     log.close()
     assert 0 <= training_seconds(read_events(tmp_path / "events.jsonl")) < 60
 
 
 def test_seconds_of_a_run_never_count_backwards() -> None:
-    """Events of nodes whose clocks differ, or of a Phalanx before this one."""
-    events = [{"kind": kind, "t": t} for kind, t in (("start", 100.0), ("step", 101.0), ("step", 50.0), ("step", 51.5))]
+    """Events of nodes whose clocks differ."""
+    times = (100.0, 101.0, 50.0, 51.5)
+    kinds = (AttemptStarted, StepDone, StepDone, StepDone)
+    events = [made(kind, time=time) for kind, time in zip(kinds, times, strict=True)]
     assert training_seconds(events) == 2.5
 
 

@@ -4,7 +4,7 @@ tests. Everything is seeded and needs no file and no process."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from phalanx.data import Batch, Facts
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Layout, Optim
-from phalanx.run import Run
+from phalanx.run import Event, Run
+from phalanx.run.event_types import RunEvent
 from phalanx.train.callbacks import Callbacks, RunView
 from phalanx.train.evaluation import Scores, evaluate
 from phalanx.train.exchange import GradientExchange
@@ -106,16 +107,19 @@ class Clock:
         self.now += seconds
 
 
+E = TypeVar("E", bound=RunEvent)
+
+
 class Remembering:
     """A reporter that keeps everything in lists."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.errors: list[tuple[str, int]] = []
         self.results: list[dict[str, Any]] = []
 
-    def event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"kind": kind, **fields})
+    def event(self, event: Event) -> None:
+        self.events.append(event)
 
     def error(self, text: str, code: int) -> None:
         self.errors.append((text, code))
@@ -129,8 +133,8 @@ class Remembering:
     def close(self) -> None:
         """Nothing to send."""
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["kind"] == kind]
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def mesh_of(rank: int = 0, **layout: int) -> Mesh:

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from made_events import USUAL, made
 from phalanx.errors import RecipeError
-from phalanx.train.callbacks import MOMENTS, Callbacks, RunView, load_callbacks
+from phalanx.run import Event
+from phalanx.run.event_types import RunEnded, StepDone
+from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 
 
 def view() -> RunView:
@@ -21,10 +24,10 @@ class Full:
     def start(self, run: RunView) -> None:
         self.seen.append((self.name, "start", run))
 
-    def step(self, run: RunView, event: dict[str, Any]) -> None:
+    def step(self, run: RunView, event: Event) -> None:
         self.seen.append((self.name, "step", event))
 
-    def end(self, run: RunView, event: dict[str, Any]) -> None:
+    def end(self, run: RunView, event: Event) -> None:
         self.seen.append((self.name, "end", event))
 
 
@@ -32,17 +35,17 @@ def test_callbacks_are_called_in_the_order_of_the_recipe() -> None:
     seen: list[Any] = []
     run = view()
     callbacks = Callbacks([Full("a", seen), Full("b", seen)], run)
-    event = {"kind": "step", "step": 1}
+    event = made(StepDone)
     callbacks.start()
-    callbacks.call("step", event)
+    callbacks.call(event)
     assert seen == [("a", "start", run), ("b", "start", run), ("a", "step", event), ("b", "step", event)]
 
 
 def test_only_methods_that_exist_are_called() -> None:
     seen: list[Any] = []
     callbacks = Callbacks([Full("a", seen)], view())
-    for moment in MOMENTS[1:]:
-        callbacks.call(moment, {"moment": moment})
+    for kind in USUAL:
+        callbacks.call(made(kind))  # type: ignore[arg-type]
     assert [what for _, what, _ in seen] == ["step", "end"]
 
 
@@ -50,23 +53,23 @@ def test_an_attribute_that_only_has_the_name_of_a_moment_is_not_called() -> None
     class Counting:
         step = 0
 
-        def end(self, run: RunView, event: dict[str, Any]) -> None:
+        def end(self, run: RunView, event: Event) -> None:
             self.step += 1
 
     counting = Counting()
     callbacks = Callbacks([counting], view())
-    callbacks.call("step", {})
-    callbacks.call("end", {})
+    callbacks.call(made(StepDone))
+    callbacks.call(made(RunEnded))
     assert counting.step == 1
 
 
 def test_an_error_in_a_callback_is_not_overlooked() -> None:
     class Failing:
-        def step(self, run: RunView, event: dict[str, Any]) -> None:
+        def step(self, run: RunView, event: Event) -> None:
             raise RuntimeError("the user's own")
 
     with pytest.raises(RuntimeError, match="the user's own"):
-        Callbacks([Failing()], view()).call("step", {})
+        Callbacks([Failing()], view()).call(made(StepDone))
 
 
 def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A gang driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something out."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import torch
 from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
 
 from phalanx.errors import UsageError
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunEnded
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.gang import Gang
 from phalanx.train.loop import train
 from phalanx.train.residuals import Residuals
-from phalanx.train.state import Progress
+from phalanx.train.state import Progress, Standing
 
 
 def ready(path: Path, **changes: Any) -> tuple[Gang, SmallParts]:
@@ -79,10 +81,11 @@ def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path
     for _ in steps_of(gang):
         if gang.progress.step == 2:
             break
-    assert gang.finish() == "stopped"
+    assert gang.finish() == "interrupted"
     assert [step_of(path) for path in list_checkpoints(parts.run.checkpoints)] == [2]
     assert isinstance(parts.reporter, Remembering)
-    assert parts.reporter.events[-1] == {"kind": "end", "status": "stopped", "step": 2}
+    (ended,) = parts.reporter.of(RunEnded)
+    assert (ended.status, ended.step) == ("interrupted", 2)
 
 
 def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> None:
@@ -204,7 +207,9 @@ def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) ->
     assert not standing.summed
     assert standing.last is not None
     assert standing.last.change is not None
-    assert [(kind, moment, event["step"]) for kind, moment, event in standing.last.told] == [("step", "step", 1)]
+    assert [(event.kind, event.step) for event in standing.last.told] == [("step", 1)]
+    there = Standing.from_words(json.loads(json.dumps(standing.words())))
+    assert there.last == standing.last
 
 
 def turn_by_turn(gang: Gang) -> Iterator[int]:
@@ -236,8 +241,14 @@ def test_a_checkpoint_that_was_lost_is_made_up_for_and_is_missed_until_the_next_
     assert gang.finish() == "done"
     assert on_disk(parts) == [12]
     assert isinstance(parts.reporter, Remembering)
-    told = [(event["kind"], event["step"]) for event in parts.reporter.events if "checkpoint" in event["kind"]]
-    assert told == [("checkpoint", 4), ("checkpoint_failed", 8), ("checkpoint", 10), ("checkpoint", 12)]
+    kinds = CheckpointSaved | CheckpointFailed
+    told = [(event.kind, event.step) for event in parts.reporter.events if isinstance(event, kinds)]
+    assert told == [
+        ("checkpoint_saved", 4),
+        ("checkpoint_failed", 8),
+        ("checkpoint_saved", 10),
+        ("checkpoint_saved", 12),
+    ]
     missed = [read_manifest(path).meta["missed"] for path in list_checkpoints(parts.run.checkpoints)]
     assert missed == [0]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_train import Remembering, SmallParts, make_parts, mesh_of, steps_of
+from small_train import E, Remembering, SmallParts, make_parts, mesh_of, steps_of
 from torch import Tensor
 
 from phalanx.errors import UsageError
+from phalanx.run.event_types import InMemoryRestored, RunWarning
 from phalanx.run.hot import hot_file, hot_folder, open_folder
 from phalanx.train import hot as hot_module
 from phalanx.train.checkpoint import list_checkpoints, step_of
@@ -43,7 +44,7 @@ def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
     return make_parts(path, recovery={"hot": hot}, **changes)
 
 
-def events(parts: SmallParts, kind: str) -> list[dict[str, Any]]:
+def events(parts: SmallParts, kind: type[E]) -> list[E]:
     assert isinstance(parts.reporter, Remembering)
     return parts.reporter.of(kind)
 
@@ -90,8 +91,8 @@ def test_a_killed_run_goes_on_from_its_newest_copy_with_the_same_bits(tmp_path: 
     progress = resume(parts, "f", force=False)
     assert (progress.step, progress.saved, progress.samples) == (4, 0, 16)
     assert same(weights(parts), states[4])
-    (restored,) = events(parts, "hot_restored")
-    assert (restored["step"], restored["fetched"]) == (4, 0)
+    (restored,) = events(parts, InMemoryRestored)
+    assert (restored.step, restored.fetched_bytes) == (4, 0)
 
 
 def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_newer_checkpoint_is_preferred(tmp_path: Path) -> None:
                 record.unlink()
     progress = resume(parts, "f", force=False)
     assert (progress.step, progress.saved) == (3, 3)
-    assert events(parts, "hot_restored") == []
+    assert events(parts, InMemoryRestored) == []
     assert list_copies(folder_of(parts)) == []
 
 
@@ -189,7 +190,8 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
         pass
     gang.finish()
     assert memory.exists() == copies
-    assert [event["kind"] for event in parts.reporter.events if "hot" in event["kind"]][:1] == ["hot_interval"] * copies  # type: ignore[attr-defined]
+    kinds = [event.kind for event in parts.reporter.events if "in_memory" in event.kind]  # type: ignore[attr-defined]
+    assert kinds[:1] == ["in_memory_interval"] * copies
 
 
 def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monke
     for _ in steps_of(gang):
         pass
     assert gang.finish() == "done"
-    (warning,) = [event["text"] for event in events(parts, "warning")]
+    (warning,) = [event.text for event in events(parts, RunWarning)]
     assert warning.startswith("no hot copies: they need ")
     assert "MB and may take 0.0 MB; training goes on" in warning
 
@@ -213,7 +215,7 @@ def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_pat
             shutil.rmtree(folder_of(parts))
             folder_of(parts).write_text("in the way")
     assert gang.finish() == "done"
-    (warning,) = [event["text"] for event in events(parts, "warning")]
+    (warning,) = [event.text for event in events(parts, RunWarning)]
     assert warning.startswith("no hot copies: ")
     assert not hot_file(parts.run).exists()
 
@@ -305,11 +307,11 @@ def deciding(parts: SmallParts, step_seconds: float, cost: float, durable: int |
         times,
         lambda: durable,
         {},
-        lambda kind, event: told.append((kind, event)),
+        told.append,
         lambda: None,
     )
     hot.due(10, 1_000_000)
-    assert [kind for kind, _ in told] == ([] if hot.every is None else ["hot_interval"])
+    assert [event.kind for event in told] == ([] if hot.every is None else ["in_memory_interval"])
     return hot.every
 
 

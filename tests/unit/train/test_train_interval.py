@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from small_train import Clock
 
+from made_events import made
 from phalanx.cluster.failures import DAY, USUAL_RATE, seen_between_failures, young_interval
-from phalanx.run import EventLog, Run
+from phalanx.run import Event, EventLog, Run
+from phalanx.run.event_types import AttemptStarted, CheckpointIntervalChosen, StepDone, WorkerFailure
 from phalanx.train.interval import FIRST, DurableInterval, Times, history
 from phalanx.train.place import Place
 
@@ -24,10 +26,10 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def write_events(run: Run, *events: dict[str, Any]) -> None:
+def write_events(run: Run, *events: Event) -> None:
     log = EventLog(run.events)
     for event in events:
-        log.write(event.pop("kind"), **event)
+        log.write(event)
     log.close()
 
 
@@ -41,10 +43,11 @@ class Auto:
 
     def __init__(self, run: Run, every: Any = "auto", begun: int = 0):
         self.times, self.clock = Times(), Clock()
-        self.told: list[dict[str, Any]] = []
+        self.told: list[CheckpointIntervalChosen] = []
 
-        def tell(kind: str, event: dict[str, Any]) -> None:
-            self.told.append({"kind": kind, **event})
+        def tell(event: Event) -> None:
+            assert isinstance(event, CheckpointIntervalChosen)
+            self.told.append(event)
 
         self.interval = DurableInterval(every, run, Place(), begun, self.times, tell, self.clock)
 
@@ -111,8 +114,8 @@ def test_auto_saves_as_often_as_young_says_once_it_knows_what_a_save_costs(run: 
     assert auto.interval.every is not None
     assert auto.interval.every == pytest.approx(young_interval(2.0, between), rel=0.02)
     (event,) = auto.told
-    assert (event["kind"], event["every"], event["cost"]) == ("checkpoint_interval", auto.interval.every, 2.0)
-    assert event["between_failures"] == pytest.approx(between)
+    assert (event.interval_steps, event.cost_s) == (auto.interval.every, 2.0)
+    assert event.mean_time_between_failures_s == pytest.approx(between)
     assert not auto.interval.due(FIRST + auto.interval.every - 1)
     assert auto.interval.due(FIRST + auto.interval.every)
 
@@ -137,12 +140,12 @@ def test_an_interval_that_hardly_changes_stays(run: Run) -> None:
 def test_a_run_that_goes_on_takes_the_interval_and_the_faults_that_it_had(run: Run) -> None:
     write_events(
         run,
-        {"kind": "start", "t": 1000.0, "world": 1, "attempt": 0},
-        {"kind": "step", "t": 1050.0, "step": 1},
-        {"kind": "checkpoint_interval", "t": 1050.0, "every": 77},
-        {"kind": "fault", "t": 1100.0},
-        {"kind": "start", "t": 2000.0, "world": 1, "attempt": 1},
-        {"kind": "step", "t": 2030.0, "step": 2},
+        made(AttemptStarted, time=1000.0),
+        made(StepDone, time=1050.0),
+        made(CheckpointIntervalChosen, time=1050.0, interval_steps=77),
+        made(WorkerFailure, time=1100.0),
+        made(AttemptStarted, time=2000.0, attempt=1),
+        made(StepDone, time=2030.0, step=2),
     )
     assert history(run, 2) == (pytest.approx(1800.0), 1, 80.0, 77)
     auto = Auto(run, begun=30)
@@ -151,8 +154,8 @@ def test_a_run_that_goes_on_takes_the_interval_and_the_faults_that_it_had(run: R
     assert auto.interval.due(107)
     steady(auto.times, 1.0)
     auto.interval.saved(107, 9.0, 1.0)
-    assert auto.told[0]["failures"] == 1
-    assert auto.told[0]["between_failures"] == pytest.approx((3600.0 + 80.0) / 2)
+    assert auto.told[0].num_failures == 1
+    assert auto.told[0].mean_time_between_failures_s == pytest.approx((3600.0 + 80.0) / 2)
 
 
 def test_without_a_word_about_failures_those_of_a_large_fleet_are_taken(run: Run) -> None:

@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_train import GLOBAL, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
+from small_train import GLOBAL, E, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
 from torch import Tensor, nn
 
 from phalanx.errors import ExitCode, GaveUpError, UsageError
+from phalanx.run.event_types import (
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    EvaluationDone,
+    NonFiniteStep,
+    RunEnded,
+    RunWarning,
+    StepDone,
+)
+from phalanx.run.events import to_fields
 from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
@@ -47,7 +58,7 @@ def in_steps(*steps: int) -> Callable[[int], bool]:
     return lambda call: call % 2 == 0 and call // 2 in steps
 
 
-def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
+def events(parts: Parts, kind: type[E]) -> list[E]:
     assert isinstance(parts.reporter, Remembering)
     return parts.reporter.of(kind)
 
@@ -98,18 +109,18 @@ def resumed(path: Path, **changes: Any) -> tuple[SmallParts, Progress]:
 def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     progress = train(parts)
-    steps = events(parts, "step")
-    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(event["seconds"] == pytest.approx(sum(event["parts"].values())) for event in steps)
-    assert {event["tokens"] for event in steps} == {GLOBAL * 6}
+    steps = events(parts, StepDone)
+    assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(event.duration_s == pytest.approx(sum(vars(event.breakdown_s).values())) for event in steps)
+    assert {event.units for event in steps} == {GLOBAL * 6}
     assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
-    assert progress.last_loss == steps[-1]["loss"]
+    assert progress.last_loss == steps[-1].loss
 
 
 def test_the_loss_falls(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, steps=60, optim={"lr": 3e-2, "schedule": {"warmup": 1, "decay": "constant"}})
     train(parts)
-    losses = [event["loss"] for event in events(parts, "step")]
+    losses = [event.loss for event in events(parts, StepDone)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
@@ -118,7 +129,8 @@ def test_the_end_is_saved_and_told_last(tmp_path: Path) -> None:
     train(parts)
     assert saved(parts) == [6]
     assert isinstance(parts.reporter, Remembering)
-    assert parts.reporter.events[-1] == {"kind": "end", "status": "done", "step": 6}
+    (ended,) = events(parts, RunEnded)
+    assert (ended.status, ended.step) == ("done", 6)
 
 
 def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
@@ -139,13 +151,13 @@ def test_samples_are_asked_in_order_and_each_once(tmp_path: Path) -> None:
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, evaluate={"every": 4})
     train(parts)
-    assert [(event["step"], event["samples"]) for event in events(parts, "eval")] == [(4, 5), (6, 5)]
+    assert [(event.step, event.num_samples) for event in events(parts, EvaluationDone)] == [(4, 5), (6, 5)]
 
 
 def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, evaluate={"every": 2}, checkpoint={"every": 100, "keep": 9})
     progress = train(parts)
-    best = [event["step"] for event in events(parts, "eval") if event["best"]]
+    best = [event.step for event in events(parts, EvaluationDone) if event.is_best]
     assert best[0] == 2
     assert set(best) <= set(saved(parts))
     assert parts.run.read_json(saving_module.best_file(parts.run)) == {"step": best[-1], "loss": progress.best}
@@ -158,9 +170,9 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
 
     parts = make_parts(tmp_path, task=Odd(), evaluate={"every": 6})
     train(parts)
-    (event,) = events(parts, "eval")
-    assert event["metrics"] == {"odd": None, "even": 2.0}
-    json.dumps(event, allow_nan=False)
+    (event,) = events(parts, EvaluationDone)
+    assert event.metrics == {"odd": None, "even": 2.0}
+    json.dumps(to_fields(event), allow_nan=False)
 
 
 def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path: Path) -> None:
@@ -171,12 +183,11 @@ def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path:
         states.append(weights(parts))
     assert same(states[0], states[1])
     assert not same(states[1], states[2])
-    skipped = events(parts, "step")[1]
-    assert (skipped["loss"], skipped["skipped"]) == (None, "non-finite loss")
-    json.dumps(skipped, allow_nan=False)
-    assert events(parts, "guard") == [
-        {"kind": "guard", "step": 2, "what": "non-finite loss", "action": "skip", "count": 1}
-    ]
+    skipped = events(parts, StepDone)[1]
+    assert (skipped.loss, skipped.skip_reason) == (None, "non-finite loss")
+    json.dumps(to_fields(skipped), allow_nan=False)
+    (event,) = events(parts, NonFiniteStep)
+    assert (event.step, event.reason, event.action, event.num_skipped) == (2, "non-finite loss", "skip", 1)
     assert gang.progress.units == 5 * GLOBAL * 6
 
 
@@ -185,12 +196,12 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     gang = Gang(parts, Progress(), {})
     for _ in steps_of(gang):
         gang.saving.finish()
-    assert [(event["step"], event["action"]) for event in events(parts, "guard")] == [
+    assert [(event.step, event.action) for event in events(parts, NonFiniteStep)] == [
         (5, "skip"),
         (6, "skip"),
         (7, "rollback"),
     ]
-    assert [event["step"] for event in events(parts, "step")] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
+    assert [event.step for event in events(parts, StepDone)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert isinstance(parts.data, Samples)
     assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
     assert (gang.progress.guards, gang.progress.units) == (3, 8 * GLOBAL * 6)
@@ -223,7 +234,7 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
     for _ in steps_of(gang):
         gang.saving.finish()
     gang.finish()
-    assert [event["action"] for event in events(parts, "guard")].count("rollback") == 1
+    assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == 1
     assert len(copied) > 2
     assert not any("teacher" in eager for eager in copied)
 
@@ -288,15 +299,16 @@ def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None
     parts = make_parts(tmp_path, task=Poisoned(lambda call: call > 2), checkpoint={"every": 1, "keep": 1}, steps=50)
     with pytest.raises(GaveUpError, match="step 1: rolled back to it 3 times and non-finite loss came again"):
         train(parts)
-    assert [event["action"] for event in events(parts, "guard")].count("rollback") == LIMIT + 1
+    assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == LIMIT + 1
 
 
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     stop_at(parts, 3)
-    assert train_to_the_end(Gang(parts, Progress(), {}), parts.objective) == "stopped"
+    assert train_to_the_end(Gang(parts, Progress(), {}), parts.objective) == "interrupted"
     assert saved(parts) == [3]
-    assert events(parts, "end") == [{"kind": "end", "status": "stopped", "step": 3}]
+    (ended,) = events(parts, RunEnded)
+    assert (ended.status, ended.step) == ("interrupted", 3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -317,7 +329,7 @@ def test_a_run_that_is_done_only_says_so_again(tmp_path: Path) -> None:
     parts, progress = resumed(tmp_path)
     train(parts, progress)
     assert isinstance(parts.reporter, Remembering)
-    assert [event["kind"] for event in parts.reporter.events] == ["end"]
+    assert [event.kind for event in parts.reporter.events] == ["run_ended"]
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -329,9 +341,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
     data.write_bytes(content)
     again, progress = resumed(tmp_path)
     assert progress.step == 3
-    (event,) = events(again, "checkpoint_rejected")
-    assert event["path"] == "checkpoints/step-000000006"
-    assert data.name in event["file"]
+    (event,) = events(again, CheckpointRejected)
+    assert event.path == "checkpoints/step-000000006"
+    assert data.name in event.file
 
 
 def test_a_last_state_that_cannot_be_written_is_not_passed_over(
@@ -345,7 +357,7 @@ def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     with pytest.raises(NotSaved, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)
     assert caught.value.code is ExitCode.UNFINISHED
-    assert [event["step"] for event in events(parts, "checkpoint_failed")] == [6]
+    assert [event.step for event in events(parts, CheckpointFailed)] == [6]
 
 
 def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) -> None:
@@ -355,20 +367,20 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
         def start(self, run: RunView) -> None:
             seen.append(("start", run.step))
 
-        def step(self, run: RunView, event: dict[str, Any]) -> None:
-            seen.append(("step", (run.step, event["step"])))
+        def step(self, run: RunView, event: StepDone) -> None:
+            seen.append(("step", (run.step, event.step)))
 
-        def evaluation(self, run: RunView, event: dict[str, Any]) -> None:
-            seen.append(("evaluation", event["step"]))
+        def evaluation(self, run: RunView, event: EvaluationDone) -> None:
+            seen.append(("evaluation", event.step))
 
-        def checkpoint(self, run: RunView, event: dict[str, Any]) -> None:
-            seen.append(("checkpoint", event["path"]))
+        def checkpoint(self, run: RunView, event: CheckpointSaved) -> None:
+            seen.append(("checkpoint", event.path))
 
-        def fault(self, run: RunView, event: dict[str, Any]) -> None:
-            seen.append(("fault", event["action"]))
+        def nonfinite_step(self, run: RunView, event: NonFiniteStep) -> None:
+            seen.append(("nonfinite_step", event.action))
 
-        def end(self, run: RunView, event: dict[str, Any]) -> None:
-            seen.append(("end", event["status"]))
+        def end(self, run: RunView, event: RunEnded) -> None:
+            seen.append(("end", event.status))
 
     parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluate={"every": 2})
     train(parts)
@@ -376,7 +388,7 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
         ("start", 0),
         ("step", (1, 1)),
         ("step", (2, 2)),
-        ("fault", "skip"),
+        ("nonfinite_step", "skip"),
         ("evaluation", 2),
         ("checkpoint", "checkpoints/step-000000002"),
         ("end", "done"),
@@ -392,8 +404,8 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     steps = steps_of(gang)
     next(steps)
     next(steps)
-    (warning,) = events(parts, "warning")
-    assert "step 2: not saved, because step 1 is still being written" in warning["text"]
+    (warning,) = events(parts, RunWarning)
+    assert "step 2: not saved, because step 1 is still being written" in warning.text
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
     gang.saving.close()
@@ -404,8 +416,8 @@ def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_
     assert isinstance(parts.model, TinyLM)
     parts.scale.scale = 2.0**40  # far too high for half precision
     progress = train(parts)
-    guards = events(parts, "guard")
-    assert {event["action"] for event in guards} == {"rescale"}
+    guards = events(parts, NonFiniteStep)
+    assert {event.action for event in guards} == {"rescale"}
     assert parts.scale.scale == 2.0 ** (40 - len(guards))
     assert progress.skipped_in_a_row == 0
 

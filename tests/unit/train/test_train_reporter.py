@@ -6,10 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_train import Clock
 
+from made_events import made
 from phalanx.run import Event, Run, read_events
 from phalanx.run.channel import PACKET, drain, pair, receive
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EvaluationDone,
+    NonFiniteStep,
+    RunEnded,
+    RunEvent,
+    RunWarning,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.events import from_fields
 from phalanx.train.reporter import ToAgent, ToRun, reporter
 
 
@@ -22,16 +35,11 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock(50.0)
-
-
-@pytest.fixture
-def agent(ends: tuple[socket.socket, socket.socket], clock: Clock) -> Iterator[ToAgent]:
+def agent(ends: tuple[socket.socket, socket.socket]) -> Iterator[ToAgent]:
     """A reporter to the agent, whose end is `ends[1]`."""
-    made = ToAgent(ends[0].fileno(), patience=0.1, clock=clock)
-    yield made
-    made._socket.close()
+    report = ToAgent(ends[0].fileno(), patience=0.1)
+    yield report
+    report._socket.close()
 
 
 def packets(far: socket.socket) -> list[list[int | str]]:
@@ -47,57 +55,50 @@ def packets(far: socket.socket) -> list[list[int | str]]:
         found.append([message.get("step", message["kind"]) for message in messages])
 
 
-def test_steps_are_held_back_until_patience_ends(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
-) -> None:
+def test_steps_are_held_back_until_patience_ends(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
     for step in (1, 2, 3):
-        agent.event("step", step=step)
-        clock.tick(0.04)
+        agent.event(made(StepDone, step=step, time=50.0 + 0.04 * step))
     assert packets(ends[1]) == []
-    agent.event("step", step=4)
+    agent.event(made(StepDone, step=4, time=50.16))
     assert packets(ends[1]) == [[1, 2, 3, 4]]
 
 
-def test_patience_begins_anew_with_each_bunch(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
-) -> None:
+def test_patience_begins_anew_with_each_bunch(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
     for step in (1, 2, 3, 4):
-        agent.event("step", step=step)
-        clock.tick(0.1)
+        agent.event(made(StepDone, step=step, time=50.0 + 0.101 * step))
     assert packets(ends[1]) == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("kind", ["eval", "checkpoint", "guard", "warning", "start", "end"])
+@pytest.mark.parametrize("kind", [EvaluationDone, CheckpointSaved, NonFiniteStep, RunWarning, AttemptStarted, RunEnded])
 def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, kind: str
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, kind: type[RunEvent]
 ) -> None:
-    agent.event("step", step=1)
-    agent.event(kind)
-    assert packets(ends[1]) == [[1, kind]]
+    agent.event(made(StepDone, step=1))
+    agent.event(made(kind))  # type: ignore[arg-type]
+    (found,) = packets(ends[1])
+    assert len(found) == 2
 
 
 def test_a_flush_sends_what_is_held_back(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
-    agent.event("step", step=1)
+    agent.event(made(StepDone, step=1))
     agent.flush()
-    agent.event("step", step=2)
+    agent.event(made(StepDone, step=2))
     assert packets(ends[1]) == [[1]]
 
 
 def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
-    agent.event("step", step=1)
+    agent.event(made(StepDone, step=1))
     agent.close()
     agent.close()
     assert packets(ends[1]) == [[1]]
 
 
-def test_an_event_carries_the_time_at_which_it_was_reported(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, clock: Clock
-) -> None:
-    agent.event("step", step=1)
-    clock.tick(0.05)
-    agent.event("step", step=2)
+def test_an_event_arrives_as_it_was_reported(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+    events = [made(StepDone, step=1, time=50.0), made(StepDone, step=2, time=50.05)]
+    for event in events:
+        agent.event(event)
     agent.close()
-    assert [message["t"] for message in drain(ends[1])] == [50.0, 50.05]
+    assert [from_fields(message) for message in drain(ends[1])] == events
 
 
 def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
@@ -113,11 +114,11 @@ def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
 ) -> None:
     text = "x" * (PACKET // 8)
     for step in range(8):
-        agent.event("step", step=step, text=text)
-    agent.close()
+        agent.keep(made(NonFiniteStep, step=step + 1, reason=text))
+    agent.recall(0)
     found = packets(ends[1])
     assert len(found) > 1
-    assert [step for packet in found for step in packet] == list(range(8))
+    assert [step for packet in found for step in packet] == list(range(1, 9))
 
 
 @pytest.fixture
@@ -129,18 +130,20 @@ def run(tmp_path: Path) -> Run:
 
 def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
     report = reporter(run, leads=True, events=None)
-    report.event("step", step=1)
+    report.event(made(StepDone, step=1))
     report.error("broken", 65)
     report.result({"status": "done"})
     report.close()
-    assert [(event["kind"], event.get("step")) for event in read_events(run.events)] == [("step", 1), ("fault", None)]
-    assert [event["detail"] for event in read_events(run.events) if event["kind"] == "fault"] == ["broken"]
+    step, failure = read_events(run.events)
+    assert isinstance(step, StepDone)
+    assert isinstance(failure, WorkerFailure)
+    assert (failure.message, failure.cause, failure.exit_code) == ("broken", "exit_code", 65)
     assert json.loads(run.result.read_text()) == {"status": "done", "seconds": 0.0}
 
 
 def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:
     report = reporter(run, leads=False, events=None)
-    report.event("step", step=1)
+    report.event(made(StepDone, step=1))
     report.error("broken", 65)
     report.result({"status": "done"})
     report.close()
@@ -151,8 +154,8 @@ def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:
 def test_the_number_of_the_socket_leads_to_the_agent(run: Run, ends: tuple[socket.socket, socket.socket]) -> None:
     report = reporter(run, leads=True, events=str(ends[0].fileno()))
     assert isinstance(report, ToAgent)
-    report.event("worker", pid=1)
-    assert packets(ends[1]) == [["worker"]]
+    report.event(made(WorkerStarted))
+    assert packets(ends[1]) == [["worker_started"]]
     report._socket.close()
     assert isinstance(reporter(run, leads=False, events=None), ToRun)
 
@@ -162,7 +165,7 @@ def test_without_an_agent_written_events_are_handed_on_and_errors_told_by_any_wo
 ) -> None:
     shown: list[Event] = []
     leading = reporter(run, leads=True, events=None, show=shown.append)
-    leading.event("step", step=1)
+    leading.event(made(StepDone, step=1))
     leading.close()
     assert shown == list(read_events(run.events))
     reporter(run, leads=False, events=None, show=shown.append).error("broken", 65)

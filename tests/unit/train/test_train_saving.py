@@ -13,7 +13,8 @@ from small_train import make_parts, mesh_of
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.run import Run
+from phalanx.run import Event, Run
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
 from phalanx.train import saving as saving_module
 from phalanx.train.checkpoint import Saver, list_checkpoints, load_tensors, read_manifest, step_of
 from phalanx.train.checkpoint import save as save_module
@@ -24,7 +25,7 @@ from phalanx.train.place import Place
 from phalanx.train.saving import SAVE_FLAGS, Saving, best_file
 from phalanx.train.state import Progress
 
-Told = list[tuple[str, dict[str, Any]]]
+Told = list[Event]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def run(tmp_path: Path) -> Run:
 
 def make_saving(run: Run, told: Told, keep: int = 3) -> Saving:
     common = {"fingerprint": "f" * 32}
-    return Saving(run, Place(), mesh_of(), keep, common, lambda kind, event: told.append((kind, event)), lambda: None)
+    return Saving(run, Place(), mesh_of(), keep, common, told.append, lambda: None)
 
 
 def settle(saving: Saving) -> None:
@@ -77,7 +78,7 @@ def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatc
     saving._saver.wait()
     assert saving.flags() == (False, False, True, False, False)
     settle(saving)
-    assert [kind for kind, _ in told] == ["checkpoint"]
+    assert [event.kind for event in told] == ["checkpoint_saved"]
     assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False,) * 5)
     saving.close()
 
@@ -96,10 +97,11 @@ def test_the_event_tells_where_the_checkpoint_is_and_what_it_cost(run: Run) -> N
     saving = make_saving(run, told)
     save(saving, 5)
     saving.close()
-    ((_, event),) = told
-    assert (event["step"], event["path"]) == (5, "checkpoints/step-000000005")
-    assert event["bytes"] == sum(file.stat().st_size for file in (run.path / event["path"]).iterdir())
-    assert event["seconds"] >= event["stall"] >= 0
+    (event,) = told
+    assert isinstance(event, CheckpointSaved)
+    assert (event.step, event.path) == (5, "checkpoints/step-000000005")
+    assert event.size_bytes == sum(file.stat().st_size for file in (run.path / event.path).iterdir())
+    assert event.duration_s >= event.stall_s >= 0
 
 
 def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -> None:
@@ -200,9 +202,10 @@ def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before(
     full_disk(True)
     save(saving, 2)
     saving.close()
-    assert [kind for kind, _ in told] == ["checkpoint", "checkpoint_failed"]
-    assert told[1][1]["step"] == 2
-    assert "No space left on device" in told[1][1]["reason"]
+    assert [event.kind for event in told] == ["checkpoint_saved", "checkpoint_failed"]
+    assert isinstance(told[1], CheckpointFailed)
+    assert told[1].step == 2
+    assert "No space left on device" in told[1].reason
     assert (steps_on_disk(run), saving.last_saved) == ([1], 1)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000000001"]
 
@@ -215,7 +218,7 @@ def test_after_a_failure_the_next_save_succeeds(run: Run, full_disk: Callable[[b
     full_disk(False)
     save(saving, 2)
     saving.close()
-    assert [(kind, event["step"]) for kind, event in told] == [("checkpoint_failed", 1), ("checkpoint", 2)]
+    assert [(event.kind, event.step) for event in told] == [("checkpoint_failed", 1), ("checkpoint_saved", 2)]
 
 
 def test_a_failure_of_the_best_is_not_recorded_as_the_best(run: Run, full_disk: Callable[[bool], None]) -> None:
@@ -237,7 +240,7 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
     assert saving.flags() == (False, True, False, False, False)
     settle(saving)
     saving.close()
-    assert told == [("checkpoint_failed", {"step": 3, "reason": "no room: a checkpoint takes 8 GB"})]
+    assert [(event.step, event.reason) for event in told] == [(3, "no room: a checkpoint takes 8 GB")]
 
 
 def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
@@ -246,15 +249,13 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
     saving.start(Progress(step=3), whole(weights()), [], best=False)
     saving.settle({"written": 0, "failed": 1, "committed": 0})
     saving.close()
-    assert told == [("checkpoint_failed", {"step": 3, "reason": "another worker could not write its part"})]
+    assert [(event.step, event.reason) for event in told] == [(3, "another worker could not write its part")]
     assert list(run.checkpoints.iterdir()) == []
 
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = Saving(
-        run, Place(0, 2), mesh_of(replicate=2), 3, {}, lambda kind, event: told.append((kind, event)), lambda: None
-    )
+    saving = Saving(run, Place(0, 2), mesh_of(replicate=2), 3, {}, told.append, lambda: None)
     saving.start(Progress(step=3), whole(weights()), [], best=False)
     saving._saver.wait()
     saving.settle({"written": 1, "failed": 0, "committed": 0})
@@ -288,9 +289,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(
     saving = make_saving(run, told, keep=1)
     save(saving, 1)
     saving.close()
-    assert [kind for kind, _ in told] == ["checkpoint", "warning"]
-    assert "an old checkpoint could not be removed: " in told[1][1]["text"]
-    assert "Permission denied" in told[1][1]["text"]
+    assert [event.kind for event in told] == ["checkpoint_saved", "warning"]
+    assert "an old checkpoint could not be removed: " in told[1].text
+    assert "Permission denied" in told[1].text
 
 
 def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
@@ -321,8 +322,8 @@ def lost_one(run: Run, told: Told, moment: str) -> Saving:
 @pytest.mark.parametrize(
     ("moment", "kinds", "steps"),
     [
-        ("written", ["checkpoint", "checkpoint"], [3, 4]),
-        ("writing", ["checkpoint_failed", "checkpoint"], [4]),
+        ("written", ["checkpoint_saved", "checkpoint_saved"], [3, 4]),
+        ("writing", ["checkpoint_failed", "checkpoint_saved"], [4]),
     ],
 )
 def test_a_save_that_was_taken_along_ends_and_others_follow(
@@ -334,7 +335,7 @@ def test_a_save_that_was_taken_along_ends_and_others_follow(
     saving.finish()
     save(saving, 4)
     saving.close()
-    assert [kind for kind, _ in told] == kinds
+    assert [event.kind for event in told] == kinds
     assert steps_on_disk(run) == steps
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{step:09d}" for step in steps]
 

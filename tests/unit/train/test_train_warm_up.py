@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.models import moe, transformer
+from phalanx.run.event_types import Compiled, StepDone
 from phalanx.train.gang import Gang
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.compiled import compile_blocks
@@ -70,7 +71,8 @@ def test_it_tells_how_long_and_how_much_was_compiled(tmp_path: Path) -> None:
     parts.objective.forward = lambda *args: (clock.tick(5.0), real(*args))[1]  # type: ignore[method-assign]
     warm_up(parts, parts.objective, Progress(), clock)
     assert isinstance(parts.reporter, Remembering)
-    assert parts.reporter.events == [{"kind": "compiled", "seconds": 5.0, "blocks": 1, "breaks": 0}]
+    (compiled,) = parts.reporter.of(Compiled)
+    assert (compiled.duration_s, compiled.num_blocks, compiled.num_graph_breaks) == (5.0, 1, 0)
 
 
 def test_nothing_is_compiled_after_it(tmp_path: Path, backend: list[Any]) -> None:
@@ -103,7 +105,7 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
         for _ in steps_of(Gang(parts, Progress(), {})):
             pass
         assert isinstance(parts.reporter, Remembering)
-        losses.append([event["loss"] for event in parts.reporter.of("step")])
+        losses.append([event.loss for event in parts.reporter.of(StepDone)])
     assert losses[0] == losses[1]
 
 
@@ -154,5 +156,5 @@ def test_for_graphs_gradients_are_added_up_in_memory_of_their_own(tmp_path: Path
         for _ in steps_of(Gang(each, Progress(), {})):
             pass
         assert isinstance(each.reporter, Remembering)
-        losses.append([event["loss"] for event in each.reporter.of("step")])
+        losses.append([event.loss for event in each.reporter.of(StepDone)])
     assert losses[0] == losses[1]

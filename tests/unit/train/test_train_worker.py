@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from small_train import GLOBAL, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
+from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 from torch import nn
 
 from phalanx.data import Data, Facts
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Optim
+from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
 from phalanx.train import ends, worker
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.ends import make_stepper
@@ -90,7 +91,7 @@ def resume(parts: Parts, force: bool = False) -> Progress:
     return ends.resume(parts, "0" * 32, force)
 
 
-def events(parts: Parts, kind: str) -> list[dict[str, Any]]:
+def events(parts: Parts, kind: type[E]) -> list[E]:
     assert isinstance(parts.reporter, Remembering)
     return parts.reporter.of(kind)
 
@@ -115,8 +116,8 @@ def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
     trained(tmp_path, "f" * 32)
     parts = make_parts(tmp_path)
     assert resume(parts, force=True).step == 6
-    (warning,) = events(parts, "warning")
-    assert "forced: the run goes on with other data" in warning["text"]
+    (warning,) = events(parts, RunWarning)
+    assert "forced: the run goes on with other data" in warning.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     parts = make_parts(tmp_path)
     with pytest.raises(DataError, match="no checkpoint here is good"):
         resume(parts)
-    assert [event["path"] for event in events(parts, "checkpoint_rejected")] == ["checkpoints/step-000000006"]
+    assert [event.path for event in events(parts, CheckpointRejected)] == ["checkpoints/step-000000006"]
 
 
 def tell_start(parts: Parts, progress: Progress) -> None:
@@ -137,33 +138,26 @@ def tell_start(parts: Parts, progress: Progress) -> None:
 def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     tell_start(parts, Progress(step=2))
-    assert events(parts, "start") == [
-        {
-            "kind": "start",
-            "world": 1,
-            "attempt": 0,
-            "from_step": 2,
-            "steps": 6,
-            "device": "cpu",
-            "micro_batches": 2,
-        }
-    ]
-    assert events(parts, "warning") == []
+    (started,) = events(parts, AttemptStarted)
+    assert replace(started, time=0.0) == AttemptStarted(
+        time=0.0, world_size=1, attempt=0, start_step=2, total_steps=6, device="cpu", num_micro_batches=2
+    )
+    assert events(parts, RunWarning) == []
 
 
 def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts.model.add_module("extra", nn.BatchNorm1d(3))
     tell_start(parts, Progress())
-    (warning,) = events(parts, "warning")
-    assert "BatchNorm" in warning["text"]
+    (warning,) = events(parts, RunWarning)
+    assert "BatchNorm" in warning.text
 
 
 def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, batch={"global": 64, "micro": 32})
     tell_start(parts, Progress())
-    (warning,) = events(parts, "warning")
-    assert "the data have only 20 training samples" in warning["text"]
+    (warning,) = events(parts, RunWarning)
+    assert "the data have only 20 training samples" in warning.text
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
@@ -196,7 +190,7 @@ def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
         resume(make_parts(tmp_path, **changes))
     parts = make_parts(tmp_path, **changes)
     resume(parts, force=True)
-    assert any(key in event["text"] for event in events(parts, "warning"))
+    assert any(key in event.text for event in events(parts, RunWarning))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
 """What a run tells while it goes on: its events as they are appended, and where it stands by them."""
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.run import Event, Run
+from phalanx.run import Event, EventTail, Run
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
 
 
 @dataclass(frozen=True)
@@ -23,16 +30,15 @@ def usual_of(events: Iterable[Event]) -> Usual:
     """As an undisturbed run took them; 0 for what it never did."""
     steps, saves, starts, begun = [], [], [], None
     for event in events:
-        kind = event["kind"]
-        if kind == "worker":
-            begun = begun or event["t"]
-        elif kind == "start" and begun is not None:
-            starts.append(event["t"] - begun)
+        if isinstance(event, WorkerStarted):
+            begun = begun or event.time
+        elif isinstance(event, AttemptStarted) and begun is not None:
+            starts.append(event.time - begun)
             begun = None
-        elif kind == "step":
-            steps.append(event["seconds"])
-        elif kind == "checkpoint":
-            saves.append(event["seconds"])
+        elif isinstance(event, StepDone):
+            steps.append(event.duration_s)
+        elif isinstance(event, CheckpointSaved):
+            saves.append(event.duration_s)
     return Usual(*(median(found) if found else 0.0 for found in (steps, saves, starts)))
 
 
@@ -56,44 +62,32 @@ class Story:
         """When it was last told anything: unix seconds."""
         self.began = 0.0
         """When the newest attempt began: unix seconds."""
-        self._read, self._rest = 0, b""
+        self._tail = EventTail(run.events)
 
     def read(self) -> list[Event]:
         """What is new, in order."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.run.events).st_size > self._read:
-                with open(self.run.events, "rb") as file:
-                    file.seek(self._read)
-                    self._rest += file.read()
-                    self._read = file.tell()
-        *lines, self._rest = self._rest.split(b"\n")
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # torn when its writer was killed
-                event = json.loads(line)
-                if isinstance(event, dict) and "kind" in event:
-                    found.append(event)
-                    self.take(event)
+        found = list(self._tail.read())
+        for event in found:
+            self.take(event)
         return found
 
     def take(self, event: Event) -> None:
         """Go on by one event."""
-        kind = event["kind"]
-        self.last = event["t"]
-        if kind == "worker":
-            if event["attempt"] > self.attempt:
-                self.attempt, self.workers, self.started, self.step = event["attempt"], {}, False, None
-                self.began = event["t"]
-            self.workers[event["rank"]] = event["pid"]
-        elif kind == "start":
+        self.last = event.time
+        if isinstance(event, WorkerStarted):
+            if event.attempt > self.attempt:
+                self.attempt, self.workers, self.started, self.step = event.attempt, {}, False, None
+                self.began = event.time
+            self.workers[event.rank] = event.pid
+        elif isinstance(event, AttemptStarted):
             self.started = True
-        elif kind == "step":
-            self.step = event["step"]
-        elif kind == "checkpoint":
-            self.saved = max(self.saved, event["step"])
-        elif kind == "checkpoint_failed":
+        elif isinstance(event, StepDone):
+            self.step = event.step
+        elif isinstance(event, CheckpointSaved):
+            self.saved = max(self.saved, event.step)
+        elif isinstance(event, CheckpointFailed):
             self.failed += 1
-        elif kind == "fault":
+        elif isinstance(event, WorkerFailure):
             self.faults += 1
 
     @property

@@ -15,7 +15,7 @@ from phalanx.cluster import Machine, this_machine
 from phalanx.cluster.environment import hidden
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Reader, Request, no_such_job
-from phalanx.jobs.log_stream import Tail, as_printed
+from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.queue.runner import OUTPUT
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import ASKED, Row, Store
@@ -119,7 +119,7 @@ class Local:
     def follow_logs(self, job: str) -> Reader:
         """What it prints, in all attempts."""
         self._look_after()
-        return Tail(self.store.home(self._row(job).id) / OUTPUT, as_printed).read
+        return printed_lines(self.store.home(self._row(job).id) / OUTPUT)
 
     def cancel(self, job: str) -> None:
         """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""

@@ -33,7 +33,7 @@ from phalanx.jobs.engines.slurm_script import (
     secret_file,
 )
 from phalanx.jobs.engines.slurm_status import Result, fields, live_status, past_status, read_result
-from phalanx.jobs.log_stream import Tail, as_printed
+from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import Job, State, Status
 from phalanx.run.lock import NoLocksError, alone_here, taken
 from phalanx.run.private import state_root
@@ -146,7 +146,7 @@ class Slurm:
 
     def follow_logs(self, job: str) -> Reader:
         """What all its nodes print."""
-        return Tail(self._find(job) / LOG, as_printed).read
+        return printed_lines(self._find(job) / LOG)
 
     def cancel(self, job: str) -> None:
         """End a job for good, wherever it is in its life."""

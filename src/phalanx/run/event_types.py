@@ -1,0 +1,346 @@
+"""The events of a run: one frozen dataclass for each kind of line in events.jsonl.
+
+A field that has its default is left out of the line. Times are unix seconds, durations and waits seconds, ranks global
+ranks, steps numbered from 1 (0: before the first). Floats are finite: where a value may not be, the field is optional
+and None stands for it.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from phalanx.run.steady import unix_now
+
+FORMAT = 2
+"""Of events.jsonl: a reader refuses a file that names another."""
+
+RunStatus = Literal["done", "interrupted", "failed"]
+"""How a run ended: it reached its last step, it saved and left before (start it again), or it gave up."""
+SkipReason = Literal["non-finite loss", "non-finite gradient"]
+"""Why a step left the weights as they were."""
+FailureCause = Literal[
+    "signal",
+    "exit_code",
+    "hang",
+    "peer_disconnected",
+    "node_lost",
+    "fork_server_died",
+    "store_died",
+    "storage_failed",
+    "gpu_failed",
+]
+"""What ended a worker. `store`: the process through which workers find each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """What every event has. `time`: unix seconds, from a clock that is read when the process starts and never set after
+    it."""
+
+    kind: ClassVar[str]
+    time: float = field(default_factory=unix_now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOpened(RunEvent):
+    """The first line of events.jsonl. `format` is FORMAT of the Phalanx that made the file."""
+
+    kind: ClassVar[str] = "log_opened"
+    format: int
+    phalanx_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(RunEvent):
+    """A worker process has begun to get ready. `attempt` is the one that it was started for; `joins_late`: it takes the
+    place of a lost worker while the others train."""
+
+    kind: ClassVar[str] = "worker_started"
+    pid: int
+    rank: int
+    host: str
+    attempt: int
+    joins_late: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptStarted(RunEvent):
+    """Training begins, or resumes, after `start_step` of `total_steps` steps. `num_micro_batches` make up a global
+    batch; `scaled_up`: nothing was lost, the same workers and some that were lost before train together again."""
+
+    kind: ClassVar[str] = "attempt_started"
+    world_size: int
+    attempt: int
+    start_step: int
+    total_steps: int
+    device: str
+    num_micro_batches: int
+    scaled_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(RunEvent):
+    """torch.compile has done its work before the first step."""
+
+    kind: ClassVar[str] = "compiled"
+    duration_s: float
+    num_blocks: int
+    num_graph_breaks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPhases:
+    """Where the time of a step went, in seconds; the phases sum to the step's `duration_s`."""
+
+    data_wait: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    grad_sync: float = 0.0
+    optimizer: float = 0.0
+    checkpoint_stall: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(RunEvent):
+    """A training step is done. `loss` is the mean over the terms of the global batch, `grad_norm` the norm before
+    clipping, both None where they are not finite; `units` the tokens of the global batch, or its samples where the task
+    has no tokens (`unit` of plan.json). `skip_reason`: the weights stayed as they were. `noise_scale_samples`: the
+    gradient noise scale, in samples, where this step added to the estimate."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    units: int
+    duration_s: float
+    breakdown_s: StepPhases
+    skip_reason: SkipReason | None = None
+    noise_scale_samples: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDone(RunEvent):
+    """The validation set was scored after `step`. `loss` and `metrics` are None where they are not finite; `is_best`:
+    the lowest loss so far."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    loss: float | None
+    metrics: dict[str, float | None]
+    num_samples: int
+    duration_s: float
+    is_best: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(RunEvent):
+    """A checkpoint is whole on disk. `path` is relative to the run directory; `duration_s` passed in the background,
+    for `stall_s` training waited."""
+
+    kind: ClassVar[str] = "checkpoint_saved"
+    step: int
+    path: str
+    size_bytes: int
+    duration_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(RunEvent):
+    """The checkpoint of `step` could not be written; training continues."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRejected(RunEvent):
+    """A checkpoint is damaged and is not used. `path` is relative to the run directory, absolute for an in-memory
+    checkpoint; `file` lies in it, and is what is wrong."""
+
+    kind: ClassVar[str] = "checkpoint_rejected"
+    path: str
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIntervalChosen(RunEvent):
+    """From `step` on a checkpoint is saved every `interval_steps`, about `interval_s`, by Young and Daly: a save costs
+    the steps `cost_s` and takes `save_s` in the background; failures are `mean_time_between_failures_s` apart, of which
+    the run has seen `num_failures`."""
+
+    kind: ClassVar[str] = "checkpoint_interval"
+    step: int
+    interval_steps: int
+    interval_s: float
+    cost_s: float
+    save_s: float
+    mean_time_between_failures_s: float
+    num_failures: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemoryIntervalChosen(RunEvent):
+    """From `step` on an in-memory checkpoint is made every `interval_steps`, or none any more (None): one costs the
+    steps `cost_s`."""
+
+    kind: ClassVar[str] = "in_memory_interval"
+    step: int
+    interval_steps: int | None
+    cost_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemoryCheckpointSaved(RunEvent):
+    """An in-memory checkpoint is whole. Sizes and times as in CheckpointSaved."""
+
+    kind: ClassVar[str] = "in_memory_checkpoint_saved"
+    step: int
+    size_bytes: int
+    duration_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemoryRestored(RunEvent):
+    """The state of `step` was restored from memory, where the newest checkpoint on disk is of `checkpoint_step`.
+    `fetched_bytes` came from other nodes."""
+
+    kind: ClassVar[str] = "in_memory_restored"
+    step: int
+    checkpoint_step: int
+    fetched_bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradSyncSelected(RunEvent):
+    """After `step` gradients are synchronized by `selected` instead of `previous`. `exposed_fraction` of a step is
+    communication that no compute hides; `efficiency_by_choice` is what each choice reached, `predicted_efficiency` what
+    the selected one promises, where that is known. `is_final`: nothing else will be tried."""
+
+    kind: ClassVar[str] = "grad_sync_selected"
+    step: int
+    selected: str
+    previous: str
+    reason: str
+    exposed_fraction: float
+    efficiency_by_choice: dict[str, float]
+    predicted_efficiency: float | None = None
+    is_final: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyUsed(RunEvent):
+    """The GPUs of the leading node have drawn `energy_j` joules since the last such event, by their own counters."""
+
+    kind: ClassVar[str] = "energy"
+    energy_j: float
+    num_gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteStep(RunEvent):
+    """A step was skipped because its loss or gradient was not finite. `action`: `skip` it, `rescale` (lower the loss
+    scale of fp16), or `rollback` to the last checkpoint; `num_skipped` counts all of the run."""
+
+    kind: ClassVar[str] = "nonfinite_step"
+    step: int
+    reason: SkipReason
+    action: Literal["skip", "rescale", "rollback"]
+    num_skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangDetected(RunEvent):
+    """All workers wait for one that has made no progress for `silence_s`. `phase`: what it does, in words;
+    `is_stopped`: by SIGSTOP or a debugger; `stack`: of its threads, as it printed them, None where it did not."""
+
+    kind: ClassVar[str] = "hang"
+    rank: int
+    host: str | None = None
+    step: int
+    phase: str
+    silence_s: float
+    is_stopped: bool
+    stack: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerDetected(RunEvent):
+    """A worker takes `slowdown` times as long as its peers, which wait `wait_s_per_step` for it, `wait_fraction` of the
+    time."""
+
+    kind: ClassVar[str] = "straggler"
+    rank: int
+    host: str | None = None
+    slowdown: float
+    wait_s_per_step: float
+    wait_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure(RunEvent):
+    """A worker, or what it needs, has failed. `signal` is the name of the signal where the cause is one, `exit_code`
+    the code where it is one; `host` is known of a lost node and of a fork server. `message` is for people."""
+
+    kind: ClassVar[str] = "failure"
+    rank: int
+    cause: FailureCause
+    message: str
+    signal: str | None = None
+    exit_code: int | None = None
+    host: str | None = None
+
+    @property
+    def what(self) -> str:
+        """The cause in a word or two: the signal's name, `exit 1`, `node lost`."""
+        if self.cause == "signal":
+            return self.signal or "a signal"
+        return f"exit {self.exit_code}" if self.cause == "exit_code" else self.cause.replace("_", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunWarning(RunEvent):
+    """Something that people should know; `text` is a sentence or two."""
+
+    kind: ClassVar[str] = "warning"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(RunEvent):
+    """The run has ended after `step`."""
+
+    kind: ClassVar[str] = "run_ended"
+    status: RunStatus
+    step: int
+
+
+Event = (
+    LogOpened
+    | WorkerStarted
+    | AttemptStarted
+    | Compiled
+    | StepDone
+    | EvaluationDone
+    | CheckpointSaved
+    | CheckpointFailed
+    | CheckpointRejected
+    | CheckpointIntervalChosen
+    | InMemoryIntervalChosen
+    | InMemoryCheckpointSaved
+    | InMemoryRestored
+    | GradSyncSelected
+    | EnergyUsed
+    | NonFiniteStep
+    | HangDetected
+    | StragglerDetected
+    | WorkerFailure
+    | RunWarning
+    | RunEnded
+)
+"""Any line of events.jsonl."""

@@ -1,0 +1,53 @@
+"""Lines of a file that grows: each byte is read once."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.bounded import open_regular
+
+LONGEST_LINE_BYTES = 16 << 20
+"""Bytes of a line that is read as one."""
+
+
+class LineTail:
+    """Lines of a file as they are added to it. A file that was cut is read from its start."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    @property
+    def torn(self) -> bool:
+        """Whether it ends within a line, as far as it was read."""
+        return bool(self._rest)
+
+    def skip(self) -> None:
+        """Pass over what is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset = self.path.stat().st_size
+
+    def read(self, whole: bool = False) -> Iterator[bytes]:
+        """Lines since the last call, without their ends; one that is not finished comes when it is, or when `whole`
+        says that the file grows no more. None where there is no file yet. DataError for anything but a file."""
+        try:
+            descriptor = open_regular(self.path)
+        except FileNotFoundError:
+            return
+        with open(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_size < self._offset:
+                self._offset, self._rest = 0, b""
+            file.seek(self._offset)
+            while part := file.readline(LONGEST_LINE_BYTES):
+                self._offset += len(part)
+                line = self._rest + part
+                if line.endswith(b"\n") or len(line) >= LONGEST_LINE_BYTES:
+                    self._rest = b""
+                    yield line.removesuffix(b"\n")
+                else:
+                    self._rest = line
+        if whole and self._rest:
+            line, self._rest = self._rest, b""
+            yield line

@@ -1,0 +1,107 @@
+"""Events for tests: whole ones, of which a test names only the fields that it is about."""
+
+from typing import Any, TypeVar
+
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointIntervalChosen,
+    CheckpointRejected,
+    CheckpointSaved,
+    Compiled,
+    EnergyUsed,
+    EvaluationDone,
+    GradSyncSelected,
+    HangDetected,
+    InMemoryCheckpointSaved,
+    InMemoryIntervalChosen,
+    InMemoryRestored,
+    LogOpened,
+    NonFiniteStep,
+    RunEnded,
+    RunEvent,
+    RunWarning,
+    StepDone,
+    StepPhases,
+    StragglerDetected,
+    WorkerFailure,
+    WorkerStarted,
+)
+
+E = TypeVar("E", bound=RunEvent)
+
+USUAL: dict[type[RunEvent], dict[str, Any]] = {
+    LogOpened: {"format": 2, "phalanx_version": "0.1.0"},
+    WorkerStarted: {"pid": 1, "rank": 0, "host": "n0", "attempt": 0},
+    AttemptStarted: {
+        "world_size": 1,
+        "attempt": 0,
+        "start_step": 0,
+        "total_steps": 10,
+        "device": "cpu",
+        "num_micro_batches": 1,
+    },
+    Compiled: {"duration_s": 1.0, "num_blocks": 2, "num_graph_breaks": 0},
+    StepDone: {
+        "step": 1,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "units": 8,
+        "duration_s": 0.5,
+        "breakdown_s": StepPhases(),
+    },
+    EvaluationDone: {"step": 1, "loss": 2.5, "metrics": {}, "num_samples": 8, "duration_s": 0.5, "is_best": False},
+    CheckpointSaved: {
+        "step": 1,
+        "path": "checkpoints/step-000000001",
+        "size_bytes": 100,
+        "duration_s": 0.5,
+        "stall_s": 0.01,
+    },
+    CheckpointFailed: {"step": 1, "reason": "no space left on device"},
+    CheckpointRejected: {
+        "path": "checkpoints/step-000000001",
+        "file": "rank-00000.safetensors",
+        "reason": "chunk 3 has another checksum",
+    },
+    CheckpointIntervalChosen: {
+        "step": 1,
+        "interval_steps": 50,
+        "interval_s": 25.0,
+        "cost_s": 0.1,
+        "save_s": 1.0,
+        "mean_time_between_failures_s": 1e6,
+        "num_failures": 0,
+    },
+    InMemoryIntervalChosen: {"step": 1, "interval_steps": 5, "cost_s": 0.01},
+    InMemoryCheckpointSaved: {"step": 1, "size_bytes": 100, "duration_s": 0.5, "stall_s": 0.01},
+    InMemoryRestored: {"step": 1, "checkpoint_step": 0, "fetched_bytes": 0, "duration_s": 0.5},
+    GradSyncSelected: {
+        "step": 1,
+        "selected": "bf16",
+        "previous": "allreduce",
+        "reason": "half the bytes",
+        "exposed_fraction": 0.1,
+        "efficiency_by_choice": {},
+        "is_final": True,
+    },
+    EnergyUsed: {"energy_j": 100.0, "num_gpus": 1},
+    NonFiniteStep: {"step": 1, "reason": "non-finite loss", "action": "skip", "num_skipped": 1},
+    HangDetected: {"rank": 0, "host": "n0", "step": 1, "phase": "forward", "silence_s": 6.0, "is_stopped": False},
+    StragglerDetected: {
+        "rank": 0,
+        "host": "n0",
+        "slowdown": 1.5,
+        "wait_s_per_step": 0.1,
+        "wait_fraction": 0.2,
+    },
+    WorkerFailure: {"rank": 0, "cause": "signal", "signal": "SIGKILL", "message": "worker 0 was killed by SIGKILL"},
+    RunWarning: {"text": "little room"},
+    RunEnded: {"status": "done", "step": 10},
+}
+
+
+def made(kind: type[E], **fields: Any) -> E:
+    """An event of a kind with these fields, and usual ones for the rest."""
+    return kind(**{**USUAL[kind], **fields})
