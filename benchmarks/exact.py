@@ -29,7 +29,7 @@ CASES = [  # processes, micro-batches a process, width
     (2, 4, 256),
     (2, 6, 128),
 ]
-PARTS = ("forward", "backward", "exchange", "optimizer")
+PARTS = ("forward", "backward", "grad_sync", "optimizer")
 
 
 def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: int) -> Recipe:
@@ -53,8 +53,8 @@ def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: 
 def step_seconds(run: Path) -> tuple[float, dict[str, float]]:
     """Median seconds of a step, and of its parts, after ten steps of warm-up."""
     steps = [event for event in read_events(Run(run).events) if isinstance(event, StepDone)][10:]
-    parts = {part: statistics.median(step["parts"][part] for step in steps) for part in PARTS}
-    return statistics.median(step["seconds"] for step in steps), parts
+    parts = {part: statistics.median(getattr(step.breakdown_s, part) for step in steps) for part in PARTS}
+    return statistics.median(step.duration_s for step in steps), parts
 
 
 def measure(rounds: int, steps: int) -> list[str]:
@@ -72,7 +72,7 @@ def measure(rounds: int, steps: int) -> list[str]:
                     phalanx.train(recipe(text, processes, own, width, exact, steps), run=run, nproc=processes)
                     total, parts = step_seconds(run)
                     seconds[exact].append(total)
-                    exchange[exact].append(parts["exchange"] + parts["backward"])
+                    exchange[exact].append(parts["grad_sync"] + parts["backward"])
             ratios = [b / a for a, b in zip(seconds["world"], seconds["replicas"], strict=True)]
             world, replicas = (statistics.median(seconds[exact]) * 1e3 for exact in ("world", "replicas"))
             rows.append(

@@ -36,6 +36,9 @@ sys.path.insert(1, str(HERE.parent / "src"))  # a machine with a GPU for some mi
 import gpu  # noqa: E402
 from engine_overhead import PEERS, PLAIN, can_run, make_dataset  # noqa: E402
 
+from phalanx.run import EventTail, read_events  # noqa: E402
+from phalanx.run.event_types import StepDone, WorkerStarted  # noqa: E402
+
 SESSION_MEMORY = 80 * 10**9
 """Layers of the 8B shape are as many as fit here, so that cards with more memory train the same model."""
 AFTER_SPEED = 100.0
@@ -248,36 +251,28 @@ def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
         told, _ = process.communicate(timeout=20)
     if case.kill:
         killer.join()
-    events = events_of(where)
+    events = list(read_events(where / "events.jsonl"))
     digest = next((line.split()[1] for line in told.splitlines() if line.startswith("digest")), None)
-    losses = [event["loss"] for event in events if event.get("kind") == "step"]
+    losses = [event.loss for event in events if isinstance(event, StepDone)]
     found = {"exit": process.returncode, "digest": digest, "losses": losses if case.group.endswith("fp32") else []}
     found |= {"last_loss": losses[-1] if losses else None, "seconds": time.monotonic() - begun}
-    found["starts"] = sum(event.get("kind") == "worker" for event in events)
+    found["starts"] = sum(isinstance(event, WorkerStarted) for event in events)
     if process.returncode != 0:
         found["output"] = told[-1500:]
     return found
 
 
-def events_of(run: Path) -> list[dict[str, Any]]:
-    """The events of a run that are whole."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (run / "events.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
-
-
 def kill_at(events: Path, step: int, process: subprocess.Popen[str]) -> None:
     """SIGKILL the worker of a run as soon as it has done a step."""
+    tail, pid = EventTail(events), 0
     while process.poll() is None:
-        found = events_of(events.parent)
-        if any(event.get("kind") == "step" and event["step"] >= step for event in found):
-            workers = [event["pid"] for event in found if event.get("kind") == "worker"]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(workers[-1], signal.SIGKILL)
-            return
+        for event in tail.read():
+            if isinstance(event, WorkerStarted):
+                pid = event.pid
+            elif isinstance(event, StepDone) and event.step >= step:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                return
         time.sleep(0.02)
 
 
@@ -389,7 +384,7 @@ def default(session: Session) -> dict[str, Any]:
     begun = time.monotonic()
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where)]
     status, out, errors = session.call(command, session.left())
-    times = [event["seconds"] for event in events_of(where) if event.get("kind") == "step"]
+    times = [event.duration_s for event in read_events(where / "events.jsonl") if isinstance(event, StepDone)]
     found: dict[str, Any] = {"exit": status, "wall_s": time.monotonic() - begun, "output": out[-3000:] + errors[-800:]}
     if len(times) > 4:
         found["step_s"] = statistics.median(times[len(times) // 2 :])

@@ -113,14 +113,14 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
     scales = read_history(where.events).steps.noise_scale
     noise = [float(value) for value in scales[np.isfinite(scales)]]
     scored = [event for event in read_events(where.events) if isinstance(event, EvaluationDone) and event.step == steps]
-    last = scored[-1] if scored else {}
+    last = scored[-1] if scored else None
     return Result(
         batch,
         way,
         steps,
         peak(load_recipe(where.resolved).recipe),
-        last.get("loss"),
-        last.get("metrics", {}).get("accuracy"),
+        None if last is None else last.loss,
+        None if last is None else last.metrics.get("accuracy"),
         noise[-1] if noise else None,
         len(noise),
         float((where.read_json(where.result) or {}).get("seconds", 0.0)),

@@ -10,14 +10,12 @@ take ten minutes, and `--rows` does some of them.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from phalanx.cluster import Cluster, this_machine
 from phalanx.cluster.health.helper import Helper
@@ -26,6 +24,7 @@ from phalanx.cluster.probe.reference import Call
 from phalanx.errors import UsageError
 from phalanx.foretelling import foretold_here, probed
 from phalanx.recipe import load_recipe
+from phalanx.run import read_events
 from phalanx.run.event_types import StepDone
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt-python.yaml"
@@ -103,8 +102,9 @@ def once(overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: Call)
         phalanx = Path(sys.executable).with_name("phalanx")
         command = [phalanx, "train", EXAMPLE, *PLAIN, *overrides, "--run", run, "--nproc", str(world)]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
-        events: list[dict[str, Any]] = [json.loads(line) for line in (run / "events.jsonl").open()]
-        steps = [event.duration_s for event in events if isinstance(event, StepDone)][SKIPPED:]
+        steps = [event.duration_s for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)][
+            SKIPPED:
+        ]
         parts = foretold_here(load_recipe(run / "resolved.yaml").recipe, EXAMPLE.parent, here, world)
     drift = abs((1 + slower(here, elsewhere)) / (1 + before) - 1)
     return statistics.median(steps), None if parts is None else parts.total, drift

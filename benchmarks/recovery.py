@@ -165,8 +165,7 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
 
     def victim() -> int:
         workers = [event for event in read_events(run.events) if isinstance(event, WorkerStarted) and event.rank == 1]
-        pid: int = workers[-1]["pid"]
-        return pid
+        return workers[-1].pid
 
     count = 4 if "layout" in changes else 2
     command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", str(count)]

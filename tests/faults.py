@@ -53,11 +53,11 @@ class Faults:
     def step(self, run, event):
         for fault in self.faults:
             when = fault.get("when", NOW)
-            if fault["do"] == "slow" and event["step"] >= fault["step"]:
+            if fault["do"] == "slow" and event.step >= fault["step"]:
                 time.sleep(fault["delay"])
-            elif when == "told" and event["step"] >= fault["step"]:
+            elif when == "told" and event.step >= fault["step"]:
                 strike_when_told(run.path / "checkpoints", fault)
-            elif event["step"] != fault["step"]:
+            elif event.step != fault["step"]:
                 continue
             elif when == NOW:
                 strike(fault)
@@ -68,7 +68,7 @@ class Faults:
 
     def evaluation(self, run, event):
         for fault in self.faults:
-            if fault.get("when") == "evaluation" and event["step"] >= fault["step"]:
+            if fault.get("when") == "evaluation" and event.step >= fault["step"]:
                 strike(fault)
 
 

@@ -40,14 +40,14 @@ class Unwritten:
 
     def step(self, run, event):
         plan = self.plan
-        if plan is not None and plan.get("hold") != LOST and event["step"] >= plan["step"] + plan.get("hold", 0):
+        if plan is not None and plan.get("hold") != LOST and event.step >= plan["step"] + plan.get("hold", 0):
             self.held.set()
 
     def evaluation(self, run, event):
         self.fall_at("evaluated", run)
 
-    def fault(self, run, event):
-        if event.get("action") == "rollback":
+    def nonfinite_step(self, run, event):
+        if event.action == "rollback":
             self.fall_at("guarded", run)
 
     def fall_at(self, moment, run):

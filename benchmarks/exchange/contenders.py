@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Outer
+from phalanx.run import Event
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.rounds import PLAIN, Rounds
 from phalanx.train.exchange.schedule import Schedule
@@ -117,9 +118,9 @@ def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
     )
     watch, progress = HostStopwatch(), Progress()
 
-    def tell(kind: str, event: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         if place.rank == 0:
-            print(f"{kind} at step {event['step']}: {event['strategy']}: {event['why']}", flush=True)
+            print(event, flush=True)
 
     choosing = ExchangeWatch(recipe, Worker(place.rank, place.world), exchange, 1, progress, tell)
 

@@ -74,9 +74,9 @@ def loss_of(
     if began[:1] != [since]:
         raise RunFailed(f"{folder}: began after step {began}, not {since}")
     scores = [event for event in events if isinstance(event, EvaluationDone)]
-    if not scores or scores[-1]["step"] != steps or scores[-1]["loss"] is None:
+    if not scores or scores[-1].step != steps or scores[-1].loss is None:
         raise RunFailed(f"{folder}: no finite score at step {steps}")
-    return float(scores[-1]["loss"])
+    return float(scores[-1].loss)
 
 
 def saving(since: int) -> list[str]:

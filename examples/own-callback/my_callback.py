@@ -1,12 +1,15 @@
 """Writes the losses of a run to losses.csv in its directory: step, training loss, held-out loss where there is one.
 
 A callback is any class with some of the methods start(run), step(run, event), evaluation(run, event),
-checkpoint(run, event), fault(run, event) and end(run, event). `run` has path, rank, model and step; an event is the
-dict that also stands in events.jsonl. Every worker calls its own; this one acts on the first only.
+checkpoint(run, event), nonfinite_step(run, event), checkpoint_failed(run, event) and end(run, event). `run` has path,
+rank, model and step; an event has the fields that it has in events.jsonl. Every worker calls its own; this one acts on
+the first only.
 """
 
 import csv
 from typing import Any
+
+from phalanx.run.event_types import EvaluationDone, RunEnded, StepDone
 
 HEADER = ("step", "loss", "held_out_loss")
 
@@ -25,13 +28,13 @@ class LossCsv:
         self.writer.writerows([HEADER, *kept])
         self.file.flush()
 
-    def step(self, run: Any, event: dict[str, Any]) -> None:
-        self._write(run, (event["step"], event["loss"], ""))
+    def step(self, run: Any, event: StepDone) -> None:
+        self._write(run, (event.step, event.loss, ""))
 
-    def evaluation(self, run: Any, event: dict[str, Any]) -> None:
-        self._write(run, (event["step"], "", event["loss"]))
+    def evaluation(self, run: Any, event: EvaluationDone) -> None:
+        self._write(run, (event.step, "", event.loss))
 
-    def end(self, run: Any, event: dict[str, Any]) -> None:
+    def end(self, run: Any, event: RunEnded) -> None:
         if run.rank == 0:
             self.file.close()
 

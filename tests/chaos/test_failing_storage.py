@@ -77,8 +77,8 @@ def test_a_failed_read_is_told_and_followed_by_another_attempt(lab: Lab) -> None
     ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-read", ranks=[1])])
     assert ended.digest == lab.reference(QUIET, 2).digest
     (told,) = ended.kind(WorkerFailure)
-    assert (told["rank"], told["what"]) == (1, "storage")
-    assert told["detail"] == f"worker 1 ended because storage failed: {ended.run.path}: Input/output error"
+    assert (told.rank, told.cause) == (1, "storage_failed")
+    assert told.message == f"worker 1 ended because storage failed: {ended.run.path}: Input/output error"
 
 
 def away(folder: Path) -> None:
@@ -97,7 +97,7 @@ def on(**acts: Callable[[], None]) -> Callable[[Event], None]:
     """A `show` that does something once when it hears of a kind of event."""
 
     def show(event: Event) -> None:
-        act = acts.pop(event["kind"], None)
+        act = acts.pop(event.kind, None)
         if act is not None:
             act()
 
@@ -117,7 +117,7 @@ def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or
 
     ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(10, ranks=[1])], show=show)
     assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event.what for event in ended.kind(WorkerFailure)] == ["SIGKILL", "storage"]
+    assert [event.what for event in ended.kind(WorkerFailure)] == ["SIGKILL", "storage failed"]
     assert len(waits) == 1
     assert ended.kind(CheckpointRejected) == []
     assert ended.kind(AttemptStarted)[-1].start_step in (4, 8)
@@ -128,7 +128,7 @@ def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
 ) -> None:
     monkeypatch.setattr(outage, "PATIENCE", 0.0)
     run = lab.place()
-    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(6)], show=on(fault=lambda: away(run.checkpoints)))
+    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(6)], show=on(failure=lambda: away(run.checkpoints)))
     assert ended.code == ExitCode.UNFINISHED
     assert str(ended.message).endswith("; storage has failed for 0 s; start it again when it is mended")
     assert "ended because storage failed: " in str(ended.message)
@@ -153,7 +153,7 @@ def test_events_that_storage_does_not_take_are_written_when_it_does(lab: Lab) ->
         os.dup2(memory, descriptor(run.events.resolve()))
         os.close(memory)
 
-    ended = lab.train(QUIET, 2, run, faults=[SLOW], show=on(checkpoint=break_events))
+    ended = lab.train(QUIET, 2, run, faults=[SLOW], show=on(checkpoint_saved=break_events))
     assert ended.digest == lab.reference(QUIET, 2).digest
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 17))
 
@@ -174,9 +174,9 @@ def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: L
         for path, content in found.items():
             path.write_bytes(content)
 
-    ended = lab.train(longer, 1, run, faults=[SLOW], show=on(step=cut, fault=mend))
+    ended = lab.train(longer, 1, run, faults=[SLOW], show=on(step=cut, failure=mend))
     assert found
     assert ended.digest == whole
     (told,) = ended.kind(WorkerFailure)
-    assert told["what"] == "SIGBUS"
-    assert "a file that is mapped into memory could not be read" in told["detail"]
+    assert told.what == "SIGBUS"
+    assert "a file that is mapped into memory could not be read" in told.message

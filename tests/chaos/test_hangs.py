@@ -15,7 +15,7 @@ def test_a_worker_that_is_held_still_is_started_again(lab: Lab, nproc: int) -> N
     assert (hang.rank, hang.is_stopped, hang.stack) == (nproc - 1, True, None)
     assert hang.silence_s < 2 * HEARTBEAT
     (told,) = ended.kind(WorkerFailure)
-    assert (told["rank"], told["what"]) == (nproc - 1, "hang")
+    assert (told.rank, told.what) == (nproc - 1, "hang")
     assert ended.result["restarts"] == 1
 
 
@@ -51,7 +51,7 @@ def test_a_worker_that_is_slower_than_its_peers_is_named_once(lab: Lab, monkeypa
     model = {"build": "lab_models:slow_on_one", "args": {"rank": 1}}
     ended = lab.train({"model": model, "steps": 40}, 2)
     (found,) = ended.kind(StragglerDetected)
-    assert found["rank"] == 1
-    assert found["factor"] > 1.25
-    assert 0.05 < found["lost"] < 1.0  # six micro-batches of 30 ms a step, less what the machine makes of it
-    assert 0.1 < found["share"] <= 1.0
+    assert found.rank == 1
+    assert found.slowdown > 1.25
+    assert 0.05 < found.wait_s_per_step < 1.0  # six micro-batches of 30 ms a step, less what the machine makes of it
+    assert 0.1 < found.wait_fraction <= 1.0

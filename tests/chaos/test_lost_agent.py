@@ -74,7 +74,7 @@ def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_agai
     wait_until(lambda: gone(lab), 5)
     assert lab.train({}, 2, run).digest == lab.reference({}, 2).digest
     (loss,) = ledger_of(read_history(run.events)).losses
-    assert loss.what == "rank 0: lost nursery"
+    assert loss.what == "rank 0: fork server died"
     assert loss.unavailable > 0
     assert loss.starting > 0
 
@@ -93,7 +93,7 @@ def test_a_store_that_is_killed_while_workers_get_ready_costs_seconds(lab: Lab, 
     ended = lab.train({}, 2, faults=[fault(7, ranks=[1])], show=show)
     assert killed
     assert ended.digest == lab.reference({}, 2).digest
-    assert {event.what for event in ended.kind(WorkerFailure)} <= {"SIGKILL", "lost store", "lost peer"}
+    assert {event.what for event in ended.kind(WorkerFailure)} <= {"SIGKILL", "store died", "peer disconnected"}
     assert time.monotonic() - begun < 30
 
 

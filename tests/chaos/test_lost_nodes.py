@@ -118,7 +118,7 @@ def test_an_agent_that_is_killed_and_started_again_rejoins(lab: Lab, nodes: Node
     assert member.returncode == -signal.SIGKILL
     ended = nodes.end(leader, nodes.start(1))
     fine(lab, ended)
-    assert faults_of(ended) == ["lost node"]
+    assert faults_of(ended) == ["node lost"]
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: Lab, nodes: Nodes) -
     os.kill(member.pid, signal.SIGCONT)
     ended = nodes.end(leader, member)
     fine(lab, ended)
-    assert faults_of(ended) == ["lost node"]
+    assert faults_of(ended) == ["node lost"]
 
 
 @pytest.mark.slow

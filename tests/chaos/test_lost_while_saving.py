@@ -14,6 +14,7 @@ from phalanx.run.event_types import (
     CheckpointSaved,
     EvaluationDone,
     NonFiniteStep,
+    RunEvent,
     StepDone,
     WorkerFailure,
     WorkerStarted,
@@ -61,9 +62,9 @@ def given_up(ended: Ended) -> list[int]:
     return [event.step for event in ended.kind(CheckpointFailed)]
 
 
-def steps_before(ended: Ended, kind: str) -> int:
+def steps_before(ended: Ended, kind: type[RunEvent]) -> int:
     """The last step that was told before the first event of a kind."""
-    first = next(number for number, event in enumerate(ended.events) if event["kind"] == kind)
+    first = next(number for number, event in enumerate(ended.events) if isinstance(event, kind))
     return max(event.step for event in ended.events[:first] if isinstance(event, StepDone))
 
 
@@ -74,8 +75,8 @@ def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: in
     assert ended.losses == reference.losses
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 19))  # none was done again
     first, second, *_ = ended.kind(AttemptStarted)
-    assert (first["world"], second["world"]) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
-    assert second["attempt"] == len(ended.kind(WorkerFailure)) == 1
+    assert (first.world_size, second.world_size) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
+    assert second.attempt == len(ended.kind(WorkerFailure)) == 1
     assert len([event for event in ended.kind(WorkerStarted) if not event.joins_late]) == nproc
     assert_whole(ended)
 
@@ -100,7 +101,7 @@ def test_where_its_part_is_missing_the_others_save_anew_at_once(
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert given_up(ended) == [9]
     assert "lost before it had written its part" in ended.kind(CheckpointFailed)[0].reason
-    assert saved(ended) == [steps_before(ended, "checkpoint_failed") + 1, 18]
+    assert saved(ended) == [steps_before(ended, CheckpointFailed) + 1, 18]
 
 
 @worlds
@@ -134,7 +135,7 @@ def test_nobody_waits_for_what_is_still_being_written(lab: Lab, moment: str, los
     ended = train(lab, WHOLE, 2, step=9, rank=1, moment=moment, hold=3)
     assert_the_others_went_on(lab, ended, WHOLE, 2)
     assert given_up(ended) == lost
-    assert steps_before(ended, "checkpoint_failed" if lost else "checkpoint") >= 12
+    assert steps_before(ended, CheckpointFailed if lost else CheckpointSaved) >= 12
 
 
 @worlds
@@ -152,7 +153,7 @@ def test_lost_while_all_wait_to_save_what_is_the_best_so_far(lab: Lab, changes: 
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert (saved(ended), given_up(ended)) == ([9, 12, 18], [])
     first, second = ended.kind(EvaluationDone)
-    assert (first["step"], first["best"], second["step"]) == (12, True, 18)
+    assert (first.step, first.is_best, second.step) == (12, True, 18)
 
 
 @pytest.mark.parametrize(("nproc", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])

@@ -60,8 +60,8 @@ def test_a_worker_that_leaves_with_0_in_the_middle_is_named_and_started_again(la
     ended = lab.train({}, 2, faults=[fault(7, do, ranks=[1])])
     assert ended.digest == lab.reference({}, 2).digest
     (fell,) = ended.kind(WorkerFailure)
-    assert fell["rank"] == 1
-    assert told in fell["detail"]
+    assert fell.rank == 1
+    assert told in fell.message
 
 
 def test_a_run_whose_worker_always_leaves_with_0_is_given_up_and_not_done(lab: Lab) -> None:

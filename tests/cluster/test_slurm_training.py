@@ -174,7 +174,7 @@ def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_sa
     wait_until(lambda: steps_seen(run) >= 1, 60, "the run to be on its way")
     preempt(rig)
     (stopped,) = wait_until(lambda: Ended(run, 0, None).kind(RunEnded), 60, "the run to save and leave")
-    wait_until(lambda: steps_seen(run) > stopped["step"], 120, "the second attempt to be on its way")
+    wait_until(lambda: steps_seen(run) > stopped.step, 120, "the second attempt to be on its way")
     reach_the_time_limit(rig)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message

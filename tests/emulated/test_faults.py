@@ -23,7 +23,7 @@ SHORT: Values = {
     ("error", "what", "detail"),
     [
         (ILLEGAL_ADDRESS, "exit 1", "exit code 1: AcceleratorError: CUDA error: an illegal memory access"),
-        (ECC, "gpu", "ended because its GPU failed: AcceleratorError: CUDA error: uncorrectable ECC error"),
+        (ECC, "gpu failed", "ended because its GPU failed: AcceleratorError: CUDA error: uncorrectable ECC error"),
     ],
 )
 def test_a_gpu_that_fails_in_a_step_is_named_and_the_run_goes_on_to_the_same_bits(

@@ -46,7 +46,7 @@ def in_a_collective(number: signal.Signals, rank: int) -> Values:
         pytest.param(
             2,
             fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]),
-            "gpu",
+            "gpu failed",
             id="a GPU that failed, of 2",
             marks=pytest.mark.slow,
         ),
@@ -69,7 +69,7 @@ def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_b
     assert ended.result["restarts"] == 1
     assert ended.digest == expected.digest
     assert ended.losses == expected.losses
-    assert max(after["t"] - before["t"] for before, after in pairwise(ended.events)) < SOON
+    assert max(after.time - before.time for before, after in pairwise(ended.events)) < SOON
     assert not alive(ended)
 
 
@@ -91,7 +91,7 @@ def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: Lab) -> None:
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
     assert ended.message.startswith("batch.micro: out of memory with micro-batches of 6; 3 would fit")
-    assert max(after["t"] - before["t"] for before, after in pairwise(ended.events)) < SOON
+    assert max(after.time - before.time for before, after in pairwise(ended.events)) < SOON
 
 
 def peers(case: str, **variables: str) -> tuple[list[dict[str, Any]], str]:

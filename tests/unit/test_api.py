@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 import phalanx
+from made_events import made
 from phalanx import api
 from phalanx.api import (
     changed,
@@ -22,8 +23,17 @@ from phalanx.api import (
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent import Outcome
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, refused
-from phalanx.run import EventLog, Run
+from phalanx.run import Event, EventLog, Run
 from phalanx.run.directory import write_json
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointRejected,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
 from phalanx.run.lock import locked
 
 DAY = 86400.0
@@ -47,23 +57,23 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def record(run: Run, *events: tuple[float, str, dict[str, Any]]) -> None:
+def record(run: Run, *events: Event) -> None:
     log = EventLog(run.events)
-    for t, kind, fields in events:
-        log.write(kind, t=t, **fields)
+    for event in events:
+        log.write(event)
     log.close()
 
 
-def start(t: float, attempt: int = 0) -> tuple[float, str, dict[str, Any]]:
-    return (t, "start", {"attempt": attempt})
+def start(t: float, attempt: int = 0) -> Event:
+    return made(AttemptStarted, time=t, attempt=attempt)
 
 
-def worker(t: float, attempt: int = 0) -> tuple[float, str, dict[str, Any]]:
-    return (t, "worker", {"attempt": attempt, "rank": 0})
+def worker(t: float, attempt: int = 0) -> Event:
+    return made(WorkerStarted, time=t, attempt=attempt)
 
 
-def step(t: float, number: int, **fields: Any) -> tuple[float, str, dict[str, Any]]:
-    return (t, "step", {"step": number, "loss": 10.0 - number, "tokens": 100, **fields})
+def step(t: float, number: int, **fields: Any) -> Event:
+    return made(StepDone, time=t, step=number, **{"loss": 10.0 - number, "units": 100, **fields})
 
 
 def ended(code: ExitCode, result: dict[str, Any] | None = None, message: str | None = None) -> Outcome:
@@ -71,27 +81,27 @@ def ended(code: ExitCode, result: dict[str, Any] | None = None, message: str | N
 
 
 def test_the_result_is_what_the_worker_reported_and_the_seconds_of_all_attempts(run: Run) -> None:
-    record(run, worker(9.0), start(10.0), step(12.0, 1), step(15.0, 2), (15.5, "end", {"status": "done"}))
+    record(run, worker(9.0), start(10.0), step(12.0, 1), step(15.0, 2), made(RunEnded, time=15.5))
     reported = {"format": 1, "status": "done", "steps": 2, "digest": "d" * 32}
     assert result_of(run, ended(ExitCode.DONE, reported)) == {**reported, "seconds": 5.5}
 
 
 def test_the_time_between_attempts_does_not_count(run: Run) -> None:
-    record(run, worker(99.0), start(100.0), step(110.0, 1), (111.0, "end", {"status": "interrupted"}))
-    record(run, (DAY, "warning", {"text": "steps 1 -> 2"}), worker(DAY + 1, 1))
-    record(run, (DAY + 2, "checkpoint_rejected", {"path": "x", "file": "y"}))
-    record(run, start(DAY + 3, 1), step(DAY + 8, 2), (DAY + 10, "end", {"status": "done"}))
+    record(run, worker(99.0), start(100.0), step(110.0, 1), made(RunEnded, time=111.0, status="interrupted"))
+    record(run, made(RunWarning, time=DAY), worker(DAY + 1, 1))
+    record(run, made(CheckpointRejected, time=DAY + 2))
+    record(run, start(DAY + 3, 1), step(DAY + 8, 2), made(RunEnded, time=DAY + 10))
     assert result_of(run, ended(ExitCode.DONE, {"steps": 2}))["seconds"] == 11.0 + 7.0
 
 
 def test_the_time_of_an_attempt_that_died_counts_up_to_what_was_seen_of_it(run: Run) -> None:
     record(run, worker(99.0), start(100.0), step(110.0, 1))
-    record(run, worker(DAY, 1), start(DAY + 1, 1), step(DAY + 3, 2), (DAY + 4, "fault", {"rank": 0, "what": "SIGKILL"}))
+    record(run, worker(DAY, 1), start(DAY + 1, 1), step(DAY + 3, 2), made(WorkerFailure, time=DAY + 4))
     assert result_of(run, ended(ExitCode.GAVE_UP))["seconds"] == 10.0 + 3.0
 
 
 def test_a_warning_within_an_attempt_costs_it_no_time(run: Run) -> None:
-    record(run, worker(9.0), start(10.0), (11.0, "warning", {"text": "slow disk"}), step(15.0, 1))
+    record(run, worker(9.0), start(10.0), made(RunWarning, time=11.0), step(15.0, 1))
     assert result_of(run, ended(ExitCode.UNFINISHED))["seconds"] == 5.0
 
 
@@ -122,7 +132,7 @@ def test_steps_done_again_count_once(run: Run) -> None:
 
 
 def test_skipped_steps_teach_nothing(run: Run) -> None:
-    record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skipped="non-finite loss"))
+    record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss"))
     result = result_of(run, ended(ExitCode.UNFINISHED))
     assert (result["steps"], result["final_loss"], result["tokens"]) == (2, 9.0, 100)
 

@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from made_events import made
 from phalanx import cli
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted, CheckpointFailed, RunWarning
+from phalanx.run.events import to_fields
 from phalanx.streams import Lasting, Printable, printable
 
 PYTHON = (sys.executable, "-P")
@@ -124,10 +127,11 @@ def test_pages_and_errors_of_commands_hold_no_escapes(
     run.resolved.write_text('model: {args: {x: "\\e[31m"}}\n"bad\\e[5mkey": 1\n')
     run.recipe.write_text("steps: 3\n")
     events = [
-        {"t": 1.0, "kind": "warning", "text": "\x1b]0;owned\x07"},
-        {"t": 2.0, "kind": "end", "status": "\x1b[31m"},
+        made(AttemptStarted, device="\x1b[31m"),
+        made(RunWarning, text="\x1b]0;owned\x07"),
+        made(CheckpointFailed, reason="\x9b1m"),
     ]
-    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run.events.write_text("".join(json.dumps(to_fields(event)) + "\n" for event in events))
     (tmp_path / "r.yaml").write_text('"bad\\e[5mkey": 1\n')
     for words in (["report", "run"], ["compare", "run", "run"], ["recipe", "check", "r.yaml"], ["report", "no\x1brun"]):
         cli.main(words)

@@ -29,7 +29,7 @@ def test_losses_on_any_world_differ_by_rounding_only(lab: Lab, nproc: int) -> No
     ended, alone = lab.reference(LONG, nproc), lab.reference(LONG, 1)
     assert relative(ended, alone) < 1e-5
     evaluations = zip(ended.kind(EvaluationDone), alone.kind(EvaluationDone), strict=True)
-    assert all(abs(here["loss"] - there["loss"]) / there["loss"] < 1e-5 for here, there in evaluations)
+    assert all(abs(here.loss - there.loss) / there.loss < 1e-5 for here, there in evaluations)
 
 
 def test_a_changed_world_goes_on_with_losses_that_differ_by_rounding_only(lab: Lab) -> None:

@@ -1,6 +1,7 @@
 """`exchange: auto` between two ranks, with times made up: all switch after the same step, and nothing of the gradients
 is lost on the way."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.recipe import Recipe
+from phalanx.run import Event
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.choice import Choice, Seen
 from phalanx.train.exchange_watch import ENOUGH, UNUSUAL, ExchangeWatch
@@ -41,15 +43,15 @@ class Rank:
             "layout": {"replicate": world},
         }
         self.progress = Progress(exchange=choice or Choice())
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         recipe, place = Recipe.model_validate(values), Place(rank, world)
         self.watch = ExchangeWatch(recipe, place, self.exchange, 1, self.progress, self._tell, may_part=True)
         self.strategies: list[str] = []
         self.gone = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # into sums, and what came of it
         self.came = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
 
-    def _tell(self, kind: str, event: dict[str, Any]) -> None:
-        self.events.append({"kind": kind, **event})
+    def _tell(self, event: Event) -> None:
+        self.events.append(replace(event, time=0.0))
 
     def train(self, steps: int, exposed: dict[str, float]) -> None:
         for _ in range(steps):
@@ -104,17 +106,17 @@ def test_all_ranks_switch_after_the_same_steps_and_stay_with_the_best(world: Wor
 
 def test_every_decision_is_told_with_its_reason(world: World) -> None:
     first, second, third = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
-    assert [(e["kind"], e["step"], e["strategy"], e["before"]) for e in (first, second, third)] == [
-        ("exchange", TRIAL, "bf16", "allreduce"),
-        ("exchange", 2 * TRIAL, "int8", "bf16"),
-        ("exchange", 3 * TRIAL, "int8", "int8"),
+    assert [(e.step, e.selected, e.previous) for e in (first, second, third)] == [
+        (TRIAL, "bf16", "allreduce"),
+        (2 * TRIAL, "int8", "bf16"),
+        (3 * TRIAL, "int8", "int8"),
     ]
-    assert first["exposed"] == pytest.approx(1.0 / 2.0)  # without what one rank waits for the other
-    assert first["efficiency"] == {"allreduce": pytest.approx(0.5)}
-    assert first["foretold"] == pytest.approx(1.0 / 1.25)
-    assert [e["settled"] for e in (first, second, third)] == [False, False, True]
-    assert third["efficiency"] == pytest.approx({"allreduce": 1 / 2.0, "bf16": 1 / 1.5, "int8": 1 / 1.2})
-    assert "50.0% of a step is exposed" in first["why"]
+    assert first.exposed_fraction == pytest.approx(1.0 / 2.0)  # without what one rank waits for the other
+    assert first.efficiency_by_choice == {"allreduce": pytest.approx(0.5)}
+    assert first.predicted_efficiency == pytest.approx(1.0 / 1.25)
+    assert [e.is_final for e in (first, second, third)] == [False, False, True]
+    assert third.efficiency_by_choice == pytest.approx({"allreduce": 1 / 2.0, "bf16": 1 / 1.5, "int8": 1 / 1.2})
+    assert "50.0% of a step is exposed" in first.reason
 
 
 @pytest.mark.parametrize("exact", ["world", "replicas"])
@@ -124,10 +126,10 @@ def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_th
     for found in world.run(2, trained, steps=2 * TRIAL + 1, exact=exact):
         assert not found["holds"]
         (event,) = found["events"]
-        assert event["step"] == TRIAL
-        assert event["strategy"] == event["before"] == ("allreduce" if exact == "world" else "fixed tree")
-        assert "exact: no would allow int8" in event["why"]
-        assert event["exposed"] == pytest.approx(0.5)
+        assert event.step == TRIAL
+        assert event.selected == event.previous == ("allreduce" if exact == "world" else "fixed tree")
+        assert "exact: no would allow int8" in event.reason
+        assert event.exposed_fraction == pytest.approx(0.5)
 
 
 def parted(rank: int, world: int, *, tolerance: str) -> dict[str, Any]:
@@ -146,14 +148,14 @@ def test_with_a_bound_on_the_loss_all_train_apart_after_the_first_hundred_steps(
     assert (one["steps"], one["event"], one["apart"]) == (other["steps"], other["event"], other["apart"])
     assert one["steps"] == one["apart"].start == 101  # a step more, which sends what int8 held back
     assert max(one["left"], other["left"]) < 1e-4
-    assert (one["event"]["strategy"], one["event"]["before"]) == ("diloco", "int8")
-    assert one["event"]["foretold"] == pytest.approx(1.0)
+    assert (one["event"].selected, one["event"].previous) == ("diloco", "int8")
+    assert one["event"].predicted_efficiency == pytest.approx(1.0)
 
 
 def test_without_a_bound_all_stay_together_and_are_told_what_one_would_allow(world: World) -> None:
     *_, last = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
-    assert last["strategy"] == "int8"
-    assert last["why"].endswith("tolerance: 9% would allow diloco, foretold 1.00")
+    assert last.selected == "int8"
+    assert last.reason.endswith("tolerance: 9% would allow diloco, foretold 1.00")
 
 
 def switched(rank: int, world: int, *, way: list[str]) -> list[float]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from phalanx.recipe.schema import Layout, Optim
-from phalanx.run import Run
+from phalanx.run import Event, Run
+from phalanx.run.event_types import RunWarning
 from phalanx.run.hot import PREFIX, open_folder, read_history
 from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
 from phalanx.train.hot import HOT_FLAGS, HotCopies
@@ -50,7 +51,7 @@ class Worker:
                 fully_shard(module, mesh=self.mesh.fsdp)
         self.optimizer = Optimizer(self.divided.whole_module, Optim())
         self.scale = LossScale()
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[Event] = []
         self.hot = HotCopies(
             self.run,
             self.place,
@@ -60,7 +61,7 @@ class Worker:
             Times(),
             lambda: None,
             {},
-            lambda kind, event: self.told.append((kind, event)),
+            self.told.append,
             lambda: None,
             self.environment,
         )
@@ -118,7 +119,12 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
     meta = recalled.loaded.manifest.meta
-    return {"kept": kept, "fetched": recalled.fetched, "step": meta["step"], "told": [kind for kind, _ in worker.told]}
+    return {
+        "kept": kept,
+        "fetched": recalled.fetched,
+        "step": meta["step"],
+        "told": [event.kind for event in worker.told],
+    }
 
 
 def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: World, tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: World, tmp
     assert [each["kept"] for each in found] == [{1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}] * 4
     assert [each["step"] for each in found] == [2] * 4
     assert found[0]["fetched"] == found[3]["fetched"] > 0
-    assert found[1]["told"] == ["hot_copy"] * 2
+    assert found[1]["told"] == ["in_memory_checkpoint_saved"] * 2
 
 
 def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world: World, tmp_path: Path) -> None:
@@ -283,7 +289,7 @@ def broken(rank: int, world: int, *, folder: str) -> list[str]:
         worker.hot._sender.close()
     worker.copy(2)
     assert not worker.hot.due(3, 100)
-    return [event["text"] for kind, event in worker.told if kind == "warning"]
+    return [event.text for event in worker.told if isinstance(event, RunWarning)]
 
 
 def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world: World, tmp_path: Path) -> None:

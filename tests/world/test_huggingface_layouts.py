@@ -66,7 +66,7 @@ def divided(lab: Lab, kind: str, layout: Values, **more: Any) -> Ended:
 
 def compare(found: Ended, expected: Ended) -> None:
     for key in ("loss", "grad_norm"):
-        here, there = ([event[key] for event in run.kind(StepDone)] for run in (found, expected))
+        here, there = ([getattr(event, key) for event in run.kind(StepDone)] for run in (found, expected))
         assert len(here) == len(there) == 10, found.message
         torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=TOLERANCE, atol=0)
     scores = [run.kind(EvaluationDone)[-1].loss for run in (found, expected)]

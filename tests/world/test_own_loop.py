@@ -219,7 +219,7 @@ def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, sc
     assert "in think" in hang.stack
     assert "own_loop.py" in hang.stack
     (told,) = ended.kind(WorkerFailure)
-    assert (told["rank"], told["what"]) == (1, "hang")
+    assert (told.rank, told.what) == (1, "hang")
 
 
 @pytest.mark.slow

@@ -15,7 +15,15 @@ from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, Usage
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
-from phalanx.run.event_types import AttemptStarted, CheckpointSaved, EvaluationDone, RunWarning, StepDone, WorkerStarted
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EvaluationDone,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    WorkerStarted,
+)
 
 PARTS = {"data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other"}
 
@@ -52,7 +60,7 @@ def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: Lab) -> None:
     """No time is lost between the steps: evaluation apart, their seconds add up to the clock."""
     ended = lab.reference({"evaluate": {"every": None}, "steps": 60}, 1)
     steps = ended.kind(StepDone)
-    clock = steps[-1]["t"] - steps[0]["t"]
+    clock = steps[-1].time - steps[0].time
     assert math.isclose(sum(event.duration_s for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
 
 
@@ -60,16 +68,12 @@ def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
     ended = lab.reference({}, 3)
     assert sorted(event.rank for event in ended.kind(WorkerStarted)) == [0, 1, 2]
     (start,) = ended.kind(AttemptStarted)
-    assert {key: start[key] for key in ("world", "attempt", "from_step", "steps", "micro_batches")} == {
-        "world": 3,
-        "attempt": 0,
-        "from_step": 0,
-        "steps": 12,
-        "micro_batches": 12,
-    }
+    assert (start.world_size, start.attempt, start.start_step, start.total_steps) == (3, 0, 0, 12)
+    assert start.num_micro_batches == 12
     assert [event.step for event in ended.kind(EvaluationDone)] == [5, 10, 12]
-    assert ended.events[-1]["kind"] == "end"
-    assert (ended.events[-1]["status"], ended.events[-1]["step"]) == ("done", 12)
+    last = ended.events[-1]
+    assert isinstance(last, RunEnded)
+    assert (last.status, last.step) == ("done", 12)
     for event in ended.kind(CheckpointSaved):
         assert event.size_bytes > 100_000
         assert 0 <= event.stall_s <= event.duration_s
@@ -118,7 +122,7 @@ def test_the_resolved_recipe_names_the_device_that_trained(lab: Lab) -> None:
     run = lab.reference({}, 1).run
     (start,) = (event for event in read_events(run.events) if isinstance(event, AttemptStarted))
     assert load_recipe(run.recipe).recipe.device == "auto"
-    assert load_recipe(run.resolved).recipe.device == start["device"].partition(":")[0]
+    assert load_recipe(run.resolved).recipe.device == start.device.partition(":")[0]
 
 
 def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: Lab, tmp_path: Path) -> None:
@@ -147,8 +151,8 @@ def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learn
     assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 8]
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 13))
     (note,) = ended.kind(RunWarning)
-    assert "steps 8 -> 12" in note["text"]
-    assert "the learning rate at step 8 jumps from 0.0003 to 0.00142" in note["text"]
+    assert "steps 8 -> 12" in note.text
+    assert "the learning rate at step 8 jumps from 0.0003 to 0.00142" in note.text
     assert (ended.result["steps"], ended.result["status"]) == (12, "done")
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from made_events import made
 from phalanx.cli.job_logs import lines_of
-from phalanx.jobs.log_stream import Tail, as_printed
+from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import State, Status
 from phalanx.run import EventLog, Run
+from phalanx.run.event_types import AttemptStarted, WorkerStarted
 
 
 class Scripted:
@@ -37,8 +39,8 @@ def run(tmp_path: Path) -> Run:
 def begin(run: Run) -> None:
     run.create()
     log = EventLog(run.events)
-    log.write("worker", t=600.0, rank=0, node="n1", attempt=0, pid=1)
-    log.write("start", t=601.0, world=2, device="cpu", steps=7)
+    log.write(made(WorkerStarted, time=600.0, host="n1"))
+    log.write(made(AttemptStarted, time=601.0, world_size=2, total_steps=7))
     log.close()
     path = run.logs / "attempt-0-rank-0.log"
     path.write_text("hello\n")
@@ -107,7 +109,7 @@ def test_the_log_of_a_followed_job_is_read_once(tmp_path: Path) -> None:
             raise AssertionError("all of it again")
 
         def follow_logs(self, job: str) -> Callable[[bool], list[str]]:
-            return Tail(tmp_path / "log", as_printed).read
+            return printed_lines(tmp_path / "log")
 
     (tmp_path / "log").write_text("one\ntw")
 

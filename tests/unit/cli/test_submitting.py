@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from made_events import made
 from phalanx.cli.submitting import SILENCE, follow, framework_job, pairs, recipe_job, seconds_of
 from phalanx.errors import RecipeError, UsageError
-from phalanx.jobs.log_stream import Tail
 from phalanx.jobs.spec import State, Status
 from phalanx.joining import Shown
-from phalanx.run import EventLog, Run
+from phalanx.run import Event, EventLog, EventTail, Run
 from phalanx.run.directory import write_json
+from phalanx.run.event_types import RunWarning, WorkerFailure
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ class Scripted:
         return found
 
 
-HAPPENED: dict[Run, Tail] = {}
+HAPPENED: dict[Run, EventTail] = {}
 """What has happened in a run since somebody began to follow it."""
 
 
@@ -135,11 +136,11 @@ def run(tmp_path: Path) -> Run:
     run.create()
     write_json(run.result, {"status": "done", "digest": "abc"})
     log = EventLog(run.events)
-    log.write("warning", text="an older one")
-    happened = Tail(run.events)
+    log.write(made(RunWarning, text="an older one"))
+    happened = EventTail(run.events)
     happened.skip()
     HAPPENED[run] = happened
-    log.write("fault", rank=0, what="SIGKILL", detail="a newer one")
+    log.write(made(WorkerFailure, message="a newer one"))
     log.close()
     return run
 
@@ -161,14 +162,14 @@ def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
 
 def test_events_of_a_followed_run_are_read_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    made = Tail.read
+    read_new = EventTail.read
 
-    def counting(self: Tail, whole: bool = False) -> list[str]:
-        lines = made(self, whole)
-        read.append(len(lines))
-        return lines
+    def counting(self: EventTail) -> Iterator[Event]:
+        events = list(read_new(self))
+        read.append(len(events))
+        return iter(events)
 
-    monkeypatch.setattr(Tail, "read", counting)
+    monkeypatch.setattr(EventTail, "read", counting)
     followed(run, *[status(State.RUNNING)] * 5, status(State.DONE, code=0))
     assert read == [1, 0, 0, 0, 0, 0]
 

@@ -18,10 +18,9 @@ from phalanx.errors import UsageError
 from phalanx.jobs.array import array_of, members, render_array, submit_array
 from phalanx.jobs.code import Code
 from phalanx.jobs.engines.kubernetes import Kubernetes
-from phalanx.jobs.log_stream import Tail
 from phalanx.jobs.spec import Job, State
 from phalanx.joining import Shown
-from phalanx.run import Run
+from phalanx.run import EventTail, Run
 
 pytestmark = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"the schemas of JobSet and Trainer are not in {SCHEMAS}")
 
@@ -288,7 +287,11 @@ def test_who_follows_a_job_that_another_deletes_is_told_its_end(
     assert engine.poll(found).state is State.QUEUED
     server.delete("jobsets", "team-a", "gpt")
     ended = follow(
-        engine, found, Tail(Run(tmp_path / "run").events), Shown(Run(tmp_path / "run"), io.StringIO()), io.StringIO()
+        engine,
+        found,
+        EventTail(Run(tmp_path / "run").events),
+        Shown(Run(tmp_path / "run"), io.StringIO()),
+        io.StringIO(),
     )
     assert (ended.state, ended.reason) == (State.CANCELLED, "it was deleted")
 
