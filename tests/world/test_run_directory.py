@@ -25,8 +25,6 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 
-PARTS = {"data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other"}
-
 
 def by_attempt(ended: Ended) -> dict[int, list[int]]:
     """The steps of each attempt in the order of the events."""
@@ -47,9 +45,9 @@ def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds
     assert steps[0] == list(range(1, steps[0][-1] + 1))
     assert steps[1] == list(range(ended.kind(AttemptStarted)[1].start_step + 1, 13))
     for event in ended.kind(StepDone):
-        assert set(event.breakdown_s) == PARTS
-        assert all(seconds >= 0 for seconds in event.breakdown_s.values())
-        assert math.isclose(sum(event.breakdown_s.values()), event.duration_s, rel_tol=1e-6)
+        phases = vars(event.breakdown_s).values()
+        assert all(seconds >= 0 for seconds in phases)
+        assert math.isclose(sum(phases), event.duration_s, rel_tol=1e-6)
         assert event.units == 12 * 32
         assert event.loss > 0
         assert event.grad_norm > 0
@@ -81,10 +79,9 @@ def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
 
 
 def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab: Lab) -> None:
-    told = {
-        event.step: event.noise_scale_samples for event in lab.reference({}, 1).kind(StepDone) if "noise_scale" in event
-    }
-    assert list(told) == [8]
+    told = {event.step: event.noise_scale_samples for event in lab.reference({}, 1).kind(StepDone)}
+    assert [step for step, noise in told.items() if noise is not None] == [8]
+    assert told[8] is not None
     assert told[8] > 0
 
 
