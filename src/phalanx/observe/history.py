@@ -78,7 +78,7 @@ class Steps:
 
 @dataclass
 class Attempt:
-    """One life of the run, from its `start` event to its `end` or to its death. Times are unix seconds."""
+    """One life of the run, from its AttemptStarted to its RunEnded or to its death. Times are unix seconds."""
 
     number: int
     world: int
@@ -92,7 +92,7 @@ class Attempt:
     """The last start, step, evaluation or save: from here on a dying attempt did nothing more."""
     ended: str | None = None
     fell: bool = False
-    """A fault ended it: whatever `end` comes behind that, it saved nothing at its end."""
+    """A fault ended it: whatever RunEnded comes behind that, it saved nothing at its end."""
     steps: int = 0
     redone_steps: int = 0
     """Steps of earlier attempts (or, by rollback, of this one) that this attempt had to do again."""
@@ -106,7 +106,7 @@ class Attempt:
 
     def idle(self, after: float) -> float:
         """Seconds for which its devices were held when it did nothing more: until the next start, at `after`, or
-        until the `end` that was written when nobody would start it again."""
+        until the RunEnded that was written when nobody would start it again."""
         until = min(self.last, after) if self.ended == "interrupted" else after
         return max(0.0, until - self.last_work) if self.died else 0.0
 

@@ -58,7 +58,7 @@ class Ledger:
     discarded: float = 0.0
     """Steps and evaluations that were done again."""
     unavailable: float = 0.0
-    """From the last work of an attempt that died to the next start, or to the `end` that tells that there is none."""
+    """From the last work of an attempt that died to the next start, or to the RunEnded that says that there is none."""
     losses: tuple[Loss, ...] = ()
 
     @property

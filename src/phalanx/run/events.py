@@ -77,7 +77,11 @@ class EventLog:
         self._fd = self._open()
         self._failed = False
         size = os.fstat(self._fd).st_size
-        _check_format(path, os.pread(self._fd, 4096, 0).partition(b"\n")[0])
+        try:
+            _check_format(path, os.pread(self._fd, 4096, 0).partition(b"\n")[0])
+        except UnknownFormat:
+            os.close(self._fd)
+            raise
         torn = size and os.pread(self._fd, 1, size - 1) != b"\n"
         self._waiting = b"\n" if torn else b""
         if not size:

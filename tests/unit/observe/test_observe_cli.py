@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli.report import compare, report
 from phalanx.errors import UsageError
+from phalanx.run.events import UnknownFormat
 
 app = typer.Typer()
 app.command()(report)
@@ -42,6 +43,17 @@ def test_report_of_no_run_and_a_page_that_cannot_be_written_are_usage_errors(tmp
     path = healthy(tmp_path / "run", total=5)
     result = run("report", path, "--html", tmp_path / "none" / "page.html")
     assert isinstance(result.exception, UsageError)
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_events_of_a_format_that_is_not_known_are_refused(tmp_path: Path, verb: str) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    events = path / "events.jsonl"
+    first = '{"kind": "log_opened", "time": 1.0, "format": 9, "phalanx_version": "7.0"}\n'
+    events.write_text(first + events.read_text())
+    found = run(verb, *[path] * (1 + (verb == "compare"))).exception
+    assert isinstance(found, UnknownFormat)
+    assert str(found).startswith(f"{events}: format 9, written by Phalanx 7.0; this Phalanx")
 
 
 @pytest.mark.parametrize("option", ["", "--json", "--html"])
