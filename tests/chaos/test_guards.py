@@ -51,7 +51,7 @@ def test_a_poisoned_step_on_one_worker_is_skipped_by_all(
     ended = lab.train(POISONED, 2, folder=folder)
     alone = lab.train(POISONED, 1, folder=folder)
     assert ended.digest == alone.digest != lab.reference(merged(POISONED, {"task": "lab_tasks:Plain"}), 1).digest
-    guards = [(event.step, event.what, event.action, event.num_skipped) for event in ended.kind(NonFiniteStep)]
+    guards = [(event.step, event.reason, event.action, event.num_skipped) for event in ended.kind(NonFiniteStep)]
     assert guards == [(3, what, "skip", 1), (6, what, "skip", 2)]
     assert [event.step for event in ended.kind(StepDone) if event.skip_reason == what] == [3, 6]
     assert all(event.loss is None or event.loss < 6 for event in ended.kind(StepDone))

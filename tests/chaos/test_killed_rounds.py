@@ -159,7 +159,7 @@ def test_it_learns_no_worse_than_synchronous_training(lab: Lab, strategy: str) -
 def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab) -> None:
     ended = lab.reference({**changes_of("local"), "task": "lab_tasks:OverflowsOnOne"}, 2)
     (guard,) = ended.kind(NonFiniteStep)
-    assert (guard.step, guard.what, guard.action) == (1, "non-finite gradient", "skip")
+    assert (guard.step, guard.reason, guard.action) == (1, "non-finite gradient", "skip")
     tensors = load_tensors(max(list_checkpoints(ended.run.checkpoints), key=step_of))
     steps = {name: rows.tolist() for name, rows in tensors.items() if name.endswith("/step")}
     assert steps
