@@ -102,12 +102,10 @@ def once(overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: Call)
         phalanx = Path(sys.executable).with_name("phalanx")
         command = [phalanx, "train", EXAMPLE, *PLAIN, *overrides, "--run", run, "--nproc", str(world)]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
-        steps = [event.duration_s for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)][
-            SKIPPED:
-        ]
+        done = [event.duration_s for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)]
         parts = foretold_here(load_recipe(run / "resolved.yaml").recipe, EXAMPLE.parent, here, world)
     drift = abs((1 + slower(here, elsewhere)) / (1 + before) - 1)
-    return statistics.median(steps), None if parts is None else parts.total, drift
+    return statistics.median(done[SKIPPED:]), None if parts is None else parts.total, drift
 
 
 def quiet(here: Cluster, elsewhere: Call) -> float:

@@ -138,7 +138,7 @@ def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: Lab, nodes: Nodes) -
     leader, member = nodes.start(0), nodes.start(1)
     wait_until(lambda: steps_seen(nodes.run) >= 3)
     os.kill(member.pid, signal.SIGSTOP)
-    wait_until(lambda: "fault" in (nodes.run.events.read_text()), 30, "the node to be given up")
+    wait_until(lambda: '"failure"' in nodes.run.events.read_text(), 30, "the node to be given up")
     os.kill(member.pid, signal.SIGCONT)
     ended = nodes.end(leader, member)
     fine(lab, ended)

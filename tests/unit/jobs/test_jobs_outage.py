@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.jobs.outage import FIRST, LONGEST, PATIENCE, Outage, trouble
-from phalanx.run import Run
+from phalanx.run import Event, Run
+from phalanx.run.event_types import RunWarning
 
 
 class Waiting:
@@ -21,7 +22,11 @@ class Waiting:
         return self._act(self.now)
 
     def outlast(self, outage: Outage, run: Run) -> str | None:
-        return outage.outlast(run, lambda: self.now, self.rest, lambda kind, text: self.said.append(text))
+        return outage.outlast(run, lambda: self.now, self.rest, self.emit)
+
+    def emit(self, event: Event) -> None:
+        assert isinstance(event, RunWarning)
+        self.said.append(event.text)
 
 
 @pytest.fixture
