@@ -143,6 +143,12 @@ def test_a_torn_event_is_read_when_it_is_whole_and_one_of_a_crash_is_left_out(ru
     assert [line.text for line in stream.look()] == ["run_ended"]
 
 
+@pytest.mark.parametrize("line", ['{"kind": "run_ended", "time": "soon"}', '{"kind": "worker_started", "time": 1.0}'])
+def test_an_event_with_a_field_that_is_wrong_or_missing_is_left_out(run: Run, clock: Clock, line: str) -> None:
+    run.events.write_text(f"{line}\n{json.dumps(to_fields(made(AttemptStarted)))}\n")
+    assert [found.text for found in LogStream(run, 0.0, say, clock).look()] == ["attempt_started"]
+
+
 def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
     run = Run(tmp_path / "later")
     stream = LogStream(run, 0.0, say, clock)
