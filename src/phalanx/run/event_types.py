@@ -169,8 +169,8 @@ class CheckpointRejected(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIntervalChosen(RunEvent):
     """From `step` on a checkpoint is saved every `interval_steps`, about `interval_s`, by Young and Daly: a save costs
-    the steps `cost_s` and takes `save_s` in the background; failures are `mean_time_between_failures_s` apart, of which
-    the run has seen `num_failures`."""
+    the steps `cost_s` and takes `save_s` in the background; `mean_time_between_failures_s` is that of as many devices,
+    with the `num_failures` of the run so far."""
 
     kind: ClassVar[str] = "checkpoint_interval"
     step: int
