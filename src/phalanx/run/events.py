@@ -158,9 +158,10 @@ def _check_format(path: Path, first_line: bytes) -> None:
         return
     known = found.get("format") if found.get("kind") == LogOpened.kind else 1 if "t" in found else FORMAT
     if known != FORMAT:
-        version = found.get("phalanx_version", "an older version")
+        version = found.get("phalanx_version")
+        writer = "another Phalanx" if version is None else f"Phalanx {version}"
         raise UnknownFormat(
-            f"{path}: format {known}, written by Phalanx {version}; this Phalanx ({phalanx.__version__}) reads format "
+            f"{path}: format {known}, written by {writer}; this Phalanx ({phalanx.__version__}) reads format "
             f"{FORMAT}: read the run with the Phalanx that wrote it, or train in another directory (--run)"
         )
 
