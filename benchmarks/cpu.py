@@ -50,6 +50,7 @@ from phalanx.jobs.bouts import World, WorldFailed, seconds_of
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
+from phalanx.run.event_types import StepDone, StepPhases
 
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
@@ -141,7 +142,17 @@ def train_peer(payload: dict[str, Any]) -> None:
         nonlocal last
         now = time.perf_counter()
         if place.leads:
-            report.event("step", step=next(numbers), seconds=now - last, parts={})
+            report.event(
+                StepDone(
+                    step=next(numbers),
+                    loss=None,
+                    grad_norm=None,
+                    lr=0.0,
+                    units=0,
+                    duration_s=now - last,
+                    breakdown_s=StepPhases(),
+                )
+            )
         if torch.get_num_threads() != recipe.threads:
             raise RuntimeError(f"{payload['name']} changed the number of threads")
         last = now

@@ -51,6 +51,7 @@ from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.observe.live import display_for, facts_of
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run
+from phalanx.run.event_types import AttemptStarted
 from phalanx.train.reporter import Reporter
 
 PLAIN, PHALANX, TRAINER = "plain loop", "Phalanx", "Trainer"
@@ -219,7 +220,16 @@ def phalanx(job: Job, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]
     data = open_data(recipe.data, recipe.evaluate, recipe.seed)
     parts, objective = assemble(run, recipe, folder, place, data, report, StopRequest())
     if place.leads:
-        report.event("start", world=job.world, attempt=0, from_step=0, steps=recipe.steps, device=str(job.device))
+        report.event(
+            AttemptStarted(
+                world_size=job.world,
+                attempt=0,
+                start_step=0,
+                total_steps=recipe.steps,
+                device=str(job.device),
+                num_micro_batches=parts.stepper.micro_batches,
+            )
+        )
     gang = Gang(parts, Progress(), {})
 
     def steps() -> Steps:  # the trainer's loop, with a pause after each step

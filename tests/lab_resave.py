@@ -25,7 +25,7 @@ def work(payload: dict[str, Any]) -> None:
     report = reporter(out, place.leads, os.environ["PHALANX_EVENTS"])
     parts, _ = assemble(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
     progress = resume(parts, data.fingerprint, force=False)
-    saving = Saving(out, place, parts.divided.mesh, 3, {}, lambda kind, event: None, lambda: None)
+    saving = Saving(out, place, parts.divided.mesh, 3, {}, lambda event: None, lambda: None)
     saving.start(progress, held_state(parts.divided, parts.optimizer, parts.scale), [], best=False)
     saving.wait_copied()
     saving.close()
