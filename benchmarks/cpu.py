@@ -46,7 +46,7 @@ from engine_overhead import (
 )
 
 from phalanx.data import open_data
-from phalanx.jobs.bouts import World, WorldFailed, seconds_of
+from phalanx.jobs.bouts import World, WorldFailed
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
@@ -201,7 +201,7 @@ def compete(
         for number in range(options.rounds):
             start = number % len(names)
             for contender in names[start:] + names[:start]:
-                rounds[contender].append(seconds_of(worlds[contender].bout(options.bout)))
+                rounds[contender].append([step.duration_s for step in worlds[contender].bout(options.bout)])
     return rounds, failed
 
 
