@@ -49,6 +49,7 @@ from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
 from phalanx.run.event_types import (
     AttemptStarted,
+    CheckpointSaved,
     EnergyUsed,
     RunEnded,
     RunStatus,
@@ -298,7 +299,7 @@ def check_kept(run: Run) -> None:
     """DataError when a run has saved checkpoints, good or not, and has none any more: it would begin once more."""
     if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are unfinished ones
         return
-    if any(event["kind"] == "checkpoint" for event in read_events(run.events)):
+    if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
         raise DataError(
             f"{run.checkpoints}: has no checkpoint any more, and the run did {last_step(run)} steps; put the "
             "checkpoints back, or give another --run to start from the beginning"
