@@ -143,7 +143,7 @@ class Lab:
         (folder / "samples").mkdir(parents=True)
         (folder / "few.txt").write_text(words(1, 700))
         (folder / "many.txt").write_text(words(2, 3000))
-        for name in ("faults.py", "lab_tasks.py", "lab_models.py", "lab_kinds.py", "parted.py"):
+        for name in ("faults.py", "lab_tasks.py", "lab_models.py", "lab_kinds.py"):
             (folder / name).write_text(Path(__file__).with_name(name).read_text())
         return folder
 

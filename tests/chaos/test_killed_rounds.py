@@ -7,12 +7,10 @@ import pytest
 
 from lab import Ended, Lab, Values, fault
 from phalanx.errors import ExitCode
-from phalanx.recipe import load_recipe
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
     EvaluationDone,
-    GradSyncSelected,
     InMemoryRestored,
     NonFiniteStep,
     RunWarning,
@@ -172,38 +170,3 @@ def test_workers_lower_the_loss_scale_of_fp16_together(lab: Lab) -> None:
     ended = lab.train(changes, 2, faults=[fault(8, ranks=[1])])
     assert ended.kind(NonFiniteStep)
     assert ended.digest == lab.reference(changes, 2).digest
-
-
-PARTED: Values = {
-    "model": SMALL,
-    "layout": {"replicate": 2},
-    "batch": {"global": 2, "micro": 1},
-    "steps": 120,
-    "exchange": {"exact": "no", "tolerance": "9%"},
-    "evaluate": {"every": 40},
-    "callbacks": ["faults:Faults", "parted:Parted"],
-}
-"""`auto` with a bound on the loss: after its first 100 steps, and one that sends what was held back, workers train
-apart."""
-
-
-@pytest.mark.parametrize("step", [pytest.param(60, marks=pytest.mark.slow), 113])
-def test_a_run_whose_workers_part_is_killed_before_or_after_and_ends_with_the_same_bits(lab: Lab, step: int) -> None:
-    where = {"recovery": {"hot": None}, "checkpoint": {"every": 4}}
-    killed = fault(step, ranks=[1], when="saved")
-    ended = lab.train({**PARTED, **where}, 2, faults=[fault(step, "slow", delay=0.03), killed])
-    assert len(ended.kind(AttemptStarted)) == 2
-    reference = lab.reference(PARTED, 2)
-    assert ended.digest == reference.digest
-    assert ended.losses == reference.losses
-    parted = [event.step for event in reference.kind(GradSyncSelected) if event.selected == "diloco"]
-    assert parted == [101]
-
-
-def test_a_run_that_falls_behind_the_step_at_which_its_workers_parted_goes_on_all_the_same(lab: Lab) -> None:
-    """It has residuals of gradients then, which are not those of weights."""
-    run, where = lab.place(), {"recovery": {"hot": None}, "checkpoint": {"every": 50}}
-    ended = lab.train({**PARTED, **where}, 2, run, faults=[fault(104, ranks=[1])])
-    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 100]
-    assert load_recipe(run.resolved).recipe.exchange.start == 101
-    assert ended.losses[-1] == pytest.approx(lab.reference(PARTED, 2).losses[-1], rel=0.02)

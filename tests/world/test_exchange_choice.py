@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.recipe import Recipe
 from phalanx.run import Event
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.choice import Choice, Seen
+from phalanx.train.exchange.choice import Choice
 from phalanx.train.exchange_watch import ENOUGH, UNUSUAL, ExchangeWatch
 from phalanx.train.place import Place
 from phalanx.train.state import Progress
@@ -29,23 +29,21 @@ SLOW = {"allreduce": 1.0, "bf16": 0.5, "int8": 0.2}
 class Rank:
     """A rank that trains nothing: gradients of its own, an exchange, and a watch that is told made-up times."""
 
-    def __init__(
-        self, rank: int, world: int, exact: str = "no", choice: Choice | None = None, tolerance: str | None = None
-    ):
+    def __init__(self, rank: int, world: int, exact: str = "no", choice: Choice | None = None):
         self.rank, self.step = rank, 0
         self.weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.exchange = GradientExchange(
             self.weights, rank=rank, world=world, micro_batches=world, replicas=False, capacity=CAPACITY, slots=2
         )
         values = {
-            "exchange": {"exact": exact, "tolerance": tolerance},
+            "exchange": {"exact": exact},
             "precision": "fp32",
             "layout": {"replicate": world},
         }
         self.progress = Progress(exchange=choice or Choice())
         self.events: list[Event] = []
         recipe, place = Recipe.model_validate(values), Place(rank, world)
-        self.watch = ExchangeWatch(recipe, place, self.exchange, 1, self.progress, self._tell, may_part=True)
+        self.watch = ExchangeWatch(recipe, place, self.exchange, 1, self.progress, self._tell)
         self.strategies: list[str] = []
         self.gone = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # into sums, and what came of it
         self.came = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -63,8 +61,6 @@ class Rank:
             self.watch.note(COMPUTING + waits + 3.0, parts)
             self.progress.step += 1
             self.watch.look()
-            if self.watch.apart is not None:
-                break
 
     def sum(self) -> None:
         draws = [torch.Generator().manual_seed(100 * self.step + rank) for rank in range(2)]
@@ -130,32 +126,6 @@ def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_th
         assert event.selected == event.previous == ("allreduce" if exact == "world" else "fixed tree")
         assert "exact: no would allow int8" in event.reason
         assert event.exposed_fraction == pytest.approx(0.5)
-
-
-def parted(rank: int, world: int, *, tolerance: str) -> dict[str, Any]:
-    """Over the slow network from step 90 on, with int8 taken before."""
-    settled = Choice("int8", 2, {"int8": Seen(COMPUTING + SLOW["int8"], SLOW["int8"], BACKWARD)}, settled=True)
-    worker = Rank(rank, world, "no", settled, tolerance)
-    worker.progress.step = 90
-    worker.train(TRIAL * 6, SLOW)
-    worker.exchange.close()
-    left = max(float((went - came).abs().max()) for went, came in zip(worker.gone, worker.came, strict=True))
-    return {"steps": worker.progress.step, "left": left, "event": worker.events[-1], "apart": worker.watch.apart}
-
-
-def test_with_a_bound_on_the_loss_all_train_apart_after_the_first_hundred_steps(world: World) -> None:
-    one, other = world.run(2, parted, tolerance="9%")
-    assert (one["steps"], one["event"], one["apart"]) == (other["steps"], other["event"], other["apart"])
-    assert one["steps"] == one["apart"].start == 101  # a step more, which sends what int8 held back
-    assert max(one["left"], other["left"]) < 1e-4
-    assert (one["event"].selected, one["event"].previous) == ("diloco", "int8")
-    assert one["event"].predicted_efficiency == pytest.approx(1.0)
-
-
-def test_without_a_bound_all_stay_together_and_are_told_what_one_would_allow(world: World) -> None:
-    *_, last = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
-    assert last.selected == "int8"
-    assert last.reason.endswith("tolerance: 9% would allow diloco, foretold 1.00")
 
 
 def switched(rank: int, world: int, *, way: list[str]) -> list[float]:

@@ -16,7 +16,7 @@ from phalanx.plan.setup import wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.devices import sizes_for
-from phalanx.recipe.exchanges import apart_from, candidates, first_steps
+from phalanx.recipe.exchanges import candidates
 from phalanx.recipe.pipelines import fitting, stages_of
 from phalanx.recipe.schema import Layout
 
@@ -82,8 +82,7 @@ def parameter_bytes(recipe: Recipe, device: str) -> int:
         kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
     single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
     taken = [recipe.exchange.model_copy(update={"strategy": each}) for each in candidates(recipe, device)]
-    apart = apart_from(recipe, first_steps(recipe))
-    wires = [wire_of(each) for each in (*taken, *([] if apart is None else [apart]))]
+    wires = [wire_of(each) for each in taken]
     travelling = max(0.0 if single and not wire.keeps else wire.memory for wire in wires)
     # Matrix products in 16 bits keep a copy of their weights from forward to backward; FSDP gathers them in 16 bits.
     cast = device != "cpu" and recipe.precision not in ("fp32", "tf32") and _layout(recipe).shard == 1

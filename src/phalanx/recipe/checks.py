@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import DeviceKind, kind_of
-from phalanx.recipe.exchanges import FIRST, cost_of, heeds_start, tolerance_of
+from phalanx.recipe.exchanges import FIRST, heeds_start
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
@@ -160,11 +160,10 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
             yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
     if recipe.exchange.start not in ("auto", FIRST) and not heeds_start(recipe.exchange):
-        told = f"is for powersgd, local, diloco, or auto with a tolerance, and the strategy is {strategy}: leave it out"
+        told = f"is for strategy: powersgd, local or diloco, and the strategy is {strategy}: leave it out"
         yield "exchange.start", told
-    if recipe.exchange.low_rank != Exchange().low_rank and strategy not in ("powersgd", "auto"):
+    if recipe.exchange.low_rank != Exchange().low_rank and strategy != "powersgd":
         yield "exchange.low_rank", f"is for strategy: powersgd, and the strategy is {strategy}: leave it out"
-    yield from _tolerance(recipe.exchange)
     if strategy in LOCAL:
         yield from _local(recipe)
         return
@@ -184,27 +183,6 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, "powersgd projects whole gradients: give layout.replicate only, or int8"
     if strategy in ("int8", "powersgd") and recipe.precision == "fp16":
         yield key, f"{strategy} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
-
-
-def _tolerance(exchange: Exchange) -> Iterator[tuple[str, str]]:
-    """The bound on the loss."""
-    bound, cost, key = tolerance_of(exchange), cost_of(exchange), "exchange.tolerance"
-    if bound is None:
-        return
-    if exchange.exact != "no":
-        yield (
-            key,
-            f"exact: {_asked(exchange)} sends fp32 in every step, which costs nothing: leave it out, or exact: no",
-        )
-    elif cost > bound:
-        yield (
-            key,
-            (
-                f"found {100 * bound:g}%, but with strategy: {exchange.strategy} "
-                f"and these settings the loss may end {cost:.1%} above fp32's (docs/exchange.md): "
-                f"give at least {100 * cost:g}%, or strategy: auto"
-            ),
-        )
 
 
 def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:

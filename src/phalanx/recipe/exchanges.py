@@ -2,9 +2,8 @@
 buckets."""
 
 import math
-from typing import Any
 
-from phalanx.recipe.schema import LOCAL, LOSSY, Exchange, Layout, Recipe
+from phalanx.recipe.schema import LOCAL, Exchange, Layout, Recipe
 
 BUCKET = 25.0
 """MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
@@ -28,16 +27,6 @@ MIB = 2**20
 BY_ACCURACY = ("allreduce", "bf16", "int8")
 """What `auto` knows: the most accurate first, each with fewer bytes than the one before."""
 
-APART: dict[str, Any] = {"strategy": "diloco", "every": 10, "delay": 2, "wire": "int8"}
-"""The workers that train apart under `auto`: the settings that cost a GPT least."""
-LATEST = 5
-"""They may take rounds so many steps late, as long as their bytes travel."""
-ROUNDED, PARTED, THIN = 0.002, 0.09, 0.06
-"""By how much the held-out loss may end above fp32's, the most of three seeds with the worst of three networks, rounded
-up (docs/results/exchange.md): when gradients are rounded; where workers train apart (GoogLeNet up to 8.7%, NiN 2.6%,
-a GPT 3.1%, and 7.4% from its first step on); and of `powersgd` (the GPT 5.6%, GoogLeNet 2.0%)."""
-THIN_AT_ONCE = 0.19
-"""The same of `powersgd` without whole gradients in the first steps: the GPT 17 to 18%."""
 FIRST = 100
 """Steps at the beginning of a run in which at least gradients travel whole."""
 THIRD = 3
@@ -56,11 +45,7 @@ def not_kept(state: str) -> str:
 
 def heeds_start(exchange: Exchange) -> bool:
     """Whether something begins with steps of another kind."""
-    return _may_part(exchange) or exchange.strategy == "powersgd"
-
-
-def _may_part(exchange: Exchange) -> bool:
-    return exchange.strategy in LOCAL or (exchange.strategy == "auto" and exchange.tolerance is not None)
+    return exchange.strategy in (*LOCAL, "powersgd")
 
 
 def first_steps(recipe: Recipe) -> int:
@@ -68,33 +53,7 @@ def first_steps(recipe: Recipe) -> int:
     exchange = recipe.exchange
     if exchange.start != "auto":
         return exchange.start
-    return max(FIRST, math.ceil(recipe.steps / THIRD)) if _may_part(exchange) else FIRST
-
-
-def cost_of(exchange: Exchange) -> float:
-    """By what share the held-out loss may end above that of fp32 in every step, after what was measured."""
-    if exchange.strategy in LOCAL:
-        return PARTED
-    if exchange.strategy == "powersgd":
-        return THIN if exchange.start == "auto" or exchange.start >= FIRST else THIN_AT_ONCE
-    return ROUNDED if exchange.strategy in LOSSY else 0.0
-
-
-def tolerance_of(exchange: Exchange) -> float | None:
-    """The bound on the loss, as a share; None where nobody gave one."""
-    return None if exchange.tolerance is None else float(exchange.tolerance.strip().removesuffix("%")) / 100
-
-
-def apart_from(recipe: Recipe, step: int) -> Exchange | None:
-    """How workers train apart after this step where `auto` may turn to that: the recipe bounds the loss, and each
-    worker holds the whole model. None where it may not, or not yet."""
-    exchange, layout, bound = recipe.exchange, recipe.layout, tolerance_of(recipe.exchange)
-    if exchange.strategy != "auto" or exchange.exact != "no" or bound is None or bound < PARTED:
-        return None
-    whole = layout == "auto" or 1 < layout.replicate == layout.world
-    if not whole or recipe.optim.state == "8bit" or recipe.compile == "graphs" or step < first_steps(recipe):
-        return None
-    return exchange.model_copy(update={**APART, "start": step})
+    return max(FIRST, math.ceil(recipe.steps / THIRD)) if exchange.strategy in LOCAL else FIRST
 
 
 def bucket_bytes(exchange: Exchange) -> float:
@@ -143,6 +102,4 @@ def candidates(recipe: Recipe, device: str) -> tuple[str, ...]:
     if fixed:
         return BY_ACCURACY[:1]
     # int8 keeps what it could not send, but the loss scale of fp16 changes
-    known = BY_ACCURACY[:2] if recipe.precision == "fp16" else BY_ACCURACY
-    bound = tolerance_of(recipe.exchange)
-    return known if bound is None or bound >= ROUNDED else known[:1]
+    return BY_ACCURACY[:2] if recipe.precision == "fp16" else BY_ACCURACY

@@ -98,7 +98,7 @@ def _percent(value: str) -> str:
 PERCENT_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$"
 
 Percent = Annotated[str, StringConstraints(pattern=PERCENT_PATTERN), AfterValidator(_percent)]
-"""A share, of the time or of the loss, written `1%`."""
+"""A share of the time, written `1%`."""
 
 
 class Model(Part):
@@ -364,10 +364,6 @@ class Exchange(Part):
     """How gradients are added up: docs/exchange.md. `bf16`, `int8` and `powersgd` send fewer bytes and need
     `exact: no`; so do `local` and `diloco`, which send nothing but every `every` steps. `auto` then chooses while
     training, and is else allreduce, or the fixed tree of `exact: replicas`."""
-    tolerance: Percent | None = None
-    """By how much the held-out loss may end above that of a run that sends fp32 in every step: with `exact: no` a bound
-    on what may be named, and on what `auto` takes by what was measured (docs/exchange.md). From `9%` on `auto` may have
-    workers train apart (diloco), which it does not without a bound."""
     low_rank: Annotated[int, Field(gt=0, le=WIDEST), NUMBER] = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     exact: Literal["auto", "world", "replicas", "no"] = "auto"
@@ -380,8 +376,8 @@ class Exchange(Part):
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     start: Begin | Literal["auto"] = "auto"
     """`powersgd`, `local` and `diloco`: first steps of a run, in which gradients travel whole, or after each of which
-    workers take the mean of their weights. `auto` with a `tolerance`: those before workers may train apart. 100 if it
-    is `auto`, or a third of the run's steps before workers train apart, whatever is more."""
+    workers take the mean of their weights. `auto`: 100, or for `local` and `diloco` a third of the run's
+    steps if that is more."""
     outer: Outer = Outer()
     fragments: Count = 1
     """`local` and `diloco`: parts in which weights are exchanged, by turns, each every `every` steps: the network is

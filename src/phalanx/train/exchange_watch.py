@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Mapping
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import PARTED, apart_from, candidates, first_steps
-from phalanx.recipe.schema import Exchange
+from phalanx.recipe.exchanges import candidates
 from phalanx.run.event_types import GradSyncSelected
 from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.choice import LIMIT, Choice, Seen, begun, decided, efficiencies, gain_of_no, parting
+from phalanx.train.exchange.choice import LIMIT, Choice, Seen, begun, decided, efficiencies, gain_of_no
 from phalanx.train.gradients import Gradients, exchange_of
 from phalanx.train.interval import Tell, largest
 from phalanx.train.place import Place
@@ -30,8 +29,7 @@ AGAIN = 50
 
 class ExchangeWatch:
     """One worker's. Every worker makes it and calls it at the same steps. `backwards` are this worker's micro-batches
-    of a step: gradients travel beside the last only. `apart`, where workers `may_part`: how they train from the next
-    step on, each by itself; who calls sees to it."""
+    of a step: gradients travel beside the last only."""
 
     def __init__(
         self,
@@ -41,10 +39,7 @@ class ExchangeWatch:
         backwards: int,
         progress: Progress,
         tell: Tell,
-        may_part: bool = False,
     ):
-        self.apart: Exchange | None = None
-        self._may_part, self._parting = may_part, False
         self._recipe, self._place, self._progress, self._tell = recipe, place, progress, tell
         self._exchange = exchange_of(gradients)
         self._backwards = backwards
@@ -67,7 +62,7 @@ class ExchangeWatch:
     def look(self) -> None:
         """Between two steps: decide if it is time. All workers then sum by the same strategy from the next step on."""
         exchange = self._exchange
-        if exchange is None or self._parts_ways(exchange) or len(self._steps) < ENOUGH:
+        if exchange is None or len(self._steps) < ENOUGH:
             return
         settled = self._progress.exchange.settled
         if settled and len(self._steps) < AGAIN:
@@ -83,32 +78,8 @@ class ExchangeWatch:
         after, why = decided(before, self._candidates, seen)
         self._take(after)
         if why:
-            why += self._offered()
             tried = {**before.seen, before.strategy: seen}
             self._say(before.strategy, why, seen, tried, after.foretold)
-
-    def _parts_ways(self, exchange: GradientExchange) -> bool:
-        """Have workers train apart if that is due and allowed."""
-        how, now = apart_from(self._recipe, self._progress.step), self._progress.exchange
-        found = parting(now, how) if self._may_part and how is not None else None
-        if how is None or found is None:
-            return False
-        if not self._parting:  # a last step that sends what was held back so far
-            self._parting = True
-            exchange.switch("allreduce")
-            return True
-        self._progress.exchange, self.apart, why = found
-        self._say(now.strategy, why, now.seen[now.strategy], now.seen, self._progress.exchange.foretold)
-        return True
-
-    def _offered(self) -> str:
-        """What a recipe without a bound on the loss forgoes, for people."""
-        bounded = self._recipe.exchange.model_copy(update={"tolerance": f"{PARTED:.0%}"})
-        given, start = self._recipe.exchange.tolerance, first_steps(self._recipe)
-        how = apart_from(self._recipe.model_copy(update={"exchange": bounded}), start) if given is None else None
-        found = None if how is None else parting(self._progress.exchange, how)
-        promise = None if found is None else found[0].foretold
-        return "" if promise is None else f"; tolerance: {bounded.tolerance} would allow diloco, foretold {promise:.2f}"
 
     def _agreed(self) -> Seen:
         """What the steps since the last look took, alike on all workers."""

@@ -66,11 +66,9 @@ class Summoned(Exception):
 
 class Gang:
     """Trains from `progress` to the last step, or until a worker is asked to stop; or from how workers stood when they
-    left another world. `may_part`: whether who drives it can go on with another gang once workers train apart."""
+    left another world."""
 
-    def __init__(
-        self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any], *, may_part: bool = False
-    ):
+    def __init__(self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any]):
         standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step, scored=begin.step)
         self.parts = parts
         self.progress = progress = standing.progress
@@ -82,7 +80,7 @@ class Gang:
         self.saving = self.keeping.saving
         self.watch = Beating(stopwatch(place.device), parts.pulse)
         gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
-        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell, may_part)
+        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
         self._same = SameModel(parts.divided)
         self._begun = progress.samples  # when the current step began
         self._settled, self._scored = standing.settled, standing.scored
@@ -132,7 +130,7 @@ class Gang:
                 self._roll_back(self._back_for)
             elif self._settled < progress.step:
                 self._settle()
-            while progress.step < recipe.steps and not self._stopping and not self.parting:
+            while progress.step < recipe.steps and not self._stopping:
                 micro_batches = next(feed)
                 self.watch.lap("data")
                 self._begun = progress.samples
@@ -196,11 +194,6 @@ class Gang:
         self._settled = self.progress.step
 
     @property
-    def parting(self) -> bool:
-        """Whether workers train apart from the next step on, with another gang (parting.py)."""
-        return self.exchange.apart is not None
-
-    @property
     def whole(self) -> bool:
         """Whether others could go on from what is in this worker's memory."""
         return not self._changing
@@ -219,10 +212,7 @@ class Gang:
         return Standing(self.progress, self._settled, self._last, summed, *due, unfinished)
 
     def finish(self) -> str:
-        """Save the state with which the run ends; `done` or `interrupted`. Where it goes on (`parting`) nothing
-        is saved."""
-        if self.parting:
-            return "parting"
+        """Save the state with which the run ends; `done` or `interrupted`."""
         self.parts.pulse.beat("ending")
         self.keeping.save_last(self._improved)
         status: RunStatus = "done" if self.progress.step >= self.parts.recipe.steps else "interrupted"

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.recipe.exchanges import bucket_between_nodes, gradients_of_one, travels_beside
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
-from phalanx.run.directory import write_json
+from phalanx.run.directory import write_json, write_whole
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
 from phalanx.train.checkpoint import clean
@@ -45,7 +45,6 @@ from phalanx.train.parallel.mesh import build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.shard import let_go
 from phalanx.train.parts import Parts
-from phalanx.train.pinning import with_exchange
 from phalanx.train.place import Place
 from phalanx.train.precision import LossScale, computing
 from phalanx.train.reporter import Reporter
@@ -289,7 +288,11 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     if begun or not left_open or not beside or nodes_of(place).count == 1:
         return recipe
     bucket = bucket_between_nodes(gradients_of_one(trained, layout), recipe.exchange)
-    return with_exchange(run, recipe, place, recipe.exchange.model_copy(update={"bucket": bucket}))
+    exchange = recipe.exchange.model_copy(update={"bucket": bucket})
+    if place.leads:
+        resolved = load_recipe(run.resolved).recipe
+        write_whole(run.resolved, dump_recipe(resolved.model_copy(update={"exchange": exchange})))
+    return recipe.model_copy(update={"exchange": exchange})
 
 
 def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -6,8 +6,7 @@ from phalanx.train.parallel.staging import Staged
 
 
 def train(gang: Gang, objective: Objective | Staged) -> str:
-    """Train to the end; returns `done` or `interrupted`. The last state is saved either way. Or until workers train
-    apart: `parting`."""
+    """Train to the end; returns `done` or `interrupted`. The last state is saved either way."""
     if isinstance(objective, Staged):
         for batches in gang.steps():
             gang.note(objective.step([gang.parts.convert(batch) for batch in batches]))

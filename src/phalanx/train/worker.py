@@ -49,7 +49,6 @@ from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.parallelize import Choices, divide
 from phalanx.train.parallel.staging import Staged, divide_stages
-from phalanx.train.parting import part_ways
 from phalanx.train.parts import Parts
 from phalanx.train.place import Place, agree, device_of, from_environment, join, leave, outwait
 from phalanx.train.precision import AUTOCAST, LossScale, computing, set_products
@@ -196,14 +195,10 @@ def _train(
             if orders is not None and regrouping is not None:
                 built.parts.summoned, built.parts.heed = lambda: orders.waiting, regrouping.heed
                 regrouping.listen(built.parts.divided.modules, bool(recipe.compile))
-            gang = Gang(built.parts, begin, meta, may_part=True)
+            gang = Gang(built.parts, begin, meta)
             try:
                 status = train(gang, built.objective)
-                if status != "parting":
-                    break
-                parts, begin = part_ways(gang)
-                built, meta["recipe"] = replace(built, parts=parts), parts.recipe.model_dump(mode="json", by_alias=True)
-                continue
+                break
             except Exception as error:
                 if regrouping is None or not calls_for(error) or not gang.whole:
                     raise

@@ -8,8 +8,7 @@ import pytest
 
 from phalanx.plan.exchanges import INT8
 from phalanx.plan.setup import WIRES
-from phalanx.recipe.exchanges import BY_ACCURACY, LATEST
-from phalanx.recipe.schema import Exchange
+from phalanx.recipe.exchanges import BY_ACCURACY
 from phalanx.train.exchange.choice import (
     BYTES,
     Choice,
@@ -20,12 +19,10 @@ from phalanx.train.exchange.choice import (
     efficiencies,
     foretold,
     gain_of_no,
-    parting,
 )
 from phalanx.train.exchange.ways import WAYS
 
 ALL = BY_ACCURACY
-APART = Exchange(strategy="diloco", exact="no", every=10, delay=2, wire="int8")
 COMPUTING, BACKWARD = 0.372, 0.228
 LINKS = {
     "100mbit": ({"allreduce": 1.8469, "bf16": 1.0698, "int8": 0.6189}, "int8"),
@@ -190,44 +187,3 @@ def test_it_survives_a_checkpoint() -> None:
 def test_bytes_are_those_of_the_planner() -> None:
     assert set(BYTES) == set(BY_ACCURACY) <= set(WAYS)
     assert {name: BYTES[name] for name in WIRES if name in BYTES} == {n: WIRES[n].share for n in WIRES if n in BYTES}
-
-
-def test_workers_part_where_even_the_fewest_bytes_leave_much_exposed() -> None:
-    settled = walked(LINKS["100mbit"][0])[-1]
-    found = parting(settled, APART)
-    assert found is not None
-    choice, how, why = found
-    assert how == APART  # int8 travels within two steps of computing
-    assert (choice.strategy, choice.settled, choice.seen) == ("diloco", True, settled.seen)
-    assert choice.foretold == pytest.approx(1.0)
-    assert "39.9% of a step is exposed" in why
-
-
-@pytest.mark.parametrize(("exposed", "late"), [(1.4, 2), (1.6, 3), (3.4, 4), (3.6, 5), (9.0, 5)])
-def test_rounds_are_taken_as_many_steps_late_as_their_bytes_take(exposed: float, late: int) -> None:
-    found = parting(Choice("int8", 4, {"int8": Seen(1.0 + exposed, exposed, 0.5)}, settled=True), APART)
-    assert found is not None
-    _, how, why = found
-    assert how == APART.model_copy(update={"delay": late})
-    assert f"taken {late} steps late" in why
-
-
-def test_what_rounds_still_wait_for_is_foretold() -> None:
-    slow = Choice("int8", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True)
-    found = parting(slow, APART)
-    assert found is not None
-    assert found[0].foretold == pytest.approx(1.0 / (1.0 + (9.5 - LATEST) / 10))
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        Choice("allreduce", 4, {"allreduce": Seen(1.0, 0.04, 0.5)}, settled=True),
-        walked(LINKS["100mbit"][0])[1],
-        Choice("allreduce", 4, {"allreduce": Seen(100.0, 6.0, 60.0)}, settled=False),
-        Choice("diloco", 4, {"int8": Seen(10.0, 9.0, 0.5)}, settled=True),
-    ],
-    ids=["little is exposed", "others are tried", "nothing is settled", "they did already"],
-)
-def test_workers_stay_together_otherwise(choice: Choice) -> None:
-    assert parting(choice, APART) is None

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.recipe.exchanges import LATEST
-from phalanx.recipe.schema import Exchange
 from phalanx.train.exchange.int8 import SHARE
 
 LIMIT = 0.05
@@ -109,27 +107,6 @@ def _tried(choice: Choice, candidates: Sequence[str]) -> tuple[Choice, str]:
     if seen[chosen].share > LIMIT and len(seen) > 1:
         reason = f"no other is faster by more than {TIE:.0%}, {reason}"
     return replace(choice, strategy=chosen, settled=True, foretold=None), f"{reason}{_results(choice)}{besides}"
-
-
-def parting(choice: Choice, how: Exchange) -> tuple[Choice, Exchange, str] | None:
-    """The choice that workers train apart, in rounds that travel in int8 and are taken as many steps late as that
-    takes; how exactly; and why. None while nothing is settled, or where that makes a step hardly faster. There is no
-    way back: what workers learned apart is not what they would have learned together."""
-    seen = choice.seen.get(choice.strategy)
-    if not choice.settled or seen is None or seen.share <= LIMIT:
-        return None
-    alone, travelling = computing(choice.seen), BYTES["int8"] / BYTES[choice.strategy] * (seen.exposed + seen.backward)
-    delay = next((late for late in range(how.delay, LATEST) if travelling <= late * alone), LATEST)
-    seconds = alone + max(0.0, travelling - delay * alone) / how.every
-    if seconds > (1 - TIE) * seen.seconds:
-        return None
-    promise = alone / seconds
-    why = (
-        f"with {choice.strategy} {seen.share:.1%} of a step is exposed{_results(choice)}; workers that train apart, in "
-    )
-    why += f"rounds of {how.every} steps taken {delay} steps late, are foretold {promise:.2f}"
-    after = replace(choice, strategy=how.strategy, foretold=promise)
-    return after, how.model_copy(update={"delay": delay}), why
 
 
 def _results(choice: Choice) -> str:
