@@ -162,7 +162,7 @@ def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.exchange.start not in ("auto", FIRST) and not heeds_start(recipe.exchange):
         told = f"is for powersgd, local, diloco, or auto with a tolerance, and the strategy is {strategy}: leave it out"
         yield "exchange.start", told
-    if recipe.exchange.low_rank != Exchange().low_rank and strategy not in ("powersgd", "auto"):
+    if recipe.exchange.low_rank != Exchange().low_rank and strategy != "powersgd":
         yield "exchange.low_rank", f"is for strategy: powersgd, and the strategy is {strategy}: leave it out"
     yield from _tolerance(recipe.exchange)
     if strategy in LOCAL:
