@@ -167,6 +167,7 @@ def test_a_job_that_is_killed_starts_again_and_leaves_nothing_behind(
     code = f"{child}\nif os.path.exists('again'): sys.exit(0)\nopen('again', 'x')\n{SLEEPER}"
     ident = engine.submit(engine.render(python(tmp_path, code)))
     wait_until(lambda: list(engine.logs(ident)) == ["up"])
+    wait_until(lambda: engine.store.get(int(ident)).runner is not None)  # type: ignore[union-attr]
     row = engine.store.get(int(ident))
     assert row is not None
     assert row.runner is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 from phalanx.data.manifest import TOKENIZER, is_dataset
 from phalanx.data.pieces import make_plan
 from phalanx.data.prepare import Progress, prepare_source, silent
+from phalanx.data.tokenizers import check_tokenizer
 from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
 from phalanx.run.cache import cache_root
 
@@ -21,8 +22,10 @@ def cached(
 
     It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
     number of processes may ask at once: one prepares, the others wait. A `prepared` source is returned as it is.
+    RecipeError where another tokenizer made it.
     """
     if source.prepared is not None:
+        check_tokenizer(data, folder, folder / source.prepared)
         return folder / source.prepared
     out = (root or cache_root()) / "data" / make_plan(source, data, folder).key
     if is_dataset(out):

@@ -5,7 +5,7 @@ from pathlib import Path
 from phalanx.data.manifest import read_manifest
 from phalanx.data.pieces import make_plan
 from phalanx.data.reader import Facts
-from phalanx.data.tokenizers import load_tokenizer
+from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
 from phalanx.recipe.schema import Bpe, Data, Source
 
 
@@ -15,6 +15,7 @@ def foretold(data: Data, folder: Path) -> Facts:
     source = data.source[0] if isinstance(data.source, list) else data.source
     if source.prepared is not None:
         manifest = read_manifest(folder / source.prepared)
+        check_tokenizer(data, folder, folder / source.prepared)
         sequence = data.sequence if manifest.kind == "tokens" else None
         return Facts(manifest.kind, manifest.vocab, manifest.classes, sequence, manifest.shape)
     if _is_text(source):

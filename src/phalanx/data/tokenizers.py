@@ -17,6 +17,7 @@ from phalanx.bounded import read_bytes, read_json, read_text
 from phalanx.data.manifest import TOKENIZER, is_dataset, read_manifest, token_dtype
 from phalanx.data.shard import Values
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.recipe.schema import Bpe, Data
 
 LARGEST = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
@@ -211,6 +212,30 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, LARGEST)) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
     return FileTokenizer(stored, described["name"], described.get("separator"))
+
+
+def check_tokenizer(data: Data, folder: Path, dataset: Path) -> None:
+    """RecipeError where a dataset holds something else than tokens of `data.tokenizer` (its path relative to `folder`).
+    `bytes` is the default, so it asks for nothing."""
+    if data.tokenizer == ByteTokenizer.name:
+        return
+    described = read_manifest(dataset).tokenizer
+    if described is None:
+        raise RecipeError(f"data.tokenizer: is for text, and {dataset} holds pictures: leave it out")
+    if isinstance(data.tokenizer, Bpe):
+        asked = f"bpe:{data.tokenizer.bpe}"
+        same = described["name"] == asked
+    else:
+        asked = data.tokenizer
+        stored = tokenizer_file(folder / asked)
+        if not stored.is_file():
+            raise RecipeError(f"data.tokenizer: {stored}: no such tokenizer")
+        same = described.get("xxh3") == xxh3_128_hexdigest(read_bytes(stored, LARGEST))
+    if not same:
+        raise RecipeError(
+            f"data.tokenizer: found {asked}, but {dataset} was prepared with {described['name']}; leave it out, or "
+            f"prepare the data again: phalanx data prepare --tokenizer {asked}"
+        )
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -74,7 +74,7 @@ def check(
 
 
 def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
-    """RecipeError where a task of ours cannot learn from data of this kind."""
+    """RecipeError where a task of ours cannot learn from data of this kind, or where pictures have keys of text."""
     wanted = TASKS.get(recipe.task, kind)
     if wanted != kind:
         other = next(name for name, of in TASKS.items() if of == kind)
@@ -82,6 +82,10 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
             f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
             f"(module:Class), or a data.source of {wanted}"
         )
+    if kind == "images":
+        for name in OF_TEXT:
+            if getattr(recipe.data, name) != getattr(Data(), name):
+                raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are pictures: leave it out")
 
 
 def has_fp8(capability: Sequence[int] | None) -> bool:

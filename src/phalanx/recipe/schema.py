@@ -370,8 +370,8 @@ class Exchange(Part):
     """What stays the same bits: see the part's description. `auto` is `world` on a CPU. On a GPU a trial measures what
     deterministic kernels cost: below 2% it is `world`, else `no`, and gradients still travel in fp32."""
     bucket: Literal["auto"] | Annotated[float, Field(gt=0, le=WIDEST), NUMBER] = "auto"
-    """MiB of gradients that travel together. `auto`: 25; between nodes at most a 12th of the gradients, but 1;
-    `phalanx plan` writes the best for the cluster's network."""
+    """MiB of gradients that travel together between replicas. `auto`: 25; between nodes at most a 12th of the
+    gradients, but 1; `phalanx plan` writes the best for the cluster's network."""
     every: Steps = 25
     """`local` and `diloco`: steps that each worker takes by itself before weights are exchanged."""
     start: Begin | Literal["auto"] = "auto"

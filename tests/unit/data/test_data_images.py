@@ -11,9 +11,10 @@ import PIL.Image
 import pytest
 from small_data import contents, manifest_of, opened, prepare, write_texts
 
-from phalanx.data import inspect, load_tokenizer, open_data, verify
+from phalanx.data import inspect, load_tokenizer, open_data, prepare_all, verify
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.schema import Data, Evaluate, Source
+from phalanx.recipe.checks import check_task
+from phalanx.recipe.schema import Data, Evaluate, Recipe, Source
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -51,6 +52,17 @@ def test_idx_images_come_back_with_their_labels(tmp_path, images, labels):
     key = {image.tobytes(): label for image, label in zip(images, labels, strict=True)}
     assert len(key) == 200
     assert [key.pop(image.tobytes()) for image in got] == got_labels.tolist()
+
+
+def test_keys_of_text_are_refused_with_prepared_pictures(tmp_path, images, labels):
+    write_texts(tmp_path, {"images": idx(images), "labels": idx(labels)})
+    out = prepare(tmp_path, tmp_path / "out", SOURCE)
+    data = {"source": {"prepared": str(out)}}
+    with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out holds pictures: leave it out"):
+        prepare_all(Data.model_validate({**data, "tokenizer": {"bpe": 300}}), Evaluate(), tmp_path)
+    recipe = Recipe.model_validate({"task": "classification", "data": {**data, "documents": "separate"}})
+    with pytest.raises(RecipeError, match=r"data.documents: is for text, and the data are pictures: leave it out"):
+        check_task(recipe, "images")
 
 
 def test_packed_idx_files_give_the_same_dataset(tmp_path, images, labels):

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
-from phalanx.data import load_tokenizer, sources
+from phalanx.data import load_tokenizer, prepare_all, sources
 from phalanx.data.tokenizers import TOKENIZER, train_bpe
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.recipe.schema import Data, Evaluate
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
 
@@ -91,6 +92,25 @@ def test_a_hugging_face_tokenizer_is_copied_into_the_dataset(texts, bpe, tmp_pat
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, "tok.json")
     assert (out / TOKENIZER).read_bytes() == bpe.read_bytes()
     assert load_tokenizer(out).encode(TEXT).tolist() == load_tokenizer(bpe).encode(TEXT).tolist()
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [({"bpe": 300}, "bytes"), ({"bpe": 301}, "bpe:300"), ("tok.json", "bpe:300")]
+)
+def test_prepared_tokens_of_another_tokenizer_than_the_recipe_names_are_refused(texts, bpe, tmp_path, asked, made):
+    shutil.copy(bpe, texts / "tok.json")
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300} if made == "bpe:300" else made)
+    data = Data.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
+    named = "tok.json" if asked == "tok.json" else f"bpe:{asked['bpe']}"
+    with pytest.raises(RecipeError, match=f"data.tokenizer: found {named}, but .*out was prepared with {made}; leave"):
+        prepare_all(data, Evaluate(), texts)
+
+
+@pytest.mark.parametrize("asked", ["bytes", {"bpe": 300}, "out/tokenizer.json", "out"])
+def test_prepared_tokens_of_the_tokenizer_that_the_recipe_names_are_taken(texts, tmp_path, asked):
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
+    data = Data.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
+    assert prepare_all(data, Evaluate(), tmp_path)[0].source[0].prepared == str(out)
 
 
 def test_a_tokenizer_without_a_separator_puts_none(tmp_path):

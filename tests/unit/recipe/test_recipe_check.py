@@ -480,6 +480,7 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
             "batch.global: 1f1b with 8 stages on 8 ranks has no micro-batch",
         ),
         (["exchange.strategy=ring", "exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd"),
+        (["exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd, and the strategy is auto"),
         (
             ["optim.name=sgd", "optim.betas=[0.9, 0.99]"],
             "optim.betas: is for adamw, lamb, muon, and the optimizer is sgd",
