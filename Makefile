@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs \
+.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -88,6 +88,9 @@ fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), un
 			{ echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz"; exit 1; }; do \
 		seed=$$(( seed + 1 )); [ $$(date +%s) -lt $$end ] || break; \
 	done; echo "no failure in the seeds below $$seed"
+
+structure: venv ## Print the figures of the code's structure beside their goals; ARGS=--list names what misses them.
+	$(BIN)/python tools/structure.py $(ARGS)
 
 lint: venv ## Check format, lint, types and layers.
 	$(BIN)/ruff format --check

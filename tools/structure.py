@@ -1,0 +1,234 @@
+"""Print the figures of the code's structure beside their goals: `python tools/structure.py` (`make structure`)."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from words import ROOT, all_words
+
+SRC = ROOT / "src" / "phalanx"
+MOST_PARAMETERS = 7
+REASON = re.compile(r"parameters?\b|arguments?\b", re.I)
+"""What a docstring has to speak of where a function takes more."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure, its goal, and examples of what misses it."""
+
+    what: str
+    value: float
+    goal: float
+    examples: tuple[str, ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is no larger than its goal."""
+        return self.value <= self.goal
+
+
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """Every module of the package: its dotted name, file and syntax tree."""
+    found = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = (path, ast.parse(path.read_text()))
+    return found
+
+
+def _where(path: Path, node: ast.stmt | ast.expr, name: str) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+
+
+def class_names(trees: dict[str, tuple[Path, ast.Module]]) -> Figure:
+    """Public class names that are defined more than once."""
+    places: dict[str, list[str]] = {}
+    for path, tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(_where(path, node, node.name))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    return Figure(
+        "public class names defined twice", len(twice), 0, tuple(p for found in twice.values() for p in found)
+    )
+
+
+def constants(trees: dict[str, tuple[Path, ast.Module]]) -> Figure:
+    """Module constants whose name is one word."""
+    found = []
+    for path, tree in trees.values():
+        for node in tree.body:
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            names = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            found += [_where(path, node, each.id) for each in names if re.fullmatch(r"_?[A-Z][A-Z0-9]*", each.id)]
+    return Figure("one-word module constants", len(found), 0, tuple(found))
+
+
+def parameters(trees: dict[str, tuple[Path, ast.Module]]) -> Figure:
+    """Public functions and constructors with more than MOST_PARAMETERS parameters and no reason in their docstring."""
+    found = []
+    for path, tree in trees.values():
+        for owner, node in _functions(tree):
+            count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - (owner is not None)
+            private = node.name.startswith("_") and node.name != "__init__"
+            doc = ast.get_docstring(node) or (ast.get_docstring(owner) if owner is not None else "") or ""
+            if count > MOST_PARAMETERS and not private and not REASON.search(doc) and not _is_command(node):
+                name = node.name if owner is None else f"{owner.name}.{node.name}"
+                found.append(_where(path, node, f"{name} ({count})"))
+    return Figure(f"public functions with over {MOST_PARAMETERS} parameters", len(found), 0, tuple(found))
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield None, node
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield node, each
+
+
+def _is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether its parameters are the options of a command line."""
+    return any("command" in ast.unparse(each) or "callback" in ast.unparse(each) for each in node.decorator_list)
+
+
+def imports(trees: dict[str, tuple[Path, ast.Module]]) -> dict[str, set[str]]:
+    """The modules that each module imports when it is imported itself: not within functions, nor for types only."""
+    graph: dict[str, set[str]] = {name: set() for name in trees}
+    for name, (path, tree) in trees.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in _at_import(tree):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names if alias.name in trees}
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    base = ".".join(
+                        [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                    )
+                below = {f"{base}.{alias.name}" for alias in node.names} & trees.keys()
+                graph[name] |= below or ({base} & trees.keys())
+        graph[name].discard(name)
+    return graph
+
+
+def _at_import(tree: ast.Module) -> Iterator[ast.stmt]:
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            pending += getattr(node, field, [])
+
+
+def cycles(graph: dict[str, set[str]]) -> Figure:
+    """Groups of files that import each other (strongly connected components, by Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(group)
+
+    sys.setrecursionlimit(10_000)
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return Figure("file cycles", len(found), 0, tuple(" <-> ".join(group) for group in found))
+
+
+def arrows_up() -> Figure:
+    """Imports against the layers, as import-linter counts them."""
+    done = subprocess.run([Path(sys.executable).with_name("lint-imports")], capture_output=True, text=True, cwd=ROOT)
+    broken = [line for line in done.stdout.splitlines() if line.endswith("BROKEN")]
+    return Figure("layer contracts broken", len(broken), 0, tuple(broken))
+
+
+def sizes() -> Iterator[Figure]:
+    """Files at the top level of train, and lines of the package."""
+    top = sorted(path.name for path in (SRC / "train").glob("*.py"))
+    yield Figure("files at one level of train/", len(top), 26, tuple(top))
+    lines = {path: len(path.read_bytes().splitlines()) for path in SRC.rglob("*.py")}
+    long = sorted(((count, path) for path, count in lines.items() if count > 400), reverse=True)
+    yield Figure("lines of src", sum(lines.values()), 44_000)
+    yield Figure(
+        "files over 400 lines", len(long), 0, tuple(f"{path.relative_to(ROOT)}: {count}" for count, path in long)
+    )
+
+
+def start_times(repeats: int = 5) -> Iterator[Figure]:
+    """Seconds that an import and `--help` take, the median of some runs."""
+    python = sys.executable
+    for what, command in {
+        "seconds of `import phalanx`": [python, "-c", "import phalanx"],
+        "seconds of `phalanx --help`": [str(Path(python).with_name("phalanx")), "--help"],
+    }.items():
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            subprocess.run(command, check=True, capture_output=True)
+            seconds.append(time.perf_counter() - begun)
+        yield Figure(what, round(statistics.median(seconds), 3), 0.15)
+
+
+def figures() -> Iterator[Figure]:
+    """All of them."""
+    words = all_words()
+    top = Counter(each.word for each in words).most_common(8)
+    yield Figure("banned words", len(words), 0, tuple(f"{word}: {count}" for word, count in top))
+    trees = modules()
+    yield class_names(trees)
+    yield constants(trees)
+    yield from sizes()
+    yield parameters(trees)
+    yield cycles(imports(trees))
+    yield arrows_up()
+    yield from start_times()
+
+
+def main() -> int:
+    shown = "--list" in sys.argv[1:]
+    missed = 0
+    for figure in figures():
+        missed += not figure.reached
+        mark = "  " if figure.reached else "x "
+        print(f"{mark}{figure.what:48} {figure.value:>10,}   goal {figure.goal:,}", flush=True)
+        for example in figure.examples if shown and not figure.reached else ():
+            print(f"      {example}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
