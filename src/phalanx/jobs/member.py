@@ -22,7 +22,7 @@ from phalanx.jobs.signals import Signals
 from phalanx.run import Run
 from phalanx.run.channel import Message, drain, receive, send
 from phalanx.run.event_types import RunWarning
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.run.hot import remove_copies
 from phalanx.run.membership import Membership
 from phalanx.run.wire import Wire, dial

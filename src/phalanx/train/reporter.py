@@ -16,7 +16,7 @@ from phalanx.run import Event, EventLog, Run, read_events, training_seconds
 from phalanx.run.channel import Message, send
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.streams import printable
 
 KEPT = 256

@@ -25,7 +25,7 @@ from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProces
 from phalanx.run import Event, Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.run.membership import Membership
 from phalanx.run.pulse import Beat, Pulse, Pulses
 from phalanx.run.wire import Door

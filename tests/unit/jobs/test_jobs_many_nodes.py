@@ -19,7 +19,7 @@ from phalanx.jobs.pace import WINDOW
 from phalanx.run import Event, Run
 from phalanx.run.channel import pair
 from phalanx.run.event_types import AttemptStarted, StepDone
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.run.pulse import Beat, Pulses
 
 HANGS = 40.0
