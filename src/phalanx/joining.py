@@ -51,6 +51,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
 from phalanx.run.lock import locked
+from phalanx.run.messages import Command, WorkerFinishing
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.streams import printable, word_of
 
@@ -126,7 +127,7 @@ def join(
             leave()
             _finished.append(where.path.resolve())
             code = ExitCode.UNFINISHED if status == "interrupted" else ExitCode.DONE
-            report.say("leaving", gang.rank, code=int(code))
+            report.say(WorkerFinishing(rank=gang.rank, exit_code=int(code)))
     except PhalanxError as error:
         if interactive():
             raise
@@ -244,7 +245,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
     if report is not None:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         report.flush()
-        report.say("leaving", int(os.environ.get("RANK") or 0), code=int(error.code))
+        report.say(WorkerFinishing(rank=int(os.environ.get("RANK") or 0), exit_code=int(error.code)))
     if supervised or report is None:
         print(f"error: {printable(str(error))}", file=sys.stderr)
 
@@ -381,7 +382,7 @@ def train_script(
     with locked(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
-        command = {"function": "phalanx.train.script:work", "payload": payload}
+        command = Command(function="phalanx.train.script:work", payload=payload)
 
         def showing(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
