@@ -35,7 +35,7 @@ def to_fields(value: Any) -> dict[str, Any]:
 def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
     """The instance of one of `kinds` that `to_fields` made these JSON values of. ValueError or OverflowError where they
     are of no known kind, lack a field, or have one of the wrong type."""
-    kind = found.get("kind") if isinstance(found, Mapping) else None
+    kind = found.get("kind") if isinstance(found, dict) else None
     value_type = kinds.get(kind) if isinstance(kind, str) else None
     if value_type is None:
         raise ValueError(kind)
@@ -43,9 +43,9 @@ def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
     return value
 
 
-def read_as(value_type: Any, found: Mapping[str, Any]) -> Any:
+def read_as(value_type: Any, found: Any) -> Any:
     """The instance of a dataclass with these fields. Errors as of `read_fields`."""
-    values = {}
+    values, found = {}, _object(found)
     for name, check, required in _checks(value_type):
         if name in found:
             values[name] = check(found[name])
@@ -92,7 +92,7 @@ def _check_of(hint: Any) -> Check:
         text, inner = _check_of(arguments[0]), _check_of(arguments[1])
         return lambda value: {text(key): inner(each) for key, each in _object(value).items()}
     assert is_dataclass(hint)
-    return lambda value: read_as(hint, _object(value))
+    return lambda value: read_as(hint, value)
 
 
 def _tuple_check(arguments: tuple[Any, ...]) -> Check:
