@@ -156,7 +156,7 @@ def _join(
     PhalanxError is told before it is raised."""
     from phalanx.train.causes import naming_causes
     from phalanx.train.joined import Joined
-    from phalanx.train.meeting import Announced, announce, await_announcement, come_together, telling_others
+    from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, come_together, telling_others
     from phalanx.train.place import agree, device_of, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
@@ -182,7 +182,7 @@ def _join(
                 ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
                 notes = ready.notes
                 attempt = ready.first_attempt if events is None else attempt
-                announce(place, Announced(os.path.realpath(where.path), attempt))
+                announce(place, RunAnnouncement(os.path.realpath(where.path), attempt))
                 if events is None:
                     show = stack.enter_context(Shown(ready.run, sys.stderr)).show
             else:
