@@ -43,7 +43,7 @@ PING = 1.0
 """Seconds between two signs of life of an agent."""
 LONGEST = 1000
 """Characters of why a node leaves."""
-EQUAL = {
+COMPARED_FIELDS = {
     "nodes": "num_nodes",
     "phalanx": "phalanx_version",
     "torch": "torch_version",
@@ -178,13 +178,13 @@ def signs(node: Here, ranks: Sequence[int], now: float) -> Heartbeats:
 
 
 def departure(node: NodeIdentity, code: int, why: str) -> NodeDeparture:
-    """The message that this node leaves, or what stands for it where it is rejected."""
+    """Return the message that this node leaves, or what stands for it where it is rejected."""
     facts = {name: getattr(node, name) for name in NodeIdentity.__dataclass_fields__}
     return NodeDeparture(**facts, exit_code=code, reason=why[:LONGEST])
 
 
 def words_of(left: NodeDeparture) -> str:
-    """A node that has left, or was rejected, for people."""
+    """Describe a node that has left, or was rejected."""
     node = f"node {left.node_rank} ({left.host[:LONGEST]})"
     return f"{node} left with exit code {left.exit_code}: {left.reason[:LONGEST]}"
 
@@ -338,7 +338,7 @@ def introduction(node: int, nodes: int) -> Hello:
 def misfit(hello: NodeIdentity, own: NodeIdentity) -> str | None:
     """Why an agent cannot be one of ours; None when it can. Versions must be equal, or bits would not be, and so must
     Phalanx's own code, or workers would not even understand each other."""
-    for name, field in EQUAL.items():
+    for name, field in COMPARED_FIELDS.items():
         theirs, ours = getattr(hello, field), getattr(own, field)
         if theirs != ours:
             return f"{name} is {theirs or 'unknown'} on {hello.host}, and {ours} on the leading node"

@@ -22,7 +22,7 @@ Check = Callable[[Any], Any]
 
 
 def to_fields(value: Any) -> dict[str, Any]:
-    """The event or message as JSON values: its `kind`, and its fields but those that have their default."""
+    """Return an event or message as JSON values: its `kind`, and its fields but those that have their default."""
     value_type: Any = type(value)
     found: dict[str, Any] = {"kind": value_type.kind}
     defaults = _defaults(value_type)
@@ -33,8 +33,8 @@ def to_fields(value: Any) -> dict[str, Any]:
 
 
 def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
-    """The instance of one of `kinds` that `to_fields` made these JSON values of. ValueError or OverflowError where they
-    are of no known kind, lack a field, or have one of the wrong type."""
+    """Return the instance of one of `kinds` that `to_fields` made these JSON values of. ValueError or OverflowError
+    where they are of no known kind, lack a field, or have one of the wrong type."""
     kind = found.get("kind") if isinstance(found, dict) else None
     value_type = kinds.get(kind) if isinstance(kind, str) else None
     if value_type is None:
@@ -44,7 +44,7 @@ def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
 
 
 def read_as(value_type: Any, found: Any) -> Any:
-    """The instance of a dataclass with these fields. Errors as of `read_fields`."""
+    """Return the instance of a dataclass with these fields. Errors as of `read_fields`."""
     values, found = {}, _object(found)
     for name, check, required in _checks(value_type):
         if name in found:
