@@ -1,5 +1,6 @@
 """Which nodes a run has, who may be one of them, and which workers each gets."""
 
+import io
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,24 @@ import pytest
 from made_events import made
 from made_messages import start_workers
 from phalanx.errors import ExitCode, UnfitNodeError, UsageError
-from phalanx.jobs.member import farewell
+from phalanx.jobs.member import Member, farewell
 from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of, words_of
 from phalanx.jobs.sources import fingerprint
 from phalanx.run.channel import pair, receive, send
 from phalanx.run.event_types import StepDone
 from phalanx.run.membership import Membership
-from phalanx.run.messages import HeartbeatEntry, Heartbeats, LauncherHello, Leave, SendSignal, WorkerExited
+from phalanx.run.messages import (
+    HeartbeatEntry,
+    Heartbeats,
+    LauncherHello,
+    Leave,
+    Message,
+    Ping,
+    Rejected,
+    SendSignal,
+    StartStore,
+    WorkerExited,
+)
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire, dial, store_key
 
@@ -298,6 +310,35 @@ def test_a_node_that_starts_a_program_of_another_framework_is_sent_away(crew: Cr
     why = "it starts a program of another framework, and the leading node trains"
     assert wire.receive() == [Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)]
     wire.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "printed"),
+    [
+        (Leave(exit_code=75), ExitCode.UNFINISHED, ""),
+        (Leave(exit_code=77, message="no GPU"), ExitCode.UNFIT_NODE, "error: no GPU\n"),
+        (Rejected(message="another program"), ExitCode.USAGE, "error: another program\n"),
+        (StartStore(address="127.0.0.1"), None, ""),
+    ],
+    ids=["leave", "leave, and why", "rejected", "what no leader says"],
+)
+def test_a_node_leaves_as_its_leader_says(
+    here: Here, ends: list[socket.socket], said: Message, code: ExitCode | None, printed: str
+) -> None:
+    with Door(("127.0.0.1", 0), TOKEN) as door:
+        address = (door.address, door.port)
+        wire = dial(address, TOKEN)
+        wire.send(introduction(1, 2))
+        leader, _ = door.arrived.get(timeout=5)
+        leader.send(Ping(), said)
+        out = io.StringIO()
+        with Member(Membership(1, 2, address), TOKEN, out, {}) as member:
+            assert member._serve(wire, here, lambda: False) == code
+        for each in (wire, leader):
+            each.close()
+    assert out.getvalue() == printed
+    ends[0].close()
+    assert receive(ends[1]) == (None if code is None else [SendSignal(signal=9)])
 
 
 def test_the_key_of_an_attempt_is_made_on_each_node_and_never_travels(ends: list[socket.socket]) -> None:
