@@ -584,7 +584,7 @@ class Agent:
                 if self.replicas is not None:
                     self.replicas.hear(message)
             case CallReply() | WorkersStarted():
-                return  # of a call that nobody waits for any more; `follow` has seen to the other
+                return  # an answer that came too late; `follow` has taken note of the start
             case StopRequested():
                 self.signals.received.append(signal.SIGUSR1)
             case WorkerExited():
