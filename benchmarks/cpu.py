@@ -51,6 +51,7 @@ from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
+from phalanx.run.messages import Command
 
 PHALANX = "Phalanx"
 LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
@@ -186,7 +187,7 @@ def compete(
             run.resolved.write_text(dump_recipe(contender.recipe(size, dataset, cores)))
             function = "train_phalanx" if contender.name == PHALANX else "train_peer"
             payload = {"folder": str(run.path), "name": contender.name, "fused": contender.fused}
-            command = {"function": f"{Path(__file__).stem}:{function}", "payload": payload}
+            command = Command(function=f"{Path(__file__).stem}:{function}", payload=payload)
             nursery = stack.enter_context(NurseryProcess())
             world = World(nursery, run, contender.processes, command)
             try:

@@ -52,6 +52,7 @@ from phalanx.observe.live import display_for, facts_of
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
+from phalanx.run.messages import Command, WorkerFinishing
 from phalanx.train.reporter import Reporter
 
 PLAIN, PHALANX, TRAINER = "plain loop", "Phalanx", "Trainer"
@@ -400,7 +401,7 @@ def contend(payload: dict[str, Any]) -> None:
         result = {"bouts": turns.bouts, "losses": losses, "parameters": parameters, "threads": threads}
         (folder / "times.json").write_text(json.dumps(result))
         report.result({"status": "done"})
-    report.say("leaving", place.rank, code=0)
+    report.say(WorkerFinishing(rank=place.rank, exit_code=0))
 
 
 def quiet() -> None:
@@ -470,7 +471,7 @@ def compete(recipe: Recipe, world: int, options: argparse.Namespace, folder: Pat
     run.create()
     run.resolved.write_text(dump_recipe(recipe))
     payload = {"folder": str(folder), "seconds": options.bout, "bout": options.steps, "rounds": options.rounds}
-    command = {"function": f"{Path(__file__).stem}:contend", "payload": payload}
+    command = Command(function=f"{Path(__file__).stem}:contend", payload=payload)
     display = display_for(io.StringIO(), recipe.steps, facts_of(run))
     with NurseryProcess() as nursery, Agent(run, nursery, display.show, attempts=1) as agent:
         outcome = agent.supervise(world, command, {}, 0)

@@ -29,6 +29,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.run import Event, Run, read_events, steps_of
 from phalanx.run.channel import drain, send
 from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
+from phalanx.run.messages import SendSignal
 
 Values = dict[str, Any]
 E = TypeVar("E", bound=RunEvent)
@@ -253,7 +254,7 @@ class Lab:
 
     def sweep(self) -> None:
         """End the workers of a run whose agent failed here, so that the next run finds the nursery as it should be."""
-        send(self.nursery.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+        send(self.nursery.control, SendSignal(signal=int(signal.SIGKILL)))
         below = psutil.Process(self.nursery.process.pid)
         wait_until(lambda: len(below.children(recursive=True)) <= 1, what="only the store to be left")
         time.sleep(0.1)

@@ -7,6 +7,7 @@ from typing import Any
 from phalanx.data import open_data
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
+from phalanx.run.messages import WorkerFinishing
 from phalanx.train.ends import resume
 from phalanx.train.place import from_environment, join, leave
 from phalanx.train.reporter import reporter
@@ -32,4 +33,4 @@ def work(payload: dict[str, Any]) -> None:
     leave()
     if place.leads:
         report.result({"status": "done"})
-    report.say("leaving", place.rank, code=0)
+    report.say(WorkerFinishing(rank=place.rank, exit_code=0))

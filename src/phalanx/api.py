@@ -58,6 +58,7 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.lock import locked
+from phalanx.run.messages import Command
 from phalanx.run.trust import remember
 from phalanx.train.schedule import learning_rate, peak
 
@@ -398,10 +399,8 @@ def supervise(
     """Train a run that is ready, on this node or on those of `crew`, and write its result."""
     run, recipe = ready.run, ready.recipe
     world = recipe.layout.world if not isinstance(recipe.layout, str) else 1
-    command = {
-        "function": "phalanx.train.worker:work",
-        "payload": {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force},
-    }
+    payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
+    command = Command(function="phalanx.train.worker:work", payload=payload)
     machine = this_machine(device=recipe.device)
     expected = machine.count if machine.device == "cuda" else None  # counted as NVIDIA's and AMD's drivers list them
     agent = Agent(
@@ -431,7 +430,7 @@ def replica_that_can_be_lost(recipe: Recipe, device: str) -> int | None:
 def to_the_end(
     agent: Agent,
     world: int,
-    command: dict[str, Any],
+    command: Command,
     environment: Mapping[str, str],
     first_attempt: int,
     notes: Sequence[str] = (),

@@ -51,6 +51,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
 from phalanx.run.lock import locked
+from phalanx.run.messages import Command, WorkerFinishing
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.streams import printable, word_of
 
@@ -126,7 +127,7 @@ def join(
             leave()
             _finished.append(where.path.resolve())
             code = ExitCode.UNFINISHED if status == "interrupted" else ExitCode.DONE
-            report.say("leaving", gang.rank, code=int(code))
+            report.say(WorkerFinishing(rank=gang.rank, exit_code=int(code)))
     except PhalanxError as error:
         if interactive():
             raise
@@ -155,7 +156,7 @@ def _join(
     PhalanxError is told before it is raised."""
     from phalanx.train.causes import naming_causes
     from phalanx.train.joined import Joined
-    from phalanx.train.meeting import Announced, announce, await_announcement, come_together, telling_others
+    from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, come_together, telling_others
     from phalanx.train.place import agree, device_of, from_environment
     from phalanx.train.place import join as meet
     from phalanx.train.reporter import reporter
@@ -181,7 +182,7 @@ def _join(
                 ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
                 notes = ready.notes
                 attempt = ready.first_attempt if events is None else attempt
-                announce(place, Announced(os.path.realpath(where.path), attempt))
+                announce(place, RunAnnouncement(os.path.realpath(where.path), attempt))
                 if events is None:
                     show = stack.enter_context(Shown(ready.run, sys.stderr)).show
             else:
@@ -244,7 +245,7 @@ def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
     if report is not None:
         report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         report.flush()
-        report.say("leaving", int(os.environ.get("RANK") or 0), code=int(error.code))
+        report.say(WorkerFinishing(rank=int(os.environ.get("RANK") or 0), exit_code=int(error.code)))
     if supervised or report is None:
         print(f"error: {printable(str(error))}", file=sys.stderr)
 
@@ -381,7 +382,7 @@ def train_script(
     with locked(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
-        command = {"function": "phalanx.train.script:work", "payload": payload}
+        command = Command(function="phalanx.train.script:work", payload=payload)
 
         def showing(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known

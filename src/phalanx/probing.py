@@ -20,6 +20,7 @@ from phalanx.errors import TrialError, UsageError
 from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run.channel import drain, receive
+from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
 from phalanx.waits import LOOK
 
 PATIENCE = 120.0
@@ -83,9 +84,17 @@ def gather(
     nursery.wait_ready()
     for _ in drain(nursery.events):  # of worlds that were there before
         pass
-    command = {"function": "phalanx.probing:member", "payload": {"function": function, "payload": payload}}
-    start = {"kind": "start", "attempt": 0, "world": world, "command": command, "environment": {}, "logs": str(logs)}
-    nursery.ask(start)
+    command = Command(function="phalanx.probing:member", payload={"function": function, "payload": payload})
+    nursery.ask(
+        StartWorkers(
+            attempt=0,
+            world_size=world,
+            command=command,
+            environment={},
+            logs_dir=str(logs),
+            local_world_size=world,
+        )
+    )
     attempt, found = Attempt(world, came=set(range(world))), dict[int, Any]()
     until = clock() + payload["seconds"] + PATIENCE
     with selectors.DefaultSelector() as selector:
@@ -100,9 +109,9 @@ def gather(
                 if attempt.killed:
                     nursery.kill()
                     raise NurseryLost(HELD)
-                nursery.ask({"kind": "signal", "number": 9})
+                nursery.ask(SendSignal(signal=9))
                 attempt.killed, until = True, clock() + OVERDUE
-                attempt.error = attempt.error or {"kind": "error", "text": "it took far too long", "code": 75}
+                attempt.error = attempt.error or WorkerError(rank=0, message="it took far too long", exit_code=75)
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
                 for message in receive(key.fileobj) or _orphans():
@@ -110,21 +119,21 @@ def gather(
     for message in drain(nursery.events):
         _take(message, attempt, found, nursery)
     if any(attempt.codes.values()) or 0 not in found:
-        why = attempt.error["text"] if attempt.error else verdict(attempt, logs, 0)[1]
+        why = attempt.error.message if attempt.error else verdict(attempt, logs, 0)[1]
         raise NotMeasured(str(why).partition(" (log: ")[0][:WORDS])
     return found[0]
 
 
-def _take(message: dict[str, Any], attempt: Attempt, found: dict[int, Any], nursery: NurseryProcess) -> None:
-    if message["kind"] == "exited":
-        attempt.codes[message["rank"]] = message["status"]
-        if message["status"] != 0 and len(attempt.codes) < attempt.world:
-            nursery.ask({"kind": "signal", "number": 9})  # the others wait for it in vain
-    elif message["kind"] == "result":
-        found[message["value"]["rank"]] = message["value"]["found"]
+def _take(message: Message, attempt: Attempt, found: dict[int, Any], nursery: NurseryProcess) -> None:
+    if isinstance(message, WorkerExited):
+        attempt.codes[message.rank] = message.exit_status
+        if message.exit_status != 0 and len(attempt.codes) < attempt.world:
+            nursery.ask(SendSignal(signal=9))  # the others wait for it in vain
+    elif isinstance(message, RankResult):
+        found[message.rank] = message.value
 
 
-def _orphans() -> list[dict[str, Any]]:
+def _orphans() -> list[Message]:
     raise NurseryLost(ORPHANED)
 
 
@@ -139,7 +148,7 @@ def member(payload: dict[str, Any]) -> None:
         module, _, name = payload["function"].partition(":")
         found = getattr(importlib.import_module(module), name)(payload["payload"])
         if place.leads:
-            ToAgent(int(os.environ["PHALANX_EVENTS"])).result({"rank": place.rank, "found": found})
+            ToAgent(int(os.environ["PHALANX_EVENTS"]), place.rank).say(RankResult(rank=place.rank, value=found))
     finally:
         leave()
 

@@ -38,6 +38,7 @@ from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
 from phalanx.recipe.schema import Layout
 from phalanx.run import Run
+from phalanx.run.messages import Command
 
 ROUNDS = 5
 PATIENCE = 600.0
@@ -128,7 +129,7 @@ class Arena:
         run.create()
         run.resolved.write_text(dump_recipe(endless(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
-        command = {"function": "phalanx.train.worker:work", "payload": payload}
+        command = Command(function="phalanx.train.worker:work", payload=payload)
         assert isinstance(recipe.layout, Layout)
         return World(self._free.pop(), run, recipe.layout.world, command, patience=PATIENCE)
 

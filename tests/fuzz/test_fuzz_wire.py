@@ -4,21 +4,34 @@ changed, or the end of the connection."""
 import json
 import queue
 import socket
-import struct
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from mutations import STRANGE, flipped, hand, spliced, strange
 
+from made_messages import signed_frame
 from phalanx.jobs.nodes import Crew, introduction
+from phalanx.run.fields import to_fields
+from phalanx.run.messages import (
+    HeartbeatEntry,
+    Heartbeats,
+    Message,
+    Ping,
+    ProtocolError,
+    WorkerExited,
+    to_message,
+)
 from phalanx.run.wire import Refused, Wire, answer
 
 TRIED = 200
 KEY, TOKEN = b"k" * 32, b"0123456789abcdef"
-MESSAGES: list[Any] = [
-    {"kind": "ping"},
-    {"kind": "beats", "beats": [[0, 1, 2, 3, "step", 0.5, True]], "held": [0]},
-    {"kind": "exited", "rank": 0, "code": 1},
+MESSAGES: list[Message] = [
+    Ping(),
+    Heartbeats(
+        entries=(HeartbeatEntry(rank=0, pid=1, num_beats=2, step=3, phase="step", age_s=0.5, busy_s=1.0),),
+        stopped_ranks=(0,),
+    ),
+    WorkerExited(rank=0, exit_status=1),
     introduction(1, 2),
 ]
 
@@ -35,20 +48,16 @@ def frames(*payloads: Any) -> bytes:
     near, far = socket.socketpair()
     member = Wire(near, KEY, leads=False)
     with near, far:
-        found = b""
-        for number, payload in enumerate(payloads):
-            content = json.dumps(payload).encode()
-            found += struct.pack("!I", len(content)) + member._sign(b"member", number, content) + content
-        return found
+        return b"".join(signed_frame(member, payload, number) for number, payload in enumerate(payloads))
 
 
-def heard(content: bytes) -> list[Any] | None:
+def heard(content: bytes) -> list[Message]:
     """What the leader makes of it."""
     wire, far = wires()
     with wire.sock, far:
         far.sendall(content)
         far.shutdown(socket.SHUT_WR)
-        found: list[Any] = []
+        found: list[Message] = []
         while (messages := wire.receive()) is not None:
             found += messages
         return found
@@ -56,7 +65,7 @@ def heard(content: bytes) -> list[Any] | None:
 
 def test_a_changed_stream_gives_the_messages_before_the_change_and_nothing_else() -> None:
     rng = hand("wire")
-    whole = frames(*([message] for message in MESSAGES))
+    whole = frames(*([to_fields(message)] for message in MESSAGES))
     assert heard(whole) == MESSAGES
     for _ in range(TRIED):
         bad = rng.choice([flipped, spliced])(whole, rng)
@@ -68,16 +77,30 @@ def test_a_changed_stream_gives_the_messages_before_the_change_and_nothing_else(
 def test_frames_of_anything_but_messages_end_the_connection() -> None:
     ping = [{"kind": "ping"}]
     others = [each for each in STRANGE if each != []]
-    for payload in [*others, [[]], [{}], [{"kind": 1}], ["kind"], {"kind": "ping"}, [ping]]:
-        assert heard(frames(ping, payload, ping)) in ([], ping), payload
+    others += [[[]], [{}], [{"kind": 1}], ["kind"], {"kind": "ping"}, [ping], [{"kind": "gossip"}]]
+    others += [[{"kind": "worker_exited", "rank": 0}], [{"kind": "leave", "exit_code": "0"}]]
+    for payload in others:
+        assert heard(frames(ping, payload, ping)) in ([], [Ping()]), payload
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_a_message_with_anything_in_its_fields_is_that_message_or_ends_the_connection(message: Message) -> None:
+    rng = hand(message.kind)
+    for _ in range(TRIED):
+        payload = strange(json.loads(json.dumps(to_fields(message))), rng)
+        found = heard(frames([payload]))
+        assert len(found) <= 1, payload
+        assert all(isinstance(each, get_args(Message)) for each in found), payload
 
 
 def test_an_agent_that_introduces_itself_as_anything_is_sent_away_or_is_that_node() -> None:
     rng = hand("hello")
     own = introduction(1, 2)
     for _ in range(TRIED):
-        hello = strange(own, rng)
-        if not isinstance(hello, dict) or hello.get("kind") != "hello":
+        said = strange(to_fields(own), rng)
+        try:
+            hello = to_message(said)
+        except ProtocolError:
             continue  # the door keeps it out
         near, far = socket.socketpair()
         door = Doorstep()
@@ -85,8 +108,8 @@ def test_an_agent_that_introduces_itself_as_anything_is_sent_away_or_is_that_nod
         crew = Crew(None, 2)  # type: ignore[arg-type]
         crew.door = door  # type: ignore[assignment]
         came = crew.admit()
-        assert [node.index for node, _ in came] in ([], [1]), hello
-        assert not came or {**hello, "host": ""} == {**own, "host": ""}, hello
+        assert [node.index for node, _ in came] in ([], [1]), said
+        assert not came or {**said, "host": ""} == {**to_fields(own), "host": ""}, said
         near.close()
         far.close()
 

@@ -28,6 +28,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointRejected,
+    CheckpointSaved,
     RunEnded,
     RunWarning,
     StepDone,
@@ -202,7 +203,7 @@ def test_training_a_finished_run_from_python_returns_its_result(run: Run, monkey
 @pytest.mark.parametrize("steps", [300, 600])
 def test_a_run_that_lost_its_checkpoints_is_refused_also_when_it_was_done(run: Run, steps: int) -> None:
     write_run(run, recipe(), DONE)
-    saved = (2.0, "checkpoint", {"step": 300, "path": "checkpoints/step-000000300"})
+    saved = made(CheckpointSaved, time=2.0, step=300, path="checkpoints/step-000000300")
     record(run, start(1.0), step(2.0, 300), saved)
     (run.checkpoints / "step-000000301.tmp-0").mkdir()
     with pytest.raises(DataError) as refusal:
@@ -217,7 +218,7 @@ def test_a_run_whose_checkpoints_are_damaged_or_were_never_saved_is_not_taken_fo
     write_run(run, recipe(), DONE)
     record(run, start(1.0), step(2.0, 300))
     assert finished(run, recipe()) is not None
-    record(run, (3.0, "checkpoint", {"step": 300, "path": "checkpoints/step-000000300"}))
+    record(run, made(CheckpointSaved, time=3.0, step=300, path="checkpoints/step-000000300"))
     (run.checkpoints / "step-000000300").mkdir()
     assert finished(run, recipe()) is not None
 

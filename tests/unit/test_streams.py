@@ -16,7 +16,7 @@ from made_events import made
 from phalanx import cli
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, RunWarning
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.streams import Lasting, Printable, printable
 
 PYTHON = (sys.executable, "-P")

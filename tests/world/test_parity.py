@@ -15,6 +15,7 @@ from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Layout as LayoutValues
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
+from phalanx.run.messages import Command
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 
 TOLERANCE = 1e-5
@@ -96,7 +97,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     recipe = resolved.model_copy(update={"layout": LayoutValues.model_validate(layout.moved_to)})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
-    command = {"function": "lab_resave:work", "payload": {name: str(path) for name, path in payload.items()}}
+    command = Command(function="lab_resave:work", payload={name: str(path) for name, path in payload.items()})
     with lab.environment(), Agent(again, lab.nursery, lambda event: None, 1) as agent:
         outcome = agent.supervise(target.workers, command, {}, 0)
     assert outcome.code == ExitCode.DONE, outcome.message

@@ -201,7 +201,7 @@ def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], n
 def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool, out: TextIO) -> int:
     """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
     run ready, follows it and keeps its events; the others wait for its word."""
-    from phalanx.train.meeting import Announced, announce, await_announcement, telling_others
+    from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, telling_others
     from phalanx.train.nodes import nodes_told
     from phalanx.train.place import device_of, end_at_once, from_environment, store_of
     from phalanx.train.worker import take_part
@@ -213,7 +213,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
             device_of(place.local_rank, os.environ, loaded.recipe.device)  # what is wrong with it is said at once
             run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
             told = await_announcement(place, run.path)
-        if told.finished:
+        if told.is_finished:
             return int(ExitCode.DONE)
         payload = {"run": str(run.path.absolute()), "folder": str(loaded.folder), "force": force}
         return end_at_once(int(take_part(payload, replace(place, attempt=told.attempt))))
@@ -224,7 +224,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
             loaded = load_recipe(path, overrides)
             run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
             if done := finished(run, loaded.recipe):
-                announce(place, Announced(finished=True))
+                announce(place, RunAnnouncement(is_finished=True))
                 print(done, file=out)
                 return int(ExitCode.DONE)
             with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
@@ -241,7 +241,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                     )
                 )
             payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
-            announce(place, Announced(os.path.realpath(run.path), ready.first_attempt))
+            announce(place, RunAnnouncement(os.path.realpath(run.path), ready.first_attempt))
         print(printable(introduction(ready)), file=out)
         display = display_for(out, ready.recipe.steps, facts_of(run))
         stack.callback(display.close)

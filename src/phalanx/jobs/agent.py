@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from phalanx.cluster.gpu_energy import joules_here
@@ -35,7 +35,7 @@ from phalanx.jobs.attempt import (
 )
 from phalanx.jobs.energy import EnergyLog, Meter
 from phalanx.jobs.hang import Hang, ended, quiet, size_of
-from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Left, Node, There
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, Node, There, words_of
 from phalanx.jobs.nursery import LOST_PEER
 from phalanx.jobs.nursery_process import AGAIN, AskedToStop, NurseryLost, NurseryProcess
 from phalanx.jobs.outage import Outage
@@ -44,21 +44,42 @@ from phalanx.jobs.replicas import Replicas
 from phalanx.jobs.signals import Signals
 from phalanx.jobs.watch import HEARTBEAT, stuck
 from phalanx.run import Event, EventLog, Run
-from phalanx.run.channel import Message, drain
+from phalanx.run.channel import drain
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
     HangDetected,
     InMemoryCheckpointSaved,
+    RunEvent,
     RunWarning,
     StepDone,
     StragglerDetected,
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.events import from_fields
+from phalanx.run.fields import to_fields
 from phalanx.run.hot import forget, remove_copies
 from phalanx.run.lock import is_wanted
+from phalanx.run.messages import (
+    CallReply,
+    Command,
+    JoinedGroup,
+    LeftGroup,
+    Message,
+    NodeDeparture,
+    RunResult,
+    SendSignal,
+    StandbyReady,
+    StartWorkers,
+    StopRequested,
+    StoreDied,
+    WorkerCrashed,
+    WorkerError,
+    WorkerExited,
+    WorkerFinishing,
+    WorkersStarted,
+    warning_of,
+)
 from phalanx.waits import Wait, at
 
 LOOK = 1.0
@@ -117,7 +138,7 @@ class Agent:
         self.show = show
         self.attempts = attempts
         self.log = EventLog(run.events)
-        self.left: dict[int, Left] = {}  # nodes that are missing, since they took leave
+        self.left: dict[int, NodeDeparture] = {}  # nodes that are missing, since they took leave
         self.stopping = False
         self.hurried = False  # asked to stop twice
         self.signals = Signals()
@@ -141,14 +162,14 @@ class Agent:
             self.signals.__exit__(*exception)
             self.log.close()
 
-    def supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
+    def supervise(self, world: int, command: Command, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         """Run attempts until one ends the run, or `attempts` in a row saved nothing new."""
         try:
             return self._supervise(world, command, environment, first_attempt)
         except AskedToStop as error:
             return Outcome(error.code, None, str(error))
 
-    def _supervise(self, world: int, command: Message, environment: Mapping[str, str], first_attempt: int) -> Outcome:
+    def _supervise(self, world: int, command: Command, environment: Mapping[str, str], first_attempt: int) -> Outcome:
         try:
             self.nursery.wait_ready()
         except NurseryLost as error:
@@ -174,7 +195,7 @@ class Agent:
                 unfit_rank = next((rank for rank, status in attempt.codes.items() if status == code), 0)
                 return self.without(unfit_rank, attempt, message)
             if code is not None:
-                short = attempt.error is not None and bool(attempt.error.get("out_of_memory"))
+                short = attempt.error is not None and attempt.error.out_of_memory
                 return Outcome(code, attempt.result, message, short and code is ExitCode.RECIPE)
             assert message is not None
             self.emit(fault(attempt, message))
@@ -269,9 +290,9 @@ class Agent:
     def part(self) -> None:
         """Tell which nodes have taken leave, or were sent away, and why."""
         for left in self.crew.partings():
-            self._warn(left.words)
-            if left.index in self.crew.missing:
-                self.left[left.index] = left
+            self._warn(words_of(left))
+            if left.node_rank in self.crew.missing:
+                self.left[left.node_rank] = left
 
     def _absent(self, wait: Wait) -> str:
         """Why the run cannot go on, and what next."""
@@ -281,7 +302,7 @@ class Agent:
 
     def whys(self) -> list[str]:
         """Why nodes are missing, as far as they said."""
-        return [self.left[index].words for index in self.crew.missing if index in self.left]
+        return [words_of(self.left[index]) for index in self.crew.missing if index in self.left]
 
     def rest(self, seconds: float) -> bool:
         """Do nothing for so long, or until a signal comes; whether the run is to stop."""
@@ -290,25 +311,37 @@ class Agent:
         self.obey_signals()
         return self.stopping
 
-    def attempt(self, number: int, world: int, command: Message, environment: Mapping[str, str]) -> Attempt:
+    def attempt(self, number: int, world: int, command: Command, environment: Mapping[str, str]) -> Attempt:
         """Start all workers and follow them until the last is gone, or the nursery that would tell."""
         attempt = Attempt(world, dict(self.crew.ranks(world)), number)
         attempt.logs = dict.fromkeys(range(world), number)
-        start: Message = {"kind": "start", "attempt": number, "world": world, "command": command}
-        start |= {"environment": dict(environment), "logs": str(self.run.logs), "elastic": self.replica is not None}
-        if self.replica is not None:
-            self.replicas = Replicas(attempt, start, self.clock, self.emit, size=self.replica)
+        start = StartWorkers(
+            attempt=number,
+            world_size=world,
+            command=command,
+            environment=dict(environment),
+            logs_dir=str(self.run.logs),
+            local_world_size=world,
+            is_elastic=self.replica is not None,
+        )
+        self.replicas = None
         self.energy = EnergyLog(self.meter, self.emit, len(attempt.places.get(self.crew.here, ())))
         try:
             if self.crew.count > 1:
                 address = self.crew.address
-                start |= {"master": [address, self.nursery.store(address)], "meeting": next(self._meetings)}
-                start["nonce"] = secrets.token_hex(16)
-                start["environment"] |= self.crew.network
+                start = replace(
+                    start,
+                    store_address=(address, self.nursery.store(address)),
+                    rendezvous_id=next(self._meetings),
+                    nonce=secrets.token_hex(16),
+                    environment=start.environment | self.crew.network,
+                )
+            if self.replica is not None:
+                self.replicas = Replicas(attempt, start, self.clock, self.emit, size=self.replica)
             for node, ranks in attempt.places.items():
                 node.clear()
                 try:
-                    node.send({**start, "first": ranks.start, "local": len(ranks)})
+                    node.send(replace(start, first_rank=ranks.start, local_world_size=len(ranks)))
                 except ConnectionError:
                     self.lose(node, attempt)
             self.follow(attempt)
@@ -358,7 +391,7 @@ class Agent:
                         lose(key.data, "its agent is gone")
                         continue
                     for message in messages:
-                        if message["kind"] == "started":
+                        if isinstance(message, WorkersStarted):
                             attempt.started.add(key.data)
                         self.take(message, attempt)
                 self.part()
@@ -545,30 +578,30 @@ class Agent:
 
     def take(self, message: Message, attempt: Attempt) -> None:
         """One message of a worker or the nursery."""
-        kind = message["kind"]
-        if (event := from_fields(message)) is not None:
-            self.see(event, attempt)
-        elif kind in ("ready", "adrift", "gathered"):
-            if self.replicas is not None:
-                self.replicas.hear(message)
-        elif kind in ("returned", "raised", "started"):
-            return  # of a call that nobody waits for any more
-        elif kind == "asked":
-            self.signals.received.append(signal.SIGUSR1)
-        elif kind == "exited":
-            self.took_leave(message["rank"], message["status"], attempt)
-        elif kind == "store lost":
-            self.lost_store(message["attempt"], attempt)
-        elif kind == "leaving":
-            attempt.left[message["rank"]] = message["code"]
-        elif kind == "error":
-            attempt.error = attempt.error or message
-        elif kind == "crash":
-            attempt.crashes[message["rank"]] = message["text"]
-        elif kind == "result":
-            attempt.result = message["value"]
-        else:
-            self._warn(f"a worker sent a message that is no event of this Phalanx: {str(message)[:200]}")
+        match message:
+            case RunEvent():
+                self.see(message, attempt)
+            case StandbyReady() | LeftGroup() | JoinedGroup():
+                if self.replicas is not None:
+                    self.replicas.hear(message)
+            case CallReply() | WorkersStarted():
+                return  # an answer that came too late; `follow` has taken note of the start
+            case StopRequested():
+                self.signals.received.append(signal.SIGUSR1)
+            case WorkerExited():
+                self.on_worker_exited(message.rank, message.exit_status, attempt)
+            case StoreDied():
+                self.on_store_died(message.attempt, attempt)
+            case WorkerFinishing():
+                attempt.left[message.rank] = message.exit_code
+            case WorkerError():
+                attempt.error = attempt.error or message
+            case WorkerCrashed():
+                attempt.crashes[message.rank] = message.message
+            case RunResult():
+                attempt.result = message.value
+            case _:
+                self.emit(warning_of(to_fields(message)))
 
     def see(self, event: Event, attempt: Attempt) -> None:
         """One event that a worker reports."""
@@ -585,7 +618,7 @@ class Agent:
             attempt.step_seconds = event.duration_s
         self.emit(event)
 
-    def lost_store(self, number: int, attempt: Attempt) -> None:
+    def on_store_died(self, number: int, attempt: Attempt) -> None:
         """The process through which workers find each other died. Those that have met need it no more; others would
         wait for it in vain."""
         what = "the process through which workers find each other died"
@@ -597,7 +630,7 @@ class Agent:
         else:
             self._warn(f"{what}; they have met, and go on")
 
-    def took_leave(self, rank: int, status: int, attempt: Attempt) -> None:
+    def on_worker_exited(self, rank: int, status: int, attempt: Attempt) -> None:
         """A worker has ended."""
         if self.replicas is not None and rank in attempt.joining | attempt.leaving:
             self.replicas.fell(rank)
@@ -630,7 +663,7 @@ class Agent:
         NurseryLost when it is this one."""
         for node in self.crew.nodes:
             try:
-                node.send({"kind": "signal", "number": int(number)})
+                node.send(SendSignal(signal=int(number)))
             except ConnectionError:
                 if node is self.crew.here:
                     raise NurseryLost(ORPHANED) from None

@@ -10,8 +10,8 @@ from phalanx.errors import ExitCode
 from phalanx.jobs.hang import Hang
 from phalanx.jobs.nodes import Node
 from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE, signal_name
-from phalanx.run.channel import Message
 from phalanx.run.event_types import FailureCause, WorkerFailure
+from phalanx.run.messages import WorkerError
 from phalanx.run.pulse import Beat
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
@@ -67,7 +67,7 @@ class Attempt:
     slow: set[int] = field(default_factory=set)  # stragglers that were named
     storeless: bool = False  # the process through which they find each other died before they had met
     ending: str | None = None  # why its workers were killed
-    error: Message | None = None
+    error: WorkerError | None = None
     crashes: dict[int, str] = field(default_factory=dict)
     """By rank, the exception that ended a worker: type, message and the user's line."""
     result: dict[str, Any] | None = None
@@ -143,15 +143,15 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
     for node, how in attempt.lost.items():
         return None, f"node {node.name} was lost: {how}"
     if attempt.error is not None:
-        final = ExitCode(attempt.error["code"])
+        final = ExitCode(attempt.error.exit_code)
         if final in FINAL_CODES:
-            return final, attempt.error["text"]
+            return final, attempt.error.message
     if attempt.early - attempt.came:
         return ExitCode.USAGE, NEVER_CAME
     if not attempt.early and all(code in IN_ORDER for code in codes.values()):
         if not any(codes.values()):
             return None, "the workers ended without telling how the run ended"
-        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error["text"]
+        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error.message
     rank, code = first_to_fall(codes, attempt.early)
     if rank in attempt.early:
         step = attempt.step_of(rank)
@@ -160,7 +160,7 @@ def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None,
         return None, f"worker {rank} left{when} with exit code {code}, before the run was done: {why}"
     log = worker_log(logs, attempt.logs.get(rank, number), rank)
     if code == STORAGE and attempt.error is not None:
-        return None, f"worker {rank} {how_ended(code)}: {attempt.error['text']}"
+        return None, f"worker {rank} {how_ended(code)}: {attempt.error.message}"
     crash = attempt.crashes.get(rank) if code > 0 else None
     return None, f"worker {rank} {how_ended(code)}{last_words(log) if crash is None else f': {crash} (log: {log})'}"
 

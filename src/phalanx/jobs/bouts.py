@@ -13,9 +13,18 @@ from collections.abc import Callable, Iterator
 from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
 from phalanx.run import Run
-from phalanx.run.channel import Message, drain, receive
+from phalanx.run.channel import drain, receive
 from phalanx.run.event_types import StepDone, WorkerStarted
-from phalanx.run.events import from_fields
+from phalanx.run.messages import (
+    Command,
+    Message,
+    SendSignal,
+    StartWorkers,
+    ToForkServer,
+    WorkerCrashed,
+    WorkerError,
+    WorkerExited,
+)
 from phalanx.run.steady import unix_now
 from phalanx.waits import LOOK, Wait
 
@@ -40,7 +49,7 @@ class World:
         nursery: NurseryProcess,
         run: Run,
         world: int,
-        command: Message,
+        command: Command,
         *,
         patience: float = 600.0,
         clock: Callable[[], float] = unix_now,
@@ -65,8 +74,16 @@ class World:
         self._attempt = Attempt(self.world)
         self._number += 1
         begun = self._clock()
-        start: Message = {"kind": "start", "attempt": self._number, "world": self.world, "command": self.command}
-        self._ask({**start, "environment": {}, "logs": str(self.run.logs)})
+        self._ask(
+            StartWorkers(
+                attempt=self._number,
+                world_size=self.world,
+                command=self.command,
+                environment={},
+                logs_dir=str(self.run.logs),
+                local_world_size=self.world,
+            )
+        )
         self.running = True
         for count, event in enumerate(self._steps(begun + self.patience), 1):
             if count == 1:
@@ -124,20 +141,21 @@ class World:
                     assert isinstance(key.fileobj, socket.socket)
                     for message in receive(key.fileobj) or self._orphans():
                         self._take(message)
-                        if isinstance(event := from_fields(message), StepDone):
-                            yield event
+                        if isinstance(message, StepDone):
+                            yield message
                 if self._attempt.codes:
                     self._fail()
 
     def _take(self, message: Message) -> None:
-        if message["kind"] == "exited":
-            self._attempt.codes[message["rank"]] = message["status"]
-        elif message["kind"] == WorkerStarted.kind:
-            self._attempt.came.add(message["rank"])
-        elif message["kind"] == "error":
-            self._attempt.error = self._attempt.error or message
-        elif message["kind"] == "crash":
-            self._attempt.crashes[message["rank"]] = message["text"]
+        match message:
+            case WorkerExited():
+                self._attempt.codes[message.rank] = message.exit_status
+            case WorkerStarted():
+                self._attempt.came.add(message.rank)
+            case WorkerError():
+                self._attempt.error = self._attempt.error or message
+            case WorkerCrashed():
+                self._attempt.crashes[message.rank] = message.message
 
     def _fail(self) -> None:
         """A worker ended: end the others, and say why."""
@@ -155,9 +173,9 @@ class World:
         raise WorldFailed(why)
 
     def _signal(self, number: int) -> None:
-        self._ask({"kind": "signal", "number": int(number)})
+        self._ask(SendSignal(signal=int(number)))
 
-    def _ask(self, message: Message) -> None:
+    def _ask(self, message: ToForkServer) -> None:
         try:
             self.nursery.ask(message)
         except NurseryLost as error:

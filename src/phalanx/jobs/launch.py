@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,8 +27,8 @@ from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.below import end_below
 from phalanx.jobs.frameworks import World, devices_of, helpers, hostfile, mpirun, variables
 from phalanx.jobs.nodes import introduction, misfit
-from phalanx.run.channel import Message
 from phalanx.run.membership import Membership
+from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
 from phalanx.run.wire import Door, Wire, dial, token_from
 from phalanx.waits import LOOK, Wait, say
 
@@ -76,8 +77,8 @@ def meet(membership: Membership, each: int, stack: contextlib.ExitStack) -> tupl
             time.sleep(RETRY)  # nothing tells when somebody begins to listen
     stack.callback(wire.close)
     address = wire.sock.getsockname()[0]
-    hello = introduction(membership.node, membership.nodes)
-    wire.send({**hello, "address": address, "ports": list(ports), "each": each})
+    identity = asdict(introduction(membership.node, membership.nodes))
+    wire.send(LauncherHello(**identity, address=address, ports=ports, nproc_per_node=each))
     told: list[Message] = []
     wait = Wait("all nodes to come", COMING)
     while not told:
@@ -89,9 +90,12 @@ def meet(membership: Membership, each: int, stack: contextlib.ExitStack) -> tupl
         if found is None:
             raise Unmet("node 0 is gone before all nodes had come")
         told = found
-    if told[0]["kind"] == "leave":
-        raise UsageError(told[0]["text"])
-    return _world(told[0]), [wire]
+    first = told[0]
+    if isinstance(first, Rejected | Leave):
+        raise UsageError(first.message or "node 0 rejects this node")
+    if not isinstance(first, Topology):
+        raise UsageError("node 0 runs something else than this node")
+    return _world(first), [wire]
 
 
 def _gather(
@@ -100,7 +104,7 @@ def _gather(
     assert membership.leader is not None
     door = stack.enter_context(Door(membership.leader, token_from()))
     own = introduction(0, membership.nodes)
-    come: dict[int, tuple[Wire, Message]] = {}
+    come: dict[int, tuple[Wire, LauncherHello]] = {}
     wait = Wait(_absent(membership, come), COMING)
     door.near.settimeout(LOOK)
     while len(come) < membership.nodes - 1:
@@ -113,22 +117,24 @@ def _gather(
             continue
         wire, hello = door.arrived.get()
         stack.callback(wire.close)
-        node = hello.get("node")
+        node, starts = hello.node_rank, hello.nproc_per_node if isinstance(hello, LauncherHello) else None
         wrong = misfit(hello, own)
-        if wrong is None and hello.get("each") != each:
-            wrong = f"it starts {hello.get('each')} processes, and the leading node {each}"
+        if wrong is None and starts != each:
+            wrong = f"it starts {starts} processes, and the leading node {each}"
         if wrong is not None:
-            say(f"node {node} ({hello.get('host')}) was sent away: {wrong}")
+            say(f"node {node} ({hello.host}) was sent away: {wrong}")
             with contextlib.suppress(ConnectionError):  # it is gone already
-                wire.send({"kind": "leave", "text": wrong})
-        elif type(node) is int and 0 < node < membership.nodes:
+                wire.send(Rejected(message=wrong))
+        elif isinstance(hello, LauncherHello) and 0 < node < membership.nodes:
             come[node] = wire, hello
     others = [come[node][1] for node in sorted(come)]
     # by the address at which the first of them reached this node: its name may lead elsewhere here
     own_address = come[min(come)][0].sock.getsockname()[0]
-    hosts = [own_address, *(hello["address"] for hello in others)]
-    told = {"kind": "world", "hosts": hosts, "each": each}
-    told["ports"] = [list(ports), *(hello["ports"] for hello in others)]
+    told = Topology(
+        hosts=(own_address, *(hello.address for hello in others)),
+        nproc_per_node=each,
+        ports=(ports, *(hello.ports for hello in others)),
+    )
     wires = [come[node][0] for node in sorted(come)]
     for node, wire in zip(sorted(come), wires, strict=True):
         try:
@@ -143,8 +149,8 @@ def _absent(membership: Membership, come: Collection[int]) -> str:
     return f"{'node' if len(absent) == 1 else 'nodes'} {', '.join(absent)}"
 
 
-def _world(told: Mapping[str, Any]) -> World:
-    return World(tuple(told["hosts"]), told["each"], tuple(tuple(ports) for ports in told["ports"]))
+def _world(told: Topology) -> World:
+    return World(told.hosts, told.nproc_per_node, told.ports)
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -296,37 +302,43 @@ class Part:
             return
         if self.node != 0 and not self._said:
             self._said = True
-            self.tell({"kind": "finished"})
+            self.tell(NodeFinished())
         if not self._waiting:
             self.finished = True
             if self.node == 0:
-                self.tell({"kind": "finished"})
+                self.tell(NodeFinished())
             if self.processes:
                 self.tell_all(signal.SIGTERM)
 
     def fail(self, code: int) -> None:
         """The job ends with this code: everywhere."""
         self.code = code
-        self.tell({"kind": "failed", "code": code})
+        self.tell(NodeFailed(exit_code=code))
         self.tell_all(signal.SIGTERM)
 
     def listen(self, wire: Wire, node: str, selector: selectors.BaseSelector) -> None:
         """What another node says."""
         messages = wire.receive()
-        said: list[Message] = [{"kind": "lost"}] if messages is None else messages
-        for message in said:
-            if message["kind"] == "finished":
+        for message in messages or ():
+            if isinstance(message, NodeFinished):
                 self._waiting.discard(node)
-            elif message["kind"] in ("failed", "lost") and node in self._waiting:
-                self._waiting.discard(node)
-                if self.code is None:
-                    self.code = int(message.get("code", ExitCode.UNFINISHED))
-                    for other in self.wires:  # where this node leads, the others must know
-                        if other is not wire:
-                            self._send(other, {"kind": "failed", "code": self.code})
-                    self.tell_all(signal.SIGTERM)
+            elif isinstance(message, NodeFailed):
+                self.lose(wire, node, message.exit_code)
         if messages is None:
+            self.lose(wire, node, int(ExitCode.UNFINISHED))
             selector.unregister(wire)
+
+    def lose(self, wire: Wire, node: str, code: int) -> None:
+        """A node failed with this code, or is gone before it has finished: so does the job."""
+        if node not in self._waiting:
+            return
+        self._waiting.discard(node)
+        if self.code is None:
+            self.code = code
+            for other in self.wires:  # where this node leads, the others must know
+                if other is not wire:
+                    self._send(other, NodeFailed(exit_code=code))
+            self.tell_all(signal.SIGTERM)
 
     def over(self) -> bool:
         """Whether nothing is left to wait for: here, and on nodes whose end decides about the job's."""

@@ -10,21 +10,32 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.attempt import OVERDUE
 from phalanx.jobs.hang import ended
-from phalanx.jobs.nodes import PING, Here, Left, introduction, network_of, signs
+from phalanx.jobs.nodes import PING, Here, departure, introduction, network_of, signs
 from phalanx.jobs.nursery_process import AskedToStop, NurseryProcess
 from phalanx.jobs.signals import Signals
 from phalanx.run import Run
-from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.channel import drain, receive, send
 from phalanx.run.event_types import RunWarning
-from phalanx.run.events import to_fields
 from phalanx.run.hot import remove_copies
 from phalanx.run.membership import Membership
+from phalanx.run.messages import (
+    Leave,
+    Message,
+    Ping,
+    Rejected,
+    SendSignal,
+    StartWorkers,
+    StopRequested,
+    UpdateMembership,
+    WorkerExited,
+)
 from phalanx.run.wire import Wire, dial
 from phalanx.streams import printable
 from phalanx.waits import LOOK, Wait
@@ -50,7 +61,7 @@ def farewell(
     while True:
         try:
             wire = dial(membership.leader, token)
-            wire.send(Left.message(membership.node, membership.nodes, int(error.code), str(error)))
+            wire.send(departure(introduction(membership.node, membership.nodes), int(error.code), str(error)))
             wire.close()
             return
         except OSError:
@@ -138,7 +149,7 @@ class Member:
         print(printable(text), file=self.out, flush=True)
         if self._wire is not None:
             with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
-                self._wire.send(to_fields(RunWarning(text=f"node {self.membership.node}: {text}")))
+                self._wire.send(RunWarning(text=f"node {self.membership.node}: {text}"))
 
     def _reach(self, until: float) -> Wire | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
@@ -187,7 +198,9 @@ class Member:
                                 return None
                             heard = now
                             for message in messages:
-                                if message["kind"] == "leave":
+                                if isinstance(message, Rejected):  # it starts a program of another framework
+                                    message = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
+                                if isinstance(message, Leave):
                                     return self._leave(message, here, gone)
                                 self._obey(message, here, local)
                         else:
@@ -198,27 +211,38 @@ class Member:
                     return None
 
     def _obey(self, message: Message, here: Here, local: Mapping[str, str]) -> None:
-        if message["kind"] == "ping":
-            return
-        if message["kind"] == "start":
-            if self.nproc not in (None, message["local"]):
-                raise UsageError(
-                    f"--nproc {self.nproc}: node 0 has {message['local']} workers started on each node; give the same "
-                    "--nproc on all nodes"
-                )
-            payload = message["command"]["payload"]
-            self._run = Run(Path(payload["run"])) if "run" in payload else None
-            self._ranks = list(range(message["first"], message["first"] + message["local"]))
-            if "only" in message:
-                self._alive |= set(message["only"])
-            else:
-                here.clear()
-                self._alive = set(self._ranks)
-            message = {**message, "environment": {**message["environment"], **local}}
+        """Have the nursery do what the leader says. ConnectionError for what no leader says."""
+        match message:
+            case Ping():
+                return
+            case StartWorkers():
+                self._expect(message, here)
+                message = replace(message, environment={**message.environment, **local})
+            case SendSignal() | UpdateMembership():
+                pass
+            case _:
+                raise ConnectionError(f"no leader sends {message.kind}")
         try:
             here.send(message)
         except ConnectionError:
             raise _Gone from None
+
+    def _expect(self, start: StartWorkers, here: Here) -> None:
+        """Take note of the workers that are about to start."""
+        first, count = start.first_rank, start.local_world_size
+        if self.nproc not in (None, count):
+            raise UsageError(
+                f"--nproc {self.nproc}: node 0 has {count} workers started on each node; give the same --nproc on all "
+                "nodes"
+            )
+        payload = start.command.payload
+        self._run = Run(Path(payload["run"])) if "run" in payload else None
+        self._ranks = list(range(first, first + count))
+        if start.rejoining_ranks is not None:
+            self._alive |= set(start.rejoining_ranks)
+        else:
+            here.clear()
+            self._alive = set(self._ranks)
 
     def _forward(self, wire: Wire, here: Here, sock: Any) -> None:
         """What workers and nursery say, to the leader."""
@@ -226,8 +250,8 @@ class Member:
         if messages is None:
             raise _Gone
         for message in messages:
-            if message["kind"] == "exited":
-                self._alive.discard(message["rank"])
+            if isinstance(message, WorkerExited):
+                self._alive.discard(message.rank)
         if messages:
             wire.send(*messages)
 
@@ -242,13 +266,13 @@ class Member:
         """Whoever asks this node to stop asks the run to."""
         if self.signals.received:
             self.signals.received.clear()
-            wire.send({"kind": "asked"})
+            wire.send(StopRequested())
 
-    def _leave(self, message: Message, here: Here, gone: Callable[[], bool]) -> ExitCode:
-        if "text" in message:
-            print(f"error: {printable(message['text'])}", file=self.out, flush=True)
+    def _leave(self, message: Leave, here: Here, gone: Callable[[], bool]) -> ExitCode:
+        if message.message is not None:
+            print(f"error: {printable(message.message)}", file=self.out, flush=True)
         self._end_workers(here, gone)
-        return ExitCode(message["code"])
+        return ExitCode(message.exit_code)
 
     def _end_workers(self, here: Here, gone: Callable[[], bool]) -> bool:
         """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `gone`, reported
@@ -257,7 +281,7 @@ class Member:
         with selectors.DefaultSelector() as selector:
             selector.register(here.control, selectors.EVENT_READ)
             try:
-                send(here.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+                send(here.control, SendSignal(signal=int(signal.SIGKILL)))
             except ConnectionError:
                 return False
             while self._alive:
@@ -268,7 +292,7 @@ class Member:
                 messages = receive(here.control)
                 if messages is None:
                     return False
-                self._alive -= {message["rank"] for message in messages if message["kind"] == "exited"}
+                self._alive -= {message.rank for message in messages if isinstance(message, WorkerExited)}
         for _ in drain(here.events):
             pass
         self._ranks, self._alive = [], set()

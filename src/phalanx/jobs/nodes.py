@@ -1,6 +1,6 @@
 """The nodes of a run as the leading agent sees them: its own nursery, and other agents over the control channel.
 
-Whatever the node, the same messages go to it (`nursery.py` lists them) and the same come back; ranks are global. Which
+Whatever the node, the same messages go to it (`run/messages.py`) and the same come back; ranks are global. Which
 workers a node gets is decided here, and whether a node is still there.
 """
 
@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol, Self
 
@@ -22,7 +22,19 @@ from phalanx.cluster.interfaces import VARIABLES
 from phalanx.errors import ExitCode
 from phalanx.jobs.hang import held_still
 from phalanx.jobs.sources import fingerprint
-from phalanx.run.channel import Message, drain, receive, send
+from phalanx.run.channel import drain, receive, send
+from phalanx.run.messages import (
+    HeartbeatEntry,
+    Heartbeats,
+    Hello,
+    LauncherHello,
+    Leave,
+    Message,
+    NodeDeparture,
+    NodeIdentity,
+    Ping,
+    StartWorkers,
+)
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire, store_key
 from phalanx.waits import say
@@ -31,6 +43,14 @@ PING = 1.0
 """Seconds between two signs of life of an agent."""
 LONGEST = 1000
 """Characters of why a node leaves."""
+COMPARED_FIELDS = {
+    "nodes": "num_nodes",
+    "phalanx": "phalanx_version",
+    "torch": "torch_version",
+    "python": "python_version",
+    "processor": "machine",
+}
+"""What is compared between nodes: as people know it, and the field of NodeIdentity."""
 NODE_SILENCE = 10.0
 """Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
 
@@ -74,9 +94,9 @@ class Here:
 
     def _keyed(self, message: Message) -> Message:
         """With the attempt's key, which every node makes of the job's token: it never travels."""
-        if message["kind"] != "start" or "nonce" not in message:
+        if not isinstance(message, StartWorkers) or message.nonce is None:
             return message
-        return {**message, "key": store_key(self._token, message["nonce"]).hex()}
+        return replace(message, store_key=store_key(self._token, message.nonce).hex())
 
     def receive(self, sock: Any) -> list[Message] | None:
         """Also all that workers have said so far: that may lie in many packets, and must not come after the nursery's
@@ -97,9 +117,9 @@ class Here:
 class There:
     """Another node: its agent at the far end of a wire, which sends its workers' signs every second."""
 
-    def __init__(self, wire: Wire, hello: Message, clock: Callable[[], float] = time.monotonic):
-        self.name: str = hello["host"]
-        self.index: int = hello["node"]
+    def __init__(self, wire: Wire, hello: NodeIdentity, clock: Callable[[], float] = time.monotonic):
+        self.name = hello.host
+        self.index = hello.node_rank
         self.wire, self.clock = wire, clock
         self.heard = clock()
         self._beats: dict[int, Beat | None] = {}
@@ -117,13 +137,15 @@ class There:
             return None
         self.heard = self.clock()
         for message in messages:
-            if message["kind"] == "beats":
+            if isinstance(message, Heartbeats):
                 self._beats = {
-                    rank: Beat(pid, count, step, place, self.heard - age, busy)
-                    for rank, pid, count, step, place, age, busy in message["beats"]
+                    each.rank: Beat(
+                        each.pid, each.num_beats, each.step, each.phase, self.heard - each.age_s, each.busy_s
+                    )
+                    for each in message.entries
                 }
-                self._held = set(message["held"])
-        return [message for message in messages if message["kind"] != "beats"]
+                self._held = set(message.stopped_ranks)
+        return [message for message in messages if not isinstance(message, Heartbeats)]
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         return {rank: self._beats.get(rank) for rank in ranks}
@@ -136,47 +158,35 @@ class There:
         self.heard = self.clock()
 
 
-def signs(node: Here, ranks: Sequence[int], now: float) -> Message:
-    """The `beats` message of a node's workers; times as ages, since clocks of machines differ."""
+def signs(node: Here, ranks: Sequence[int], now: float) -> Heartbeats:
+    """The message of the signs of a node's workers; times as ages, since clocks of machines differ."""
     beats = node.beats(ranks)
-    known = [(rank, beat) for rank, beat in beats.items() if beat is not None]
-    told = [[rank, beat.pid, beat.count, beat.step, beat.place, now - beat.t, beat.busy] for rank, beat in known]
-    return {"kind": "beats", "beats": told, "held": sorted(node.held(beats))}
+    entries = tuple(
+        HeartbeatEntry(
+            rank=rank,
+            pid=beat.pid,
+            num_beats=beat.count,
+            step=beat.step,
+            phase=beat.place,
+            age_s=now - beat.t,
+            busy_s=beat.busy,
+        )
+        for rank, beat in beats.items()
+        if beat is not None
+    )
+    return Heartbeats(entries=entries, stopped_ranks=tuple(sorted(node.held(beats))))
 
 
-@dataclass(frozen=True)
-class Left:
-    """A node that took its leave, or was sent away: which, on which host, its exit code, and why."""
+def departure(node: NodeIdentity, code: int, why: str) -> NodeDeparture:
+    """Return the message that this node leaves, or what stands for it where it is rejected."""
+    facts = {name: getattr(node, name) for name in NodeIdentity.__dataclass_fields__}
+    return NodeDeparture(**facts, exit_code=code, reason=why[:LONGEST])
 
-    index: int | None
-    host: str
-    code: int
-    why: str
 
-    @property
-    def words(self) -> str:
-        """For people."""
-        node = "a node" if self.index is None else f"node {self.index}"
-        return f"{node} ({self.host}) left with exit code {self.code}: {self.why}"
-
-    @staticmethod
-    def message(node: int, nodes: int, code: int, why: str) -> Message:
-        """What it says at the door."""
-        return {**introduction(node, nodes), "leaves": code, "why": why[:LONGEST]}
-
-    @staticmethod
-    def read(hello: Message) -> "Left | None":
-        """None for one that wants to come in."""
-        code, why = hello.get("leaves"), hello.get("why")
-        if type(code) is not int or not isinstance(why, str):
-            return None
-        return Left.of(hello, code, why)
-
-    @staticmethod
-    def of(hello: Message, code: int, why: str) -> "Left":
-        """By what it said of itself."""
-        index = hello.get("node")
-        return Left(index if type(index) is int else None, str(hello.get("host"))[:LONGEST], code, why[:LONGEST])
+def words_of(left: NodeDeparture) -> str:
+    """Describe a node that has left, or was rejected."""
+    node = f"node {left.node_rank} ({left.host[:LONGEST]})"
+    return f"{node} left with exit code {left.exit_code}: {left.reason[:LONGEST]}"
 
 
 class Crew:
@@ -191,7 +201,7 @@ class Crew:
         """By index, other nodes on whose machines nothing can train, and why."""
         self.attended = False
         """Whether an agent looks at who comes and who takes leave; before that a thread does, and says so at once."""
-        self._left: list[Left] = []
+        self._left: list[NodeDeparture] = []
         self._said = 0
         self._admitting = threading.Lock()
         self._over = threading.Event()
@@ -210,12 +220,12 @@ class Crew:
                 node.send(self._farewell(node.index))
             node.wire.close()
 
-    def _farewell(self, index: int) -> Message:
+    def _farewell(self, index: int) -> Leave:
         """With what a node leaves: who starts it avoids the machine of one that is unfit, and may use the others."""
         if (why := self.unfit.get(index)) is not None:
-            return {"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": why}
+            return Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)
         others = ExitCode.UNFINISHED if self.code is ExitCode.UNFIT_NODE else self.code
-        return {"kind": "leave", "code": int(others)}
+        return Leave(exit_code=int(others))
 
     @property
     def nodes(self) -> list[Node]:
@@ -259,27 +269,29 @@ class Crew:
         found = []
         while self.door is not None and not self.door.arrived.empty():
             wire, hello = self.door.arrived.get()
-            index = hello.get("node")
-            if (left := Left.read(hello)) is not None:
-                self._left.append(left)
+            index = hello.node_rank
+            if isinstance(hello, NodeDeparture):
+                self._left.append(hello)
                 wire.close()
-                if not self.attended and left.index in self.others:
-                    self.lose(self.others[left.index])
+                if not self.attended and index in self.others:
+                    self.lose(self.others[index])
                 continue
             wrong = misfit(hello, introduction(index, self.count))
-            if wrong is not None or type(index) is not int or not 0 < index < self.count:
+            if isinstance(hello, LauncherHello):
+                wrong = wrong or "it starts a program of another framework, and the leading node trains"
+            if wrong is not None or not 0 < index < self.count:
                 told = wrong or f"there is no node {index} among {self.count}"
                 with contextlib.suppress(ConnectionError):
-                    wire.send({"kind": "leave", "code": int(ExitCode.UNFIT_NODE), "text": told})
+                    wire.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=told))
                 wire.close()
-                self._left.append(Left.of(hello, int(ExitCode.UNFIT_NODE), told))
+                self._left.append(departure(hello, int(ExitCode.UNFIT_NODE), told))
                 continue
             node = There(wire, hello)
             found.append((node, self.others.get(node.index)))
             self.others[node.index] = node
         return found
 
-    def partings(self) -> list[Left]:
+    def partings(self) -> list[NodeDeparture]:
         """Who took leave, or was sent away, since this was asked last."""
         found, self._left = self._left, []
         return found
@@ -302,30 +314,37 @@ class Crew:
                     if old is not None:
                         old.wire.close()
                 for left in self._left[self._said :]:
-                    say(left.words)
+                    say(words_of(left))
                     self._said += 1
             for node in list(self.others.values()):
                 with contextlib.suppress(ConnectionError):  # who reads from it will notice
-                    node.send({"kind": "ping"})
+                    node.send(Ping())
 
 
-def introduction(node: int | None, nodes: int) -> Message:
+def introduction(node: int, nodes: int) -> Hello:
     """What an agent says of itself at the door: its place, and what must be equal on all nodes."""
-    facts = {"phalanx": phalanx.__version__, "torch": version("torch").partition("+")[0]}
-    facts |= {"python": ".".join(platform.python_version_tuple()[:2]), "processor": platform.machine()}
-    facts["code"] = fingerprint()
-    return {"kind": "hello", "node": node, "nodes": nodes, "host": socket.gethostname(), **facts}
+    return Hello(
+        node_rank=node,
+        host=socket.gethostname(),
+        num_nodes=nodes,
+        phalanx_version=phalanx.__version__,
+        torch_version=version("torch").partition("+")[0],
+        python_version=".".join(platform.python_version_tuple()[:2]),
+        machine=platform.machine(),
+        build_fingerprint=fingerprint(),
+    )
 
 
-def misfit(hello: Message, own: Message) -> str | None:
+def misfit(hello: NodeIdentity, own: NodeIdentity) -> str | None:
     """Why an agent cannot be one of ours; None when it can. Versions must be equal, or bits would not be, and so must
     Phalanx's own code, or workers would not even understand each other."""
-    for name in ("nodes", "phalanx", "torch", "python", "processor"):
-        if hello.get(name) != own[name]:
-            return f"{name} is {hello.get(name)} on {hello.get('host')}, and {own[name]} on the leading node"
-    if hello.get("code") != own["code"]:
-        who = f"node {hello.get('node')} ({hello.get('host')})"
-        return f"{who} runs other code of Phalanx {own['phalanx']} than the leading node: install the same on all nodes"
+    for name, field in COMPARED_FIELDS.items():
+        theirs, ours = getattr(hello, field), getattr(own, field)
+        if theirs != ours:
+            return f"{name} is {theirs or 'unknown'} on {hello.host}, and {ours} on the leading node"
+    if hello.build_fingerprint != own.build_fingerprint:
+        who, ours = f"node {hello.node_rank} ({hello.host})", own.phalanx_version
+        return f"{who} runs other code of Phalanx {ours} than the leading node: install the same on all nodes"
     return None
 
 

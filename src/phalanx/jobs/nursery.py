@@ -4,15 +4,9 @@ Forking a process that has torch loaded takes milliseconds instead of the second
 while no thread runs, so this process starts none: not OpenMP's (no tensor is ever touched here) and not the store's
 (hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
 
-Protocol, agent -> nursery: `start{attempt, world, command, environment, logs}` (with several nodes also `first` rank,
-number of `local` workers, `master` address and port, `meeting`, `key`; for workers that take the places of lost ones
-`only` their ranks; `elastic`: workers take orders), `order{ranks, words}` for workers (`train/orders.py`),
-`store{address}`, `signal{number}` (with `ranks` to these workers only), `call{function, payload, number}`,
-`preload{function, payload}`, `exit`. Nursery -> agent: `ready`, `started{attempt}`, `exited{rank, status}`,
-`store{port, pid}`, `store lost{attempt}` (the newest, which may still have needed it), `returned{value, number}` or
-`raised{...}` in answer to the call of that number. Workers write their events, and `crash{rank, text}` for an exception
-that ends them, to a second socket, which they inherit and whose number stands in PHALANX_EVENTS; they give signs of
-life in memory that the agent made (`run/pulse.py`).
+It obeys the messages `ToForkServer` of `run/messages.py`, and answers with those of `FromForkServer`. Workers write
+their events and the messages `FromWorker` to a second socket, which they inherit and whose number stands in
+PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -35,8 +29,26 @@ from phalanx.jobs.below import end_below
 from phalanx.recipe import told
 from phalanx.recipe.travelled import code_of
 from phalanx.run import pulse
-from phalanx.run.channel import Message, pair, receive, send
+from phalanx.run.channel import pair, receive, send
 from phalanx.run.membership import KEY_VARIABLE, STORE_VARIABLE
+from phalanx.run.messages import (
+    CallRaised,
+    CallReturned,
+    ForkServerReady,
+    Message,
+    Preload,
+    ProtocolError,
+    RunCall,
+    SendSignal,
+    StartStore,
+    StartWorkers,
+    StoreDied,
+    StoreStarted,
+    UpdateMembership,
+    WorkerCrashed,
+    WorkerExited,
+    WorkersStarted,
+)
 from phalanx.streams import Lasting
 
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -75,7 +87,7 @@ class Nursery:
         self.starts = 0
 
     def run(self) -> None:
-        """Serve the agent until it says `exit` or is gone; then kill whatever is left."""
+        """Serve the agent until it is gone; then kill whatever is left."""
         wake_read, wake_write = socket.socketpair()
         wake_write.setblocking(False)
         wake_read.setblocking(False)
@@ -91,7 +103,7 @@ class Nursery:
         with selectors.DefaultSelector() as selector:
             selector.register(self.agent, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)
-            send(self.agent, {"kind": "ready"})
+            send(self.agent, ForkServerReady())
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is wake:
@@ -99,73 +111,72 @@ class Nursery:
                         self.reap()
                         continue
                     messages = receive(self.agent)
-                    if messages is None or not all(self.obey(message) for message in messages):
+                    if messages is None:
                         return
+                    for message in messages:
+                        self.obey(message)
 
-    def obey(self, message: Message) -> bool:
-        """Do what the agent asks; False to leave."""
-        kind = message["kind"]
-        if kind == "start":
-            self.start(message)
-        elif kind == "store":
-            self.reap()  # one that has just died is none
-            self.hosts, self.port = True, self.port or self.start_store(message["address"])
-            send(self.agent, {"kind": "store", "port": self.port, "pid": self.store})
-        elif kind == "signal":
-            self.kill(message["number"], message.get("ranks"))
-        elif kind == "order":
-            for rank in self.orders.keys() & set(message["ranks"]):
-                with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
-                    send(self.orders[rank], message["words"])
-        elif kind == "call":
-            self.fork(CALL - message["number"], partial(self.call, **message), {}, None)
-        elif kind == "preload":
-            _run(message["function"], message["payload"])
-            share_memory()
-        elif kind == "exit":
-            return False
-        else:
-            raise ValueError(f"the nursery knows no message {kind!r}")
-        return True
+    def obey(self, message: Message) -> None:
+        """Do what the agent asks. ProtocolError for what is not for this process."""
+        match message:
+            case StartWorkers():
+                self.start(message)
+            case StartStore():
+                self.reap()  # one that has just died is none
+                self.hosts, self.port = True, self.port or self.start_store(message.address)
+                send(self.agent, StoreStarted(port=self.port, pid=self.store))
+            case SendSignal():
+                self.kill(message.signal, message.ranks)
+            case UpdateMembership():
+                for rank in self.orders.keys() & set(message.recipients):
+                    with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
+                        send(self.orders[rank], message.update)
+            case RunCall():
+                self.fork(CALL - message.call_id, partial(self.call, message), {}, None)
+            case Preload():
+                _run(message.function, message.payload)
+                share_memory()
+            case _:
+                raise ProtocolError(f"the nursery knows no message {message}")
 
-    def start(self, message: Message) -> None:
+    def start(self, message: StartWorkers) -> None:
         """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
         self.reap()  # a store that has just died is none
-        self.attempt, world = message["attempt"], message["world"]
-        first, local = message.get("first", 0), message.get("local", world)
-        later = "only" in message
+        self.attempt, first, local = message.attempt, message.first_rank, message.local_world_size
+        later = message.rejoining_ranks is not None
         self.starts += not later
-        if self.hosts and not self.port and "master" in message:
-            send(self.agent, {"kind": "store lost", "attempt": self.attempt})
-        address, port = message.get("master", ("127.0.0.1", 0))
-        if not later and "master" not in message:
+        if self.hosts and not self.port and message.store_address is not None:
+            send(self.agent, StoreDied(attempt=self.attempt))
+        address, port = message.store_address or ("127.0.0.1", 0)
+        if not later and message.store_address is None:
             self.open_meeting()
-        for rank in message["only"] if later else range(first, first + local):
+        ranks = range(first, first + local) if message.rejoining_ranks is None else message.rejoining_ranks
+        for rank in ranks:
             near, far = pair()
-            orders = str(far.fileno()) if message.get("elastic") else ""
+            orders = str(far.fileno()) if message.is_elastic else ""
             environment = {
-                **message["environment"],
+                **message.environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank - first),
-                "WORLD_SIZE": str(world),
+                "WORLD_SIZE": str(message.world_size),
                 "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                STORE_VARIABLE: "" if "master" in message else f"/proc/self/fd/{self.meeting}",
-                KEY_VARIABLE: message.get("key", ""),
-                "PHALANX_ATTEMPT": str(message["attempt"]),
-                "PHALANX_MEETING": str(message.get("meeting", self.starts)),
+                STORE_VARIABLE: "" if message.store_address is not None else f"/proc/self/fd/{self.meeting}",
+                KEY_VARIABLE: message.store_key or "",
+                "PHALANX_ATTEMPT": str(message.attempt),
+                "PHALANX_MEETING": str(self.starts if message.rendezvous_id is None else message.rendezvous_id),
                 "PHALANX_EVENTS": str(self.events.fileno()),
                 pulse.VARIABLE: str(self.pulse),
                 "PHALANX_ORDERS": orders,
                 "PHALANX_COMES_LATER": "1" if later else "",
             }
-            log = Path(message["logs"]) / f"attempt-{message['attempt']}-rank-{rank}.log"
-            function, arguments = message["command"]["function"], message["command"]["payload"]
+            log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
+            function, arguments = message.command.function, message.command.payload
             self.fork(rank, partial(_run, function, arguments), environment, log, _code_of(arguments))
             far.close()
             self.orders[rank] = near
-        send(self.agent, {"kind": "started", "attempt": self.attempt})
+        send(self.agent, WorkersStarted(attempt=self.attempt))
 
     def open_meeting(self) -> None:
         """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
@@ -200,24 +211,9 @@ class Nursery:
         with os.fdopen(read) as pipe:
             return int(pipe.read() or 0)
 
-    def call(self, function: str, payload: Any, number: int, **_: Any) -> NoReturn:
+    def call(self, asked: RunCall) -> NoReturn:
         """Run `module:function(payload)` in this (forked) process, send what it returns or raises, and leave."""
-        try:
-            reply: Message = {"kind": "returned", "value": _target(function)(payload)}
-        except PhalanxError as error:
-            reply = {"kind": "raised", "text": str(error), "code": int(error.code), "trace": None}
-        except SystemExit as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            text = (
-                f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
-            )
-            reply = {"kind": "raised", "text": text, "code": None, "trace": None}
-        except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
-            text = f"{type(error).__name__}: {error}"
-            reply = {"kind": "raised", "text": text, "code": None, "trace": traceback.format_exc()[-8000:]}
-            if _broken_gpu(error):
-                reply |= {"text": f"a GPU of this machine failed: {told(error)}", "code": int(ExitCode.UNFIT_NODE)}
-        send(self.agent, {**reply, "number": number})
+        send(self.agent, _reply_to(asked))
         raise SystemExit(ANSWERED)
 
     def fork(
@@ -235,7 +231,7 @@ class Nursery:
 
         def report(error: BaseException) -> None:
             if log is not None:
-                send(self.events, {"kind": "crash", "rank": rank, "text": told(error, code)})
+                send(self.events, WorkerCrashed(rank=rank, message=told(error, code)))
 
         parent = os.getpid()
         pid = os.fork()
@@ -259,7 +255,7 @@ class Nursery:
             if rank == STORE:
                 if pid == self.store and self.port:
                     self.port = 0  # the next attempt gets another; workers that have met need it no more
-                    send(self.agent, {"kind": "store lost", "attempt": self.attempt})
+                    send(self.agent, StoreDied(attempt=self.attempt))
                 continue
             if rank is None:
                 continue
@@ -268,10 +264,9 @@ class Nursery:
                 if os.waitstatus_to_exitcode(status) != ANSWERED:
                     text = f"the trial process ended with {describe(status)}"
                     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-                    reply = {"kind": "raised", "text": text, "code": None, "trace": None, "killed": killed}
-                    send(self.agent, {**reply, "number": CALL - rank})
+                    send(self.agent, CallRaised(call_id=CALL - rank, message=text, was_killed=killed))
                 continue
-            send(self.agent, {"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            send(self.agent, WorkerExited(rank=rank, exit_status=os.waitstatus_to_exitcode(status)))
 
     def kill(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
@@ -299,6 +294,24 @@ def describe(status: int) -> str:
 def signal_name(number: int) -> str:
     """SIGKILL, say; real-time signals have no names, so they are `signal 40`."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _reply_to(asked: RunCall) -> CallReturned | CallRaised:
+    """Call, and put what came of it into a message."""
+    call_id = asked.call_id
+    try:
+        return CallReturned(call_id=call_id, value=_target(asked.function)(asked.payload))
+    except PhalanxError as error:
+        return CallRaised(call_id=call_id, message=str(error), exit_code=int(error.code))
+    except SystemExit as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
+        return CallRaised(call_id=call_id, message=text)
+    except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
+        text, code, trace = f"{type(error).__name__}: {error}", None, traceback.format_exc()[-8000:]
+        if _broken_gpu(error):
+            text, code = f"a GPU of this machine failed: {told(error)}", int(ExitCode.UNFIT_NODE)
+        return CallRaised(call_id=call_id, message=text, exit_code=code, traceback=trace)
 
 
 def _target(path: str) -> Callable[[Any], Any]:

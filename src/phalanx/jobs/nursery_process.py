@@ -7,13 +7,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import psutil
 
 from phalanx.errors import ExitCode, PhalanxError, TrialError
 from phalanx.jobs.nursery import signal_name
-from phalanx.run.channel import Message, TakesNothingError, bounded, pair, receive, send
+from phalanx.run.channel import TakesNothingError, bounded, pair, receive, send
+from phalanx.run.messages import (
+    CallRaised,
+    CallReply,
+    CallReturned,
+    ForkServerReady,
+    Preload,
+    RunCall,
+    StartStore,
+    StoreStarted,
+    ToForkServer,
+)
 from phalanx.run.pulse import Pulses
 from phalanx.waits import HELD, LOOK, Wait, resume, say, stopped
 
@@ -37,6 +48,7 @@ STORE = 60.0
 """Seconds in which the store must listen."""
 SENDING = 10.0
 """Seconds in which it must take what it is sent."""
+Answer = TypeVar("Answer")
 AGAIN = "start again with the same command"
 WHO = "the process that loads torch and starts workers"
 
@@ -178,24 +190,23 @@ class NurseryProcess:
     def wait_ready(self) -> None:
         """Block until torch is imported there. NurseryLost when that takes too long."""
         if not self._ready:
-            self._answer("ready", wait=Wait(f"{WHO} to be ready", self._patience[0], self.tell))
+            self._answer(ForkServerReady, wait=Wait(f"{WHO} to be ready", self._patience[0], self.tell))
             self._ready = True
 
     def store(self, address: str) -> int:
         """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
         self.wait_ready()
-        self.ask({"kind": "store", "address": address})
+        self.ask(StartStore(address=address))
         what = "the process through which workers find each other to listen"
-        answer = self._answer("store", wait=Wait(what, STORE, self.tell))
-        self.store_pid = answer["pid"]
-        port: int = answer["port"]
-        return port
+        answer = self._answer(StoreStarted, wait=Wait(what, STORE, self.tell))
+        self.store_pid = answer.pid
+        return answer.port
 
     def preload(self, function: str, payload: Any) -> None:
         """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
         them has to. It must start no thread, touch no tensor and raise nothing."""
         self.wait_ready()
-        self.ask({"kind": "preload", "function": function, "payload": payload})
+        self.ask(Preload(function=function, payload=payload))
 
     def call(self, function: str, payload: Any) -> Any:
         """Run `module:function(payload)` in a fork of the nursery and return its value.
@@ -204,19 +215,20 @@ class NurseryProcess:
         """
         self.wait_ready()
         self._calls += 1
-        self.ask({"kind": "call", "function": function, "payload": payload, "number": self._calls})
+        self.ask(RunCall(function=function, payload=payload, call_id=self._calls))
         what = f"a trial before the run ({function.rpartition(':')[2]}) to end"
         wait = Wait(what, self._patience[1], self.tell)
         hint = "; if it is only slow, raise recovery.silence"
-        while (reply := self._answer("returned", "raised", wait=wait, hint=hint))["number"] != self._calls:
+        while (reply := self._answer(CallReply, wait=wait, hint=hint)).call_id != self._calls:
             pass  # to a call that was interrupted, or an end behind an answer
-        if reply["kind"] == "returned":
-            return reply["value"]
-        if reply["code"] is not None:
-            raise Raised(reply["text"], ExitCode(reply["code"]))
-        raise TrialError(reply["text"], reply["trace"], reply.get("killed", False))
+        if isinstance(reply, CallReturned):
+            return reply.value
+        assert isinstance(reply, CallRaised)
+        if reply.exit_code is not None:
+            raise Raised(reply.message, ExitCode(reply.exit_code))
+        raise TrialError(reply.message, reply.traceback, reply.was_killed)
 
-    def ask(self, message: Message) -> None:
+    def ask(self, message: ToForkServer) -> None:
         """Send it a message. NurseryLost when it is gone, or takes nothing."""
         try:
             send(self.control, message)
@@ -226,8 +238,8 @@ class NurseryProcess:
         except OSError:
             raise self._lost() from None
 
-    def _answer(self, *kinds: str, wait: Wait, hint: str = "") -> Message:
-        """The next message of one of these kinds. What else comes is of workers that are no longer followed.
+    def _answer(self, wanted: type[Answer], wait: Wait, hint: str = "") -> Answer:
+        """The next message of this class. What else comes is of workers that are no longer followed.
         NurseryLost when it does not come, AskedToStop when that is not to be waited for: then it is killed."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
@@ -251,7 +263,7 @@ class NurseryProcess:
                     raise self._lost()
                 self._stopped = 0
                 for message in messages:
-                    if message["kind"] in kinds:
+                    if isinstance(message, wanted):
                         return message
 
     def _lost(self) -> NurseryLost:

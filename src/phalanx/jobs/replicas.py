@@ -8,17 +8,25 @@ again as it would have without. Where several workers hold a replica together, t
 lost one are of no use to anybody, are ended, and started again.
 """
 
+import dataclasses
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 from phalanx.jobs.attempt import Attempt
 from phalanx.jobs.nodes import Node
 from phalanx.run import Event
-from phalanx.run.channel import Message
 from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
+from phalanx.run.messages import (
+    JoinedGroup,
+    LeftGroup,
+    MembershipUpdate,
+    SendSignal,
+    StandbyReady,
+    StartWorkers,
+    UpdateMembership,
+)
 
 MEETING = 10.0
 """Seconds in which workers that were told must have met."""
@@ -34,7 +42,7 @@ class Replicas:
     def __init__(
         self,
         attempt: Attempt,
-        start: Message,
+        start: StartWorkers,
         clock: Callable[[], float],
         emit: Callable[[Event], None],
         size: int = 1,
@@ -85,15 +93,21 @@ class Replicas:
         for node, own in attempt.places.items():
             if here := sorted(mates & set(own)):
                 with suppress(ConnectionError):  # noticed where it is read
-                    node.send({"kind": "signal", "number": int(signal.SIGKILL), "ranks": here})
+                    node.send(SendSignal(signal=int(signal.SIGKILL), ranks=tuple(here)))
 
     def replace(self, node: Node, ranks: Collection[int]) -> None:
         """Start workers on a node in the places of lost ones."""
         attempt = self._attempt
         place = attempt.places[node]
-        told = {**self._start, "attempt": attempt.number, "only": sorted(ranks)}
+        start = dataclasses.replace(
+            self._start,
+            attempt=attempt.number,
+            first_rank=place.start,
+            local_world_size=len(place),
+            rejoining_ranks=tuple(sorted(ranks)),
+        )
         with suppress(ConnectionError):  # noticed where it is read
-            node.send({**told, "first": place.start, "local": len(place)})
+            node.send(start)
             attempt.joining |= set(ranks)
             attempt.logs |= dict.fromkeys(ranks, attempt.number)
 
@@ -141,17 +155,17 @@ class Replicas:
             self._deadline, self._meeting, self._gathered, self._let = None, False, False, set()
             self._steps, self._adrift = 0, False  # the others were of the world before
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: StandbyReady | JoinedGroup | LeftGroup) -> None:
         """One message of a worker that is no event."""
-        kind = message["kind"]
-        if kind == "ready":
-            self._ready.add(message["rank"])
+        if isinstance(message, StandbyReady):
+            self._ready.add(message.rank)
             self._let_in()
-        elif kind == "gathered" and message["attempt"] == self._attempt.number:
-            self._gathered = True
-        elif kind == "gathered" and message["attempt"] > self._met:
-            self._deadline = self._clock()  # to meet one who was lost since; it would wait for ever
-        elif kind == "adrift" and message["rank"] in self._attempt.members:
+        elif isinstance(message, JoinedGroup):
+            if message.attempt == self._attempt.number:
+                self._gathered = True
+            elif message.attempt > self._met:
+                self._deadline = self._clock()  # to meet one who was lost since; it would wait for ever
+        elif message.rank in self._attempt.members:
             self._adrift = True
             if self._ended and self._lost:
                 self._deadline = self._clock()
@@ -202,9 +216,13 @@ class Replicas:
         attempt.paces = {}
         self._steps, self._meeting, self._lost, self._gathered = 0, True, lost, False
         self._deadline = self._until(lost)
-        words: dict[str, Any] = {"attempt": attempt.number, "workers": sorted(attempt.members)}
-        words |= {"told": self._told, "lost": lost}
+        update = MembershipUpdate(
+            attempt=attempt.number,
+            active_ranks=tuple(sorted(attempt.members)),
+            last_reported_step=self._told,
+            worker_lost=lost,
+        )
         for node, ranks in attempt.places.items():
             if mine := sorted(attempt.members & set(ranks)):
                 with suppress(ConnectionError):  # noticed where it is read
-                    node.send({"kind": "order", "ranks": mine, "words": words})
+                    node.send(UpdateMembership(recipients=tuple(mine), update=update))

@@ -1,16 +1,17 @@
-"""Messages between agent, nursery and workers: JSON objects over local packet sockets.
+"""Messages between agent, nursery and workers over local packet sockets. The kinds: `messages.py`.
 
-A packet is whole or not there, from any number of writers, so workers share one socket without locks. A packet that
-is a list carries several messages.
+A packet is whole or not there, from any number of writers, so workers share one socket without locks. It carries a list
+of messages. What is none of this Phalanx, such as an event with a number that no event may have, comes as a warning: it
+does not end the run of the worker that sent it.
 """
 
-import json
 import socket
 import struct
 from collections.abc import Iterator
 from typing import Any
 
-Message = dict[str, Any]
+from phalanx.run.messages import Message, ProtocolError, decode_list, encode, to_message, warning_of
+
 PACKET = 128 * 1024
 """Largest packet, in bytes; well below the kernel's default send buffer of 208 KiB."""
 _TIME = struct.Struct("@ll")  # the kernel's struct timeval
@@ -35,7 +36,7 @@ def bounded(sock: socket.socket, seconds: float) -> socket.socket:
 def send(sock: socket.socket, *messages: Message) -> None:
     """Send messages in one packet, or in several when they are too large for one. TakesNothingError where the other
     end takes nothing for as long as the socket waits (`bounded`)."""
-    packet = json.dumps(messages).encode()
+    packet = encode(messages)
     if len(packet) <= PACKET:
         try:
             sock.send(packet)
@@ -57,12 +58,9 @@ def _packet(sock: socket.socket, flags: int = 0) -> bytes:
 
 
 def receive(sock: socket.socket) -> list[Message] | None:
-    """The messages of the next packet; None when every writer is gone."""
+    """The messages of the next packet; None when every writer is gone. ProtocolError for a packet that is no list."""
     packet = _packet(sock)
-    if not packet:
-        return None
-    messages: list[Message] = json.loads(packet)
-    return messages
+    return [_message(found) for found in decode_list(packet)] if packet else None
 
 
 def drain(sock: socket.socket) -> Iterator[Message]:
@@ -74,4 +72,11 @@ def drain(sock: socket.socket) -> Iterator[Message]:
             return
         if not packet:
             return
-        yield from json.loads(packet)
+        yield from map(_message, decode_list(packet))
+
+
+def _message(found: Any) -> Message:
+    try:
+        return to_message(found)
+    except ProtocolError:
+        return warning_of(found)

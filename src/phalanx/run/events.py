@@ -5,23 +5,18 @@ Steps done again after a restart appear again, and the highest attempt counts.
 """
 
 import json
-import math
 import os
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import phalanx
 from phalanx.bounded import from_json, open_to_append
 from phalanx.errors import DataError, storage_failed
 from phalanx.run.event_types import FORMAT, AttemptStarted, Event, LogOpened, RunWarning, StepDone, WorkerStarted
+from phalanx.run.fields import read_fields, to_fields
 from phalanx.run.lines import LineTail
 
-LATEST_TIME_S, LARGEST_COUNT, LARGEST_FLOAT = 1e11, 1 << 53, 1e30
-"""Unix seconds of a time, a count and any other number beyond which they are none."""
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
 """By kind."""
 
@@ -30,26 +25,11 @@ class UnknownFormat(DataError):
     """events.jsonl was written by another Phalanx, in a format that this one does not know."""
 
 
-def to_fields(event: Event) -> dict[str, Any]:
-    """The event as JSON values, without fields that have their default."""
-    found: dict[str, Any] = {"kind": event.kind}
-    event_type: Any = type(event)
-    defaults = _defaults(event_type)
-    for name, value in vars(event).items():
-        if name not in defaults or value != defaults[name]:
-            found[name] = vars(value) if is_dataclass(value) else value
-    return found
-
-
 def from_fields(found: Any) -> Event | None:
     """The event of such JSON values; None where they are of no known kind, lack a field, or have one of the wrong type.
     Fields that the kind does not have are left out."""
-    kind = found.get("kind") if isinstance(found, Mapping) else None
-    event_type = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
-    if event_type is None:
-        return None
     try:
-        event: Event = _read(event_type, found)
+        event: Event = read_fields(found, EVENT_TYPES)
     except (ValueError, OverflowError):
         return None
     return event
@@ -190,102 +170,3 @@ def training_seconds(events: Iterable[Event]) -> float:
         elif not isinstance(event, RunWarning) and last is not None:  # some warnings are given before an attempt
             seconds, last = seconds + max(0.0, event.time - last), event.time  # clocks of nodes differ
     return seconds
-
-
-Check = Callable[[Any], Any]
-"""Returns a JSON value as a field has it. ValueError or OverflowError where it is of another type."""
-
-
-def _read(event_type: Any, found: Mapping[str, Any]) -> Any:
-    values = {}
-    for name, check, required in _checks(event_type):
-        if name in found:
-            values[name] = check(found[name])
-        elif required:
-            raise ValueError(name)
-    return event_type(**values)
-
-
-@cache
-def _defaults(event_type: type[Any]) -> dict[str, Any]:
-    return {each.name: each.default for each in fields(event_type) if each.default is not MISSING}
-
-
-@cache
-def _checks(event_type: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
-    """Of each field: its name, the check of its value, and whether it must be there."""
-    hints = get_type_hints(event_type)
-    return tuple(
-        (each.name, _time if each.name == "time" else _check_of(hints[each.name]), each.default is MISSING)
-        for each in fields(event_type)
-    )
-
-
-def _check_of(hint: Any) -> Check:
-    """The check of a type: those that fields of events have."""
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        (of,) = (each for each in arguments if each is not types.NoneType)
-        inner = _finite if of is float else _check_of(of)
-        return lambda value: None if value is None else inner(value)
-    if origin is Literal:
-        return lambda value: _one_of(value, arguments)
-    if origin is dict:
-        text, inner = _check_of(arguments[0]), _check_of(arguments[1])
-        return lambda value: {text(key): inner(each) for key, each in _object(value).items()}
-    assert is_dataclass(hint)
-    return lambda value: _read(hint, _object(value))
-
-
-def _float(value: Any) -> float:
-    if (type(value) is float or type(value) is int) and -LARGEST_FLOAT < value < LARGEST_FLOAT:
-        return float(value)
-    raise ValueError(value)
-
-
-def _finite(value: Any) -> float:
-    """A loss that explodes has no limit."""
-    if (type(value) is float or type(value) is int) and math.isfinite(value):
-        return float(value)
-    raise ValueError(value)
-
-
-def _time(value: Any) -> float:
-    if 0 <= (time := _float(value)) <= LATEST_TIME_S:
-        return time
-    raise ValueError(value)
-
-
-def _count(value: Any) -> int:
-    if type(value) is int and 0 <= value <= LARGEST_COUNT:
-        return value
-    raise ValueError(value)
-
-
-def _text(value: Any) -> str:
-    if type(value) is str:
-        return value
-    raise ValueError(value)
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is bool:
-        return value
-    raise ValueError(value)
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if type(value) is dict:
-        return value
-    raise ValueError(value)
-
-
-def _one_of(value: Any, known: tuple[Any, ...]) -> Any:
-    if type(value) is str and value in known:
-        return value
-    raise ValueError(value)
-
-
-_SIMPLE: dict[Any, Check] = {float: _float, int: _count, str: _text, bool: _flag}

@@ -1,4 +1,4 @@
-"""The agents' control channel: JSON messages over TCP between members that know the job's token. Not for data.
+"""The agents' control channel: `messages.py` over TCP between members that know the job's token. Not for data.
 
 Both ends prove that they know the token by HMAC over the other's random number, without telling it; after that every
 frame carries an HMAC over its number and content, so nobody on the way can add, change or repeat one. It is not
@@ -7,7 +7,6 @@ encrypted: nothing secret is sent over it.
 
 import contextlib
 import hmac
-import json
 import os
 import queue
 import secrets
@@ -22,7 +21,7 @@ from typing import Generic, Self, TypeVar
 
 from phalanx.bounded import read_text
 from phalanx.errors import DataError, UsageError
-from phalanx.run.channel import Message
+from phalanx.run.messages import Introduction, Message, ProtocolError, decode, encode
 from phalanx.run.private import check_own
 
 HANDSHAKE = 5.0
@@ -69,7 +68,7 @@ class Wire:
 
     def send(self, *messages: Message) -> None:
         """Send messages in one frame. ConnectionError when the other end is gone or takes nothing."""
-        payload = json.dumps(messages).encode()
+        payload = encode(messages)
         if len(payload) > LARGEST:
             raise ValueError(f"messages of {len(payload)} bytes do not fit a frame of {LARGEST}")
         with self._lock:
@@ -97,12 +96,9 @@ class Wire:
                 return None
             self._taken += 1
             try:
-                said = json.loads(payload)
-            except (ValueError, RecursionError):
+                messages += decode(payload)
+            except ProtocolError:
                 return None
-            if not isinstance(said, list) or not all(_is_message(each) for each in said):
-                return None
-            messages += said
         return None if self._too_large() else messages
 
     def close(self) -> None:
@@ -126,10 +122,6 @@ class Wire:
 
     def _sign(self, who: bytes, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, who + _NUMBER.pack(number) + payload, "sha256")
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("kind"), str)
 
 
 def introduce(sock: socket.socket, token: bytes, purpose: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes]:
@@ -265,7 +257,7 @@ class Door:
             # Python adds to the reason what it was about, which stands here already
             why = str(error.strerror).partition(" (while")[0]
             raise UsageError(f"cannot listen on {address[0]}:{address[1]}: {why}") from None
-        self.arrived: queue.SimpleQueue[tuple[Wire, Message]] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[tuple[Wire, Introduction]] = queue.SimpleQueue()
         self.near, self._far = socket.socketpair()
         self._token, self._listener = token, listener
         self._greeter = Greeter(listener, self._prove, self._arrive)
@@ -292,18 +284,18 @@ class Door:
         while not self.arrived.empty():
             self.arrived.get()[0].close()
 
-    def _prove(self, sock: socket.socket, until: float) -> tuple[Wire, Message]:
+    def _prove(self, sock: socket.socket, until: float) -> tuple[Wire, Introduction]:
         wire = answer(sock, self._token, until - time.monotonic())
         said: list[Message] | None = []
         while said == []:
             sock.settimeout(max(0.001, until - time.monotonic()))
             said = wire.receive()
-        if not said or said[0].get("kind") != "hello":
+        if not said or not isinstance(said[0], Introduction):
             raise Refused("it did not say what it is")
         sock.settimeout(SENDING)
         return wire, said[0]
 
-    def _arrive(self, guest: tuple[Wire, Message]) -> None:
+    def _arrive(self, guest: tuple[Wire, Introduction]) -> None:
         self.arrived.put(guest)
         with contextlib.suppress(OSError):  # closing meanwhile
             self._far.send(b"x")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
 from phalanx.recipe import told
+from phalanx.run.fields import read_as
 from phalanx.train.causes import PassingError, cause_of
 from phalanx.train.place import PATIENCE as COMING
 from phalanx.train.place import Place, from_environment, store_of
@@ -42,15 +43,15 @@ class RelayedError(PhalanxError):
 
 
 @dataclass(frozen=True)
-class Announced:
-    """What the leading worker says: the `attempt` of its `run`, or that it is `finished`, or with `error` and `code`
-    why there is nothing to train. `rank`: of who says it."""
+class RunAnnouncement:
+    """What the leading worker says: the `attempt` of its run, or that the run `is_finished`, or with `error` and
+    `exit_code` why there is nothing to train. `rank`: of the worker that says it."""
 
-    run: str = ""
+    run_dir: str = ""
     attempt: int = 0
-    finished: bool = False
+    is_finished: bool = False
     error: str = ""
-    code: int = 0
+    exit_code: int = 0
     rank: int = 0
 
     def text(self) -> str:
@@ -58,14 +59,14 @@ class Announced:
         return json.dumps(asdict(replace(self, error=self.error[:LONGEST])))
 
 
-def announce(place: Place, what: Announced) -> None:
+def announce(place: Place, what: RunAnnouncement) -> None:
     """Tell all workers of this attempt what to train. Where that is nothing, wait until they have heard it, or a while:
     when this process ends, the store may be gone."""
     if place.world == 1:
         return
     store = store_of(place)
     store.set(_KEY, what.text())
-    if (what.error or what.finished) and not _supervised():
+    if (what.error or what.is_finished) and not _supervised():
         wait = Wait("the other workers to hear why there is nothing to train", LISTENING)
         while store.add(_HEARD, 0) < place.world - 1 and not wait.over():
             time.sleep(SOON)
@@ -90,7 +91,7 @@ def _say_why(place: Place, error: Exception) -> None:
         return  # an agent knows the rest by the worker's status
     known = error if isinstance(error, TrialError) else cause_of(error)
     text, code = (told(error), ExitCode.GAVE_UP) if known is None else (str(known), known.code)
-    what = Announced(error=text, code=int(code), rank=place.rank)
+    what = RunAnnouncement(error=text, exit_code=int(code), rank=place.rank)
     if not _supervised():
         store_of(_launched(place)).set(_ALL, what.text())
     if place.leads:
@@ -107,7 +108,7 @@ def come_together(place: Place) -> None:
     launched = _launched(place)
     store = store_of(launched)
     if store.add(_COME, 1) == place.world:
-        store.set(_ALL, Announced().text())
+        store.set(_ALL, RunAnnouncement().text())
     what, patience = f"all {place.world} workers to come", COMING.total_seconds()
     _end_if_failed(_read(_awaited(launched, _ALL, what, patience, _too_few)), launched)
 
@@ -126,7 +127,7 @@ def _supervised() -> bool:
     return "PHALANX_EVENTS" in os.environ
 
 
-def _end_if_failed(found: Announced, place: Place) -> None:
+def _end_if_failed(found: RunAnnouncement, place: Place) -> None:
     """End this worker where another says so."""
     if not found.error:
         return
@@ -134,12 +135,12 @@ def _end_if_failed(found: Announced, place: Place) -> None:
         f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
     )
     error = RelayedError(f"{who}: {found.error}")
-    error.code = ExitCode(found.code)
+    error.code = ExitCode(found.exit_code)
     store_of(place).add(_HEARD, 1)
     raise error
 
 
-def await_announcement(place: Place, run: Path) -> Announced:
+def await_announcement(place: Place, run: Path) -> RunAnnouncement:
     """What the leading worker told. PhalanxError when it failed, and where no agent looks after this worker also when
     it is gone; UsageError when its run is another than this worker's."""
     try:
@@ -153,12 +154,12 @@ def await_announcement(place: Place, run: Path) -> Announced:
         raise PassingError(
             f"the leading worker was lost before it said what to train (at {where}); start again"
         ) from lost
-    if found.finished:
+    if found.is_finished:
         store_of(place).add(_HEARD, 1)
-    elif os.path.realpath(found.run) != os.path.realpath(run):
+    elif os.path.realpath(found.run_dir) != os.path.realpath(run):
         raise UsageError(
-            f"this worker's run is {os.path.realpath(run)}, and that of worker 0 {found.run}: start all workers in the "
-            "same folder with the same arguments"
+            f"this worker's run is {os.path.realpath(run)}, and that of worker 0 {found.run_dir}: start all workers in "
+            "the same folder with the same arguments"
         )
     return found
 
@@ -185,18 +186,17 @@ def _leave_unsaid(_: str) -> None:
     """One worker of a machine says it for all."""
 
 
-def _read(content: bytes) -> Announced:
+def _read(content: bytes) -> RunAnnouncement:
     wrong = UsageError("what was announced where the workers meet is not an announcement of Phalanx")
     if len(content) > LARGEST:
         raise wrong
     try:
-        found = Announced(**json.loads(content))
-        if found.code:
-            ExitCode(found.code)
-    except (ValueError, TypeError, RecursionError):
+        said = json.loads(content)
+        found: RunAnnouncement = read_as(RunAnnouncement, said)
+        if found.exit_code:
+            ExitCode(found.exit_code)
+    except (ValueError, RecursionError):
         raise wrong from None
-    kinds = {"run": str, "attempt": int, "finished": bool, "error": str, "code": int, "rank": int}
-    typed = all(type(getattr(found, name)) is kind for name, kind in kinds.items())
-    if not typed or (found.error and not found.code):
+    if said.keys() - vars(found).keys() or (found.error and not found.exit_code):
         raise wrong
     return found

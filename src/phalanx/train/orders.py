@@ -10,23 +10,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from phalanx.run.channel import receive
+from phalanx.run.messages import MembershipUpdate
 
 VARIABLE = "PHALANX_ORDERS"
 """Names the descriptor over which a worker gets its orders."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """Train with the workers that have these numbers, as `attempt` of the run. `told` is the last step that the agent
-    has heard of, `lost` whether somebody is gone."""
-
-    attempt: int
-    workers: tuple[int, ...]
-    told: int
-    lost: bool
 
 
 class Orders:
@@ -34,7 +23,7 @@ class Orders:
 
     def __init__(self, sock: socket.socket, cut: Callable[[], None]):
         self._sock, self._cut = sock, cut
-        self._latest: Order | None = None
+        self._latest: MembershipUpdate | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
@@ -47,14 +36,14 @@ class Orders:
     def urgent(self) -> bool:
         """Whether that order says that somebody is gone, so that the step of now cannot end."""
         latest = self._latest
-        return latest is not None and latest.lost
+        return latest is not None and latest.worker_lost
 
     def wait(self, seconds: float) -> None:
         """Wait for an order, but no longer than that."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest is not None, seconds)
 
-    def take(self) -> Order:
+    def take(self) -> MembershipUpdate:
         """The newest order, waiting for it."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest is not None)
@@ -64,9 +53,9 @@ class Orders:
 
     def _listen(self) -> None:
         while (messages := receive(self._sock)) is not None:
-            for message in messages:
-                order = Order(message["attempt"], tuple(message["workers"]), message["told"], message["lost"])
-                if order.lost:  # before it can be obeyed, or it might be the connections of the next group
+            for order in messages:
+                assert isinstance(order, MembershipUpdate)
+                if order.worker_lost:  # before it can be obeyed, or it might be the connections of the next group
                     self._cut()
                 with self._changed:
                     self._latest = order

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Layout
 from phalanx.run.event_types import CheckpointFailed
+from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.run.pulse import Pulse, Silent
 from phalanx.train.checkpoint import clean
 from phalanx.train.ends import make_stepper, tell_start
@@ -27,7 +28,7 @@ from phalanx.train.gang import Gang, Summoned
 from phalanx.train.model import Seeds
 from phalanx.train.nodes import dtype_name, dtype_named, exchanged, said_by
 from phalanx.train.objective import Objective
-from phalanx.train.orders import Connections, Order, Orders
+from phalanx.train.orders import Connections, Orders
 from phalanx.train.parallel.mesh import Mesh, build_mesh
 from phalanx.train.parallel.staging import Staged
 from phalanx.train.parts import Parts
@@ -137,7 +138,7 @@ class Regrouping:
 
     def leave(self, gang: Gang) -> Standing:
         """Leave a group of which somebody may be gone, and undo what was begun."""
-        self._reporter.say("adrift", self._number)
+        self._reporter.say(LeftGroup(rank=self._number))
         standing = gang.abandon()
         for connections in (self._between, self._within):
             connections.cut()  # or those who have not noticed yet would wait for us
@@ -168,27 +169,27 @@ class Regrouping:
         if place.leads:
             # Also what the lost ones left of a save that was given up; but others still write what goes along.
             clean(built.parts.run.checkpoints, spare=None if unfinished is None else unfinished.step)
-            tell_start(built.parts, samples, found.standing.progress, grown=not order.lost)
-            self._reporter.recall(reached if led else order.told)
+            tell_start(built.parts, samples, found.standing.progress, grown=not order.worker_lost)
+            self._reporter.recall(reached if led else order.last_reported_step)
         exchanged(place, None)  # before that nobody may begin a save, which may be the first that is due
         self._way.warm_up(built, found.standing.progress)
         return built, replace(found.standing, unfinished=unfinished)
 
-    def _gather(self) -> Order:
+    def _gather(self) -> MembershipUpdate:
         """Wait for the agent's word, and until all have come whom it names: a process group that begins to meet waits
         for ever for one who does not. If one is lost before, the agent says who meets instead."""
         while True:
             order = self.orders.take()
-            rank, world = order.workers.index(self._number), len(order.workers)
+            rank, world = order.active_ranks.index(self._number), len(order.active_ranks)
             self._place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
             if world == 1 or self._all_come(order):
-                self._reporter.say("gathered", self._number, attempt=order.attempt)
+                self._reporter.say(JoinedGroup(rank=self._number, attempt=order.attempt))
                 return order
 
-    def _all_come(self, order: Order) -> bool:
+    def _all_come(self, order: MembershipUpdate) -> bool:
         """False when another order comes first."""
         store, patience = store_of(self._place), SOON
-        if store.add("come", 1) == len(order.workers):
+        if store.add("come", 1) == len(order.active_ranks):
             store.set("all", "1")
         while not store.check(["all"]):
             self.orders.wait(patience)

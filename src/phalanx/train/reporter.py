@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from phalanx.run import Event, EventLog, Run, read_events, training_seconds
-from phalanx.run.channel import Message, send
+from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
-from phalanx.run.events import to_fields
+from phalanx.run.messages import FromWorker, Message, RunResult, WorkerError
 from phalanx.streams import printable
 
 KEPT = 256
@@ -40,8 +40,8 @@ class Reporter(Protocol):
     def flush(self) -> None:
         """Send what is kept back."""
 
-    def say(self, kind: str, rank: int, **more: Any) -> None:
-        """Tell the agent something of a worker that is no event of the run."""
+    def say(self, message: FromWorker) -> None:
+        """Send the agent a message that is no event of the run."""
 
     def keep(self, event: StepDone | NonFiniteStep) -> None:
         """Remember an event that the leading worker reports, in case that its word does not arrive."""
@@ -54,11 +54,11 @@ class Reporter(Protocol):
 
 
 class ToAgent:
-    """Sends to the agent."""
+    """Sends to the agent, as the worker of this rank."""
 
-    def __init__(self, fd: int, patience: float = 0.1):
+    def __init__(self, fd: int, rank: int, patience: float = 0.1):
         self._socket = socket.socket(fileno=os.dup(fd))
-        self._patience = patience
+        self._rank, self._patience = rank, patience
         self._held: list[Message] = []
         self._kept: deque[StepDone | NonFiniteStep] = deque(maxlen=KEPT)
         self._since = 0.0
@@ -66,25 +66,22 @@ class ToAgent:
     def event(self, event: Event) -> None:
         if not self._held:
             self._since = event.time
-        self._held.append(to_fields(event))
+        self._held.append(event)
         if not isinstance(event, StepDone) or event.time - self._since >= self._patience:
             self.flush()
 
     def error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        self._send({"kind": "error", "text": text[:MESSAGE], "code": code, "out_of_memory": out_of_memory})
+        self.say(WorkerError(rank=self._rank, message=text[:MESSAGE], exit_code=code, out_of_memory=out_of_memory))
 
     def result(self, value: dict[str, Any]) -> None:
-        self._send({"kind": "result", "value": value})
+        self.say(RunResult(value=value))
 
     def flush(self) -> None:
         held, self._held = self._held, []
         if held:
             send(self._socket, *held)
 
-    def say(self, kind: str, rank: int, **more: Any) -> None:
-        self._send({"kind": kind, "rank": rank, **more})
-
-    def _send(self, message: Message) -> None:
+    def say(self, message: FromWorker) -> None:
         """At once, behind what is kept back."""
         self._held.append(message)
         self.flush()
@@ -93,7 +90,7 @@ class ToAgent:
         self._kept.append(event)
 
     def recall(self, after: int) -> None:
-        self._held += [to_fields(event) for event in self._kept if event.step > after]
+        self._held += [event for event in self._kept if event.step > after]
         self._kept.clear()
         self.flush()
 
@@ -125,7 +122,7 @@ class ToRun:
     def flush(self) -> None:
         """Nothing is ever kept back."""
 
-    def say(self, kind: str, rank: int, **more: Any) -> None:
+    def say(self, message: FromWorker) -> None:
         """There is no agent."""
 
     def keep(self, event: StepDone | NonFiniteStep) -> None:
@@ -140,5 +137,5 @@ class ToRun:
 
 
 def reporter(run: Run, leads: bool, events: str | None, show: Callable[[Event], None] | None = None) -> ToAgent | ToRun:
-    """The reporter for this worker; `events` is the value of PHALANX_EVENTS, if set."""
-    return ToAgent(int(events)) if events else ToRun(run, leads, show)
+    """The reporter for this worker; `events` is the value of PHALANX_EVENTS, if our agent has set that, and RANK."""
+    return ToAgent(int(events), int(os.environ.get("RANK") or 0)) if events else ToRun(run, leads, show)

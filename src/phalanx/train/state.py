@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.run.event_types import NonFiniteStep, StepDone
-from phalanx.run.events import from_fields, to_fields
+from phalanx.run.events import from_fields
+from phalanx.run.fields import to_fields
 from phalanx.train.checkpoint import Manifest, Saver, load_blocks
 from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.exchange.choice import Choice

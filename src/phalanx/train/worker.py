@@ -27,6 +27,7 @@ from phalanx.recipe.devices import kind_of
 from phalanx.recipe.schema import Layout
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
+from phalanx.run.messages import StandbyReady, WorkerFinishing
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.train.adapter import has_adapter
 from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
@@ -104,7 +105,7 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
         report.close()
     if orderly:
         leave()
-    report.say("leaving", place.rank, code=int(code))
+    report.say(WorkerFinishing(rank=place.rank, exit_code=int(code)))
     return code
 
 
@@ -188,7 +189,7 @@ def _train(
         begin: Progress | Standing = progress
         if comes_later:
             assert regrouping is not None
-            report.say("ready", number)
+            report.say(StandbyReady(rank=number))
             built, begin = regrouping.meet(built, None, samples)
         assert built is not None
         while True:

@@ -41,7 +41,7 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 
 NOW = Moment(Phase.STEP, 0.0)
 

@@ -1,6 +1,7 @@
 """The agent's decisions: what an attempt's end means, when to start again, what signals do. No process is started."""
 
 import io
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from lab import wait_until
 from made_events import made
+from made_messages import COMMAND, start_workers
 from phalanx.cluster.health import Finding, Verdict
 from phalanx.errors import ExitCode, UnfitNodeError
 from phalanx.jobs.agent import Agent
@@ -25,8 +27,18 @@ from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProces
 from phalanx.run import Event, Run, read_events
 from phalanx.run.channel import drain, pair, receive, send
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
-from phalanx.run.events import to_fields
 from phalanx.run.membership import Membership
+from phalanx.run.messages import (
+    Hello,
+    Ping,
+    RunResult,
+    SendSignal,
+    StoreDied,
+    WorkerError,
+    WorkerExited,
+    WorkerFinishing,
+    WorkersStarted,
+)
 from phalanx.run.pulse import Beat, Pulse, Pulses
 from phalanx.run.wire import Door
 
@@ -38,8 +50,8 @@ def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attemp
     return Attempt(len(codes), codes=codes, came=set(codes), left={} if early else dict(codes), **fields)
 
 
-def error(code: ExitCode, text: str = "what the worker said") -> dict[str, Any]:
-    return {"kind": "error", "text": text, "code": int(code)}
+def error(code: ExitCode, text: str = "what the worker said") -> WorkerError:
+    return WorkerError(rank=0, message=text, exit_code=int(code))
 
 
 CRASHED = {0: -11, 1: -9}
@@ -193,7 +205,7 @@ def supervise(agent: Agent, ends: list[Attempt], monkeypatch: pytest.MonkeyPatch
         return next(script)
 
     monkeypatch.setattr(Agent, "attempt", play)
-    return agent.supervise(2, {}, {}, first), numbers
+    return agent.supervise(2, COMMAND, {}, first), numbers
 
 
 def kinds(shown: list[Any]) -> list[str]:
@@ -249,9 +261,9 @@ def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(agent: Agent, monk
 
 def test_where_an_attempt_began_is_told_by_its_first_start(agent: Agent, stage: Stage) -> None:
     """Workers that go on from memory start again at steps that nobody has saved."""
-    send(stage.workers, *(to_fields(made(AttemptStarted, start_step=step)) for step in (6, 9)))
+    send(stage.workers, *(made(AttemptStarted, start_step=step) for step in (6, 9)))
     send(stage.says, exited(0, 0))
-    assert agent.attempt(0, 1, {}, {}).begun == 6
+    assert agent.attempt(0, 1, COMMAND, {}).begun == 6
 
 
 def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +289,7 @@ def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(agent: Agent, mon
 def second_node(agent: Agent, stage: Stage) -> There:
     """Have a run on two nodes with a worker each; the other one."""
     agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
-    agent.crew.others[1] = There(None, {"host": "n2", "node": 1})  # type: ignore[arg-type]
+    agent.crew.others[1] = There(None, Hello(host="n2", node_rank=1, num_nodes=2))  # type: ignore[arg-type]
     return agent.crew.others[1]
 
 
@@ -361,9 +373,9 @@ def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
 def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
     agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
-    send(stage.workers, to_fields(made(StepDone)))
+    send(stage.workers, made(StepDone))
     stage.says.close()
-    outcome = agent.supervise(1, {}, {}, 0)
+    outcome = agent.supervise(1, COMMAND, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message == "the process that forks workers died, and they with it"
     assert kinds(shown) == ["step", "failure"]
@@ -374,7 +386,7 @@ def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_wo
     agent: Agent, stage: Stage
 ) -> None:
     stage.ended = True
-    outcome = agent.supervise(1, {}, {}, 0)
+    outcome = agent.supervise(1, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers died, and they with it",
@@ -386,9 +398,9 @@ def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: A
         raise ConnectionResetError("of a callback's own connection")
 
     agent.show = broken
-    send(stage.workers, to_fields(made(StepDone)))
+    send(stage.workers, made(StepDone))
     with pytest.raises(ConnectionResetError, match="own connection"):
-        agent.supervise(1, {}, {}, 0)
+        agent.supervise(1, COMMAND, {}, 0)
 
 
 def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
@@ -396,7 +408,7 @@ def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_se
 ) -> None:
     stage.says.close()
     agent.signals.received.append(signal.SIGTERM)
-    outcome = agent.supervise(1, {}, {}, 0)
+    outcome = agent.supervise(1, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers died, and they with it",
@@ -405,10 +417,10 @@ def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_se
 
 def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> None:
     ours, theirs = pair()
-    send(theirs, {"kind": "step"})
-    send(ours, {"kind": "signal"})
+    send(theirs, exited(0, 1))
+    send(ours, SendSignal(signal=9))
     theirs.close()
-    assert [message["kind"] for message in drain(ours)] == ["step"]
+    assert list(drain(ours)) == [exited(0, 1)]
     assert receive(ours) is None
     ours.close()
 
@@ -445,13 +457,12 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
             agent.signals.received += [signal.SIGTERM, signal.SIGINT]
         pids = {rank: Beat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
         node.beats = lambda ranks: pids  # type: ignore[method-assign]
-        send(stage.says, {"kind": "started", "attempt": 0})
-        outcome = agent.supervise(2, {}, {}, 0)
+        send(stage.says, WorkersStarted(attempt=0))
+        outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message is not None
     assert outcome.message.startswith("the process that forks workers does not report their end")
-    asked = [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
-    assert asked[-1] == signal.SIGKILL
+    assert sent_signals(stage)[-1] == signal.SIGKILL
     assert 200 < clock.now < 2000
 
 
@@ -463,7 +474,7 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
     run.create()
     monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
     with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0)) as agent:
-        outcome = agent.supervise(2, {}, {}, 0)
+        outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers started none for 120 s: it hangs; start again with the same command",
@@ -477,7 +488,7 @@ def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
     agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
     stage.stopped = "it is stopped, and stays so"
-    outcome = agent.supervise(2, {}, {}, 0)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
     assert shown[-1].what == "fork server died"
 
@@ -497,13 +508,13 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
     run = Run(tmp_path)
     run.create()
     monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
-    send(stage.says, {"kind": "started", "attempt": 0})
+    send(stage.says, WorkersStarted(attempt=0))
     with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
         if ends:
-            send(stage.workers, to_fields(made(StepDone, time=1.0, step=7)))
+            send(stage.workers, made(StepDone, time=1.0, step=7))
             beats = {rank: Beat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
             monkeypatch.setattr(agent.crew.here, "beats", lambda ranks: beats)
-        agent.supervise(2, {}, {}, 0)
+        agent.supervise(2, COMMAND, {}, 0)
     said = [event.text.rpartition(" after")[0] for event in shown[:2]]
     assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
 
@@ -516,7 +527,7 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
         raise NurseryLost("it hangs")
 
     monkeypatch.setattr(stage, "wait_ready", hangs)
-    outcome = agent.supervise(2, {}, {}, 0)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "failure"]
 
@@ -525,7 +536,7 @@ def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_node
     """It is cut off, and the engine has started the run again elsewhere."""
     agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
     (agent.run.path / "wanted").touch()
-    outcome = agent.supervise(2, {}, {}, 0)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code is ExitCode.UNFINISHED
     assert outcome.message == "another start of this run waits for it, and node 1 is not here"
 
@@ -540,7 +551,7 @@ def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
         raise AskedToStop("asked to stop while it waited")
 
     monkeypatch.setattr(stage, "wait_ready", waits)
-    outcome = agent.supervise(2, {}, {}, 0)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
     assert shown == []
 
@@ -560,7 +571,7 @@ def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
             farewell(place, token, UnfitNodeError("its GPU does not answer"))
             wait_until(lambda: not door.arrived.empty() or crew._left)
         with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0), crew=crew) as agent:
-            outcome = agent.supervise(2, {}, {}, 0)
+            outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     said = [event.text for event in shown]
     assert said[0].startswith("waiting for node 1 until ")
@@ -603,33 +614,31 @@ def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: 
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
 
 
-def leaving(rank: int, code: int) -> dict[str, Any]:
-    return {"kind": "leaving", "rank": rank, "code": code}
+def leaving(rank: int, code: int) -> WorkerFinishing:
+    return WorkerFinishing(rank=rank, exit_code=code)
 
 
-def exited(rank: int, status: int) -> dict[str, Any]:
-    return {"kind": "exited", "rank": rank, "status": status}
+def exited(rank: int, status: int) -> WorkerExited:
+    return WorkerExited(rank=rank, exit_status=status)
 
 
 def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Agent, stage: Stage) -> None:
     send(stage.workers, leaving(1, 0), leaving(0, 0))
     send(stage.says, exited(1, 0), exited(0, 0))
-    ended = agent.attempt(4, 2, {"function": "f"}, {"A": "b"})
+    ended = agent.attempt(4, 2, COMMAND, {"A": "b"})
     assert ended.codes == {0: 0, 1: 0}
     (start,) = drain(stage.says)
-    assert (start["kind"], start["attempt"], start["world"]) == ("start", 4, 2)
-    assert (start["command"], start["environment"]) == ({"function": "f"}, {"A": "b"})
-    assert start["logs"] == str(agent.run.logs)
+    assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4, environment={"A": "b"})
 
 
 def test_events_of_workers_are_written_and_shown_and_count_as_progress(
     agent: Agent, stage: Stage, shown: list[Any]
 ) -> None:
     first = (made(StepDone, time=1.0, step=7), made(CheckpointSaved, time=2.0, step=7))
-    send(stage.workers, *map(to_fields, first))
-    send(stage.workers, to_fields(made(StepDone, time=3.0, step=8)), {"kind": "result", "value": {"steps": 8}})
+    send(stage.workers, *first)
+    send(stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.attempt(0, 1, {}, {})
+    ended = agent.attempt(0, 1, COMMAND, {})
     assert (ended.steps, ended.saved, ended.result) == (2, 7, {"steps": 8})
     assert [(event.time, event.kind, event.step) for event in shown] == [
         (1.0, "step", 7),
@@ -640,12 +649,14 @@ def test_events_of_workers_are_written_and_shown_and_count_as_progress(
 
 
 def test_a_message_that_is_no_event_is_warned_of_and_not_written(agent: Agent, stage: Stage, shown: list[Any]) -> None:
-    send(stage.workers, {"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"})
-    send(stage.workers, {"kind": "result", "value": {"steps": 8}})
+    stage.workers.send(json.dumps([{"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"}]).encode())
+    send(stage.workers, Ping())
+    send(stage.workers, RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.attempt(0, 1, {}, {})
+    ended = agent.attempt(0, 1, COMMAND, {})
     assert ended.steps == 0
-    assert kinds(shown) == ["warning", "warning"]
+    assert ended.result == {"steps": 8}
+    assert kinds(shown) == ["warning"] * 3
     assert "no event of this Phalanx: {'kind': 'step'" in shown[0].text
 
 
@@ -661,9 +672,9 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
             send(stage.says, lost, exited(1, 0), exited(2, 0), again)
 
     monkeypatch.setattr(agent, "show", show)
-    result = [{"kind": "result", "t": 2.0, "value": {"steps": 7}}] if told else []
-    send(stage.workers, to_fields(made(StepDone, time=1.0, step=7)), *result, leaving(1, 0), leaving(2, 0))
-    ended = agent.attempt(0, 3, {}, {})
+    result = [RunResult(value={"steps": 7})] if told else []
+    send(stage.workers, made(StepDone, time=1.0, step=7), *result, leaving(1, 0), leaving(2, 0))
+    ended = agent.attempt(0, 3, COMMAND, {})
     assert verdict(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
     assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
 
@@ -675,10 +686,10 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
     agent: Agent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
 ) -> None:
     if begun:
-        send(stage.workers, to_fields(made(AttemptStarted, attempt=3, world_size=2)))
+        send(stage.workers, made(AttemptStarted, attempt=3, world_size=2))
     send(stage.workers, leaving(0, 75), leaving(1, 75))
-    send(stage.says, {"kind": "store lost", "attempt": number}, exited(0, 75), exited(1, 75))
-    found = agent.attempt(3, 2, {}, {})
+    send(stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
+    found = agent.attempt(3, 2, COMMAND, {})
     assert found.storeless == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
     assert [event.text for event in shown if isinstance(event, RunWarning)] == (
@@ -692,18 +703,18 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
 def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
     send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
     send(stage.says, exited(0, 65))
-    ended = agent.attempt(0, 1, {}, {})
+    ended = agent.attempt(0, 1, COMMAND, {})
     assert ended.error is not None
-    assert ended.error["text"] == "first"
+    assert ended.error.message == "first"
 
 
 def sent_signals(stage: Stage) -> list[int]:
-    return [message["number"] for message in drain(stage.says) if message["kind"] == "signal"]
+    return [message.signal for message in drain(stage.says) if isinstance(message, SendSignal)]
 
 
 def test_when_a_worker_fails_the_others_are_killed(agent: Agent, stage: Stage) -> None:
     send(stage.says, exited(1, 1), exited(0, -9))
-    agent.attempt(0, 2, {}, {})
+    agent.attempt(0, 2, COMMAND, {})
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
@@ -711,7 +722,7 @@ def test_when_a_worker_fails_the_others_are_killed(agent: Agent, stage: Stage) -
 def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage: Stage, status: int) -> None:
     send(stage.workers, leaving(1, status), leaving(0, status))
     send(stage.says, exited(1, status), exited(0, status))
-    agent.attempt(0, 2, {}, {})
+    agent.attempt(0, 2, COMMAND, {})
     assert sent_signals(stage) == []
 
 
@@ -719,7 +730,7 @@ def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage:
 def test_when_a_worker_leaves_before_its_end_the_others_are_killed(agent: Agent, stage: Stage, status: int) -> None:
     send(stage.workers, leaving(0, status))
     send(stage.says, exited(1, status), exited(0, -9))
-    assert agent.attempt(0, 2, {}, {}).early == {1}
+    assert agent.attempt(0, 2, COMMAND, {}).early == {1}
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
@@ -750,7 +761,7 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
 ) -> None:
     signal.raise_signal(number)
     send(stage.says, exited(0, 75))
-    agent.attempt(0, 1, {}, {})
+    agent.attempt(0, 1, COMMAND, {})
     assert agent.stopping
     assert sent_signals(stage) == [signal.SIGTERM]
     assert [event.text for event in shown] == ["stopping: saving a checkpoint first; once more stops at once"]

@@ -10,6 +10,7 @@ import pytest
 from phalanx.jobs.bouts import World, WorldFailed, data_wait_share
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run import Run
+from phalanx.run.messages import Command
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def nurseries() -> Iterator[list[NurseryProcess]]:
 def make(nursery: NurseryProcess, folder: Path, function: str = "steps", workers: int = 1, **payload: Any) -> World:
     run = Run(folder)
     run.create()
-    command = {"function": f"bout_calls:{function}", "payload": {"folder": str(folder), "seconds": 0.01, **payload}}
+    given = {"folder": str(folder), "seconds": 0.01, **payload}
+    command = Command(function=f"bout_calls:{function}", payload=given)
     return World(nursery, run, workers, command, patience=payload.get("patience", 60.0))
 
 

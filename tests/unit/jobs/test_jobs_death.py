@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from made_messages import start_workers
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.run.channel import send
 
@@ -21,8 +22,7 @@ def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     for name in ("worker", "child"):
         os.mkfifo(tmp_path / name)
-    command = {"function": "nursery_calls:wait_for_ever", "payload": str(tmp_path)}
-    message = {"kind": "start", "attempt": 0, "world": 1, "command": command, "environment": {}, "logs": str(tmp_path)}
+    message = start_workers("nursery_calls:wait_for_ever", str(tmp_path), tmp_path)
     with NurseryProcess() as nursery:
         nursery.wait_ready()
         send(nursery.control, message)

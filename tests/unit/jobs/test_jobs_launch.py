@@ -13,6 +13,7 @@ from phalanx.jobs import launch
 from phalanx.jobs.launch import Unmet, meet
 from phalanx.jobs.nodes import introduction
 from phalanx.run.membership import Membership
+from phalanx.run.messages import Leave, Message, Ping, Rejected
 from phalanx.run.wire import KEEPALIVE, Door, dial
 from phalanx.waits import Wait
 
@@ -96,6 +97,32 @@ def test_an_agent_that_launches_nothing_is_sent_away_in_a_sentence(
     threading.Timer(0.1, come).start()
     with pytest.raises(Unmet, match=r"^node 1 did not come"):
         meet(Membership(0, 2, address), 1, stack)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (Rejected(message="it starts 1 processes"), "it starts 1 processes"),
+        (Leave(exit_code=77, message="it starts a program"), "it starts a program"),
+        (Ping(), "node 0 runs something else than this node"),
+    ],
+    ids=["rejected", "a leader that trains", "anything else"],
+)
+def test_a_node_that_is_not_wanted_says_why(
+    address: tuple[str, int], stack: contextlib.ExitStack, said: Message, why: str
+) -> None:
+    with Door(address, TOKEN.encode()) as door:
+
+        def reject() -> None:
+            wire, _ = door.arrived.get(timeout=5)
+            wire.send(said)
+            wire.close()
+
+        thread = threading.Thread(target=reject)
+        thread.start()
+        with pytest.raises(UsageError, match=f"^{why}$"):
+            meet(Membership(1, 2, address), 1, stack)
+        thread.join()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no such options")

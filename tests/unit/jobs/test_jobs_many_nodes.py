@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from made_events import made
+from made_messages import COMMAND
 from phalanx.jobs.agent import Agent
 from phalanx.jobs.nodes import PING
 from phalanx.jobs.pace import WINDOW
 from phalanx.run import Event, Run
 from phalanx.run.channel import pair
 from phalanx.run.event_types import AttemptStarted, StepDone
-from phalanx.run.events import to_fields
+from phalanx.run.messages import Message, WorkerExited, WorkersStarted
 from phalanx.run.pulse import Beat, Pulses
 
 HANGS = 40.0
@@ -61,21 +62,20 @@ class FakeNode:
     def sockets(self) -> Sequence[Any]:
         return (self,)
 
-    def send(self, *messages: Mapping[str, Any]) -> None:
+    def send(self, *messages: Message) -> None:
         pass
 
-    def receive(self, sock: Any) -> list[dict[str, Any]]:
+    def receive(self, sock: Any) -> list[Message]:
         self.due = self._clock.now + PING + self._rng.uniform(-0.002, 0.004)
         self._known = self._last()
         if self.over:
-            return [{"kind": "exited", "rank": self.rank, "status": -9}]
+            return [WorkerExited(rank=self.rank, exit_status=-9)]
         if self._told:
             return []
         self._told = True
         if self.rank:
-            return [{"kind": "started", "attempt": 0}]
-        events = made(AttemptStarted, world_size=2), made(StepDone, duration_s=STEP)
-        return [{"kind": "started", "attempt": 0}, *map(to_fields, events)]
+            return [WorkersStarted(attempt=0)]
+        return [WorkersStarted(attempt=0), made(AttemptStarted, world_size=2), made(StepDone, duration_s=STEP)]
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         """As far back as they are told."""
@@ -169,7 +169,7 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
         agent.silence = 60.0
         monkeypatch.setattr("phalanx.jobs.agent.selectors.DefaultSelector", selector_of(clock))
         monkeypatch.setattr(Agent, "end", lambda *_: None)
-        agent.attempt(0, count, {}, {})
+        agent.attempt(0, count, COMMAND, {})
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
     stage.pulses.close()

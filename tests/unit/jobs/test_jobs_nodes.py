@@ -1,20 +1,37 @@
 """Which nodes a run has, who may be one of them, and which workers each gets."""
 
+import io
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from made_events import made
+from made_messages import start_workers
 from phalanx.errors import ExitCode, UnfitNodeError, UsageError
-from phalanx.jobs.member import farewell
-from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of
+from phalanx.jobs.member import Member, farewell
+from phalanx.jobs.nodes import NODE_SILENCE, Crew, Here, There, interface_of, introduction, misfit, network_of, words_of
 from phalanx.jobs.sources import fingerprint
 from phalanx.run.channel import pair, receive, send
+from phalanx.run.event_types import StepDone
 from phalanx.run.membership import Membership
+from phalanx.run.messages import (
+    HeartbeatEntry,
+    Heartbeats,
+    LauncherHello,
+    Leave,
+    Message,
+    Ping,
+    Rejected,
+    SendSignal,
+    StartStore,
+    WorkerExited,
+)
 from phalanx.run.pulse import Beat, Pulses
 from phalanx.run.wire import Door, Wire, dial, store_key
 
@@ -56,7 +73,7 @@ def come(crew: Crew, node: int, other: dict[str, Any] | None = None) -> Wire:
     arrived = crew.door.arrived
     before = arrived.qsize()
     wire = dial((crew.door.address, crew.door.port), TOKEN)
-    wire.send({**introduction(node, 3), **(other or {})})
+    wire.send(replace(introduction(node, 3), **(other or {})))
     until(lambda: arrived.qsize() > before)
     return wire
 
@@ -64,11 +81,11 @@ def come(crew: Crew, node: int, other: dict[str, Any] | None = None) -> Wire:
 def test_all_that_a_worker_said_comes_before_its_end(here: Here, ends: list[socket.socket]) -> None:
     """However many packets that was: steps were told twice, or a run started again, where they came after it."""
     for step in range(3):
-        send(ends[3], {"kind": "step", "step": step})
-    send(ends[1], {"kind": "exited", "rank": 0})
+        send(ends[3], made(StepDone, step=step))
+    send(ends[1], WorkerExited(rank=0, exit_status=0))
     told = here.receive(here.control)
     assert told is not None
-    assert [message.get("step", message["kind"]) for message in told] == [0, 1, 2, "exited"]
+    assert [getattr(message, "step", message.kind) for message in told] == [0, 1, 2, "worker_exited"]
     assert here.receive(here.events) == []  # what was ready is read by now, and nobody waits for more
 
 
@@ -117,24 +134,25 @@ def test_nodes_come_in_any_order_and_get_their_ranks_by_index(crew: Crew, here: 
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"torch": "1.0"}, "torch is 1.0 on"),
-        ({"phalanx": "99"}, "phalanx is 99 on"),
-        ({"python": "2.7"}, "python is 2.7 on"),
-        ({"nodes": 5}, "nodes is 5 on"),
-        ({"code": "0123"}, f"runs other code of Phalanx {version('phalanx')} than the leading node: install the same"),
-        ({"node": 3}, "there is no node 3 among 3"),
-        ({"node": 0}, "there is no node 0 among 3"),
-        ({"node": None}, "there is no node None among 3"),
-        ({"node": "1"}, "there is no node 1 among 3"),
-        ({"node": True}, "there is no node True among 3"),
-        ({"node": [1]}, "there is no node [1] among 3"),
+        ({"torch_version": "1.0"}, "torch is 1.0 on"),
+        ({"torch_version": ""}, "torch is unknown on"),
+        ({"phalanx_version": "99"}, "phalanx is 99 on"),
+        ({"python_version": "2.7"}, "python is 2.7 on"),
+        ({"num_nodes": 5}, "nodes is 5 on"),
+        (
+            {"build_fingerprint": "0123"},
+            f"runs other code of Phalanx {version('phalanx')} than the leading node: install the same",
+        ),
+        ({"node_rank": 3}, "there is no node 3 among 3"),
+        ({"node_rank": 0}, "there is no node 0 among 3"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_why_and_sent_away(crew: Crew, other: dict[str, Any], why: str) -> None:
     wire = come(crew, 1, other)
     assert crew.admit() == []
-    (leave,) = [message for message in wire.receive() or [] if message["kind"] == "leave"]
-    assert (leave["code"], why in leave["text"]) == (ExitCode.UNFIT_NODE, True)
+    (leave,) = [message for message in wire.receive() or [] if isinstance(message, Leave)]
+    assert leave.exit_code == ExitCode.UNFIT_NODE
+    assert why in (leave.message or "")
     assert crew.missing == [1, 2]
     wire.close()
 
@@ -152,15 +170,15 @@ def test_a_node_that_leaves_as_unfit_says_why_and_is_none_of_those_that_came(cre
     leave(crew, 2)
     assert crew.admit() == []
     (left,) = crew.partings()
-    assert left.words == f"node 2 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
+    assert words_of(left) == f"node 2 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
     assert crew.partings() == []
 
 
 def test_a_node_that_is_sent_away_counts_as_one_that_left(crew: Crew) -> None:
-    come(crew, 1, {"torch": "1.0"}).close()
+    come(crew, 1, {"torch_version": "1.0"}).close()
     crew.admit()
     (left,) = crew.partings()
-    assert (left.index, left.code, "torch is 1.0 on" in left.words) == (1, ExitCode.UNFIT_NODE, True)
+    assert (left.node_rank, left.exit_code, "torch is 1.0 on" in words_of(left)) == (1, ExitCode.UNFIT_NODE, True)
 
 
 def test_who_leaves_while_the_leader_makes_its_run_ready_is_reported_at_once_and_kept_for_its_events(
@@ -172,7 +190,7 @@ def test_who_leaves_while_the_leader_makes_its_run_ready_is_reported_at_once_and
     leave(crew, 1)
     until(lambda: "node 1" in capsys.readouterr().err)
     assert crew.missing == [1, 2]
-    assert [left.index for left in crew.partings()] == [1]
+    assert [left.node_rank for left in crew.partings()] == [1]
     wire.close()
 
 
@@ -202,7 +220,7 @@ def test_the_others_are_told_how_the_run_ended(here: Here) -> None:
         with Crew(here, 3, door) as crew:
             wire = come(crew, 1)
             crew.code = ExitCode.RECIPE
-        until(lambda: [message for message in wire.receive() or [{"kind": "gone"}] if message["kind"] != "ping"])
+        until(lambda: [message for message in wire.receive() or () if message == Leave(exit_code=int(ExitCode.RECIPE))])
         wire.close()
 
 
@@ -222,14 +240,14 @@ def test_only_the_node_that_is_unfit_leaves_as_unfit(
             wires = {index: come(crew, index) for index in expected}
             crew.code, crew.unfit = code, unfit
         for index, wire in wires.items():
-            left: list[dict[str, Any]] = []
+            left: list[Leave] = []
 
-            def gone(wire: Wire = wire, left: list[dict[str, Any]] = left) -> bool:
-                left.extend(wire.receive() or [])
-                return bool(left) and left[-1]["kind"] == "leave"
+            def gone(wire: Wire = wire, left: list[Leave] = left) -> bool:
+                left.extend(message for message in wire.receive() or () if isinstance(message, Leave))
+                return bool(left)
 
             until(gone)
-            assert (left[-1]["code"], left[-1].get("text")) == expected[index]
+            assert [(each.exit_code, each.message) for each in left] == [expected[index]]
             wire.close()
 
 
@@ -243,10 +261,12 @@ def test_a_node_without_a_sign_for_too_long_is_found(crew: Crew) -> None:
 
 def test_signs_of_far_workers_are_told_by_the_clock_of_this_machine() -> None:
     near, far = socket.socketpair()
-    node = There(Wire(near, b"key", leads=True), {"host": "n1", "node": 1}, clock=lambda: 500.0)
+    node = There(Wire(near, b"key", leads=True), replace(introduction(1, 2), host="n1"), clock=lambda: 500.0)
     member = Wire(far, b"key", leads=False)
-    member.send({"kind": "beats", "beats": [[4, 77, 9, 3, "data", 2.5, 1.5]], "held": [4]}, {"kind": "step", "step": 3})
-    assert node.receive(node.wire) == [{"kind": "step", "step": 3}]
+    beat = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data", age_s=2.5, busy_s=1.5)
+    step = made(StepDone, step=3)
+    member.send(Heartbeats(entries=(beat,), stopped_ranks=(4,)), step)
+    assert node.receive(node.wire) == [step]
     assert node.beats([4, 5]) == {4: Beat(77, 9, 3, "data", 497.5, 1.5), 5: None}
     assert node.held(node.beats([4])) == {4}
     for wire in (node.wire, member):
@@ -279,27 +299,61 @@ def test_nodes_with_the_same_versions_fit() -> None:
     assert misfit(introduction(1, 3), introduction(0, 3)) is None
 
 
-@pytest.mark.parametrize("node", ["x", None, [1], {"a": 1}, 1.5, True])
-def test_an_agent_that_says_no_number_is_sent_away(crew: Crew, node: Any) -> None:
-    wire = come(crew, 1, {"node": node})
+def test_a_node_that_starts_a_program_of_another_framework_is_sent_away(crew: Crew) -> None:
+    assert crew.door is not None
+    arrived = crew.door.arrived
+    wire = dial((crew.door.address, crew.door.port), TOKEN)
+    identity = asdict(introduction(1, 3))
+    wire.send(LauncherHello(**identity, address="127.0.0.1", ports=(1, 2), nproc_per_node=1))
+    until(lambda: arrived.qsize())
     assert crew.admit() == []
-    assert crew.others == {}
+    why = "it starts a program of another framework, and the leading node trains"
+    assert wire.receive() == [Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)]
     wire.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "printed"),
+    [
+        (Leave(exit_code=75), ExitCode.UNFINISHED, ""),
+        (Leave(exit_code=77, message="no GPU"), ExitCode.UNFIT_NODE, "error: no GPU\n"),
+        (Rejected(message="another program"), ExitCode.USAGE, "error: another program\n"),
+        (StartStore(address="127.0.0.1"), None, ""),
+    ],
+    ids=["leave", "leave, and why", "rejected", "what no leader says"],
+)
+def test_a_node_leaves_as_its_leader_says(
+    here: Here, ends: list[socket.socket], said: Message, code: ExitCode | None, printed: str
+) -> None:
+    with Door(("127.0.0.1", 0), TOKEN) as door:
+        address = (door.address, door.port)
+        wire = dial(address, TOKEN)
+        wire.send(introduction(1, 2))
+        leader, _ = door.arrived.get(timeout=5)
+        leader.send(Ping(), said)
+        out = io.StringIO()
+        with Member(Membership(1, 2, address), TOKEN, out, {}) as member:
+            assert member._serve(wire, here, lambda: False) == code
+        for each in (wire, leader):
+            each.close()
+    assert out.getvalue() == printed
+    ends[0].close()
+    assert receive(ends[1]) == (None if code is None else [SendSignal(signal=9)])
 
 
 def test_the_key_of_an_attempt_is_made_on_each_node_and_never_travels(ends: list[socket.socket]) -> None:
     pulses = Pulses()
-    start = {"kind": "start", "nonce": "n1"}
-    Here(ends[0], ends[2], pulses, TOKEN).send(start, {"kind": "signal", "number": 9})
-    told, other = receive(ends[1]) or []
+    start, kill = start_workers("f", {}, Path("logs"), nonce="n1"), SendSignal(signal=9)
+    Here(ends[0], ends[2], pulses, TOKEN).send(start, kill)
+    told = receive(ends[1])
     pulses.close()
-    assert told == {**start, "key": store_key(TOKEN, "n1").hex()}
-    assert other == {"kind": "signal", "number": 9}
+    assert told == [replace(start, store_key=store_key(TOKEN, "n1").hex()), kill]
     assert len({store_key(TOKEN, "n1"), store_key(TOKEN, "n2"), store_key(b"another token", "n1")}) == 3
 
 
 def test_workers_of_one_machine_need_no_key(ends: list[socket.socket]) -> None:
     pulses = Pulses()
-    Here(ends[0], ends[2], pulses).send({"kind": "start"})
+    start = start_workers("f", {}, Path("logs"))
+    Here(ends[0], ends[2], pulses).send(start)
     pulses.close()
-    assert receive(ends[1]) == [{"kind": "start"}]
+    assert receive(ends[1]) == [start]

@@ -5,16 +5,17 @@ import platform
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from lab import wait_until
+from made_messages import start_workers
 from phalanx.errors import ExitCode, TrialError
 from phalanx.jobs.nursery import GPU, STORAGE, describe
 from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess, Raised, with_huge_pages
 from phalanx.run.channel import drain, receive, send
+from phalanx.run.messages import RunCall, SendSignal, StoreDied, WorkerCrashed, WorkerExited, WorkersStarted
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(nursery:
 
 
 def test_a_call_gets_no_answer_that_was_meant_for_another(nursery: NurseryProcess) -> None:
-    call = {"kind": "call", "function": "nursery_calls:double", "payload": 1, "number": 0}
+    call = RunCall(function="nursery_calls:double", payload=1, call_id=0)
     send(nursery.control, call)  # one that was interrupted, and whose answer nobody has taken
     assert nursery.call("nursery_calls:double", 4) == 8
 
@@ -117,7 +118,7 @@ def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: NurseryP
     store_of(nursery).kill()
     wait_until(lambda: nursery.store("127.0.0.1") != port)  # as soon as the kernel is done with it
     store_of(nursery).kill()
-    assert receive(nursery.control) == [{"kind": "store lost", "attempt": 0}]
+    assert receive(nursery.control) == [StoreDied(attempt=0)]
 
 
 @pytest.mark.parametrize("what", ["call", "store", "preload"])
@@ -167,21 +168,19 @@ def test_after_errors_the_nursery_goes_on(nursery: NurseryProcess) -> None:
 
 
 def start(nursery: NurseryProcess, function: str, folder: Path, world: int, **environment: str) -> None:
-    command = {"function": f"nursery_calls:{function}", "payload": str(folder)}
-    message = {"kind": "start", "attempt": 6, "world": world, "command": command}
-    send(nursery.control, {**message, "environment": environment, "logs": str(folder)})
+    asked = start_workers(f"nursery_calls:{function}", str(folder), folder, world, attempt=6, environment=environment)
+    send(nursery.control, asked)
 
 
 def exits(nursery: NurseryProcess, count: int) -> dict[int, int]:
     """Ranks and statuses of so many workers, once they are gone."""
     found: dict[int, int] = {}
     while len(found) < count:
-        messages: Any = receive(nursery.control)
-        for message in messages:
-            assert message["kind"] in ("started", "exited")
-            if message["kind"] == "started":
+        for message in receive(nursery.control) or ():
+            if isinstance(message, WorkersStarted):
                 continue
-            found[message["rank"]] = message["status"]
+            assert isinstance(message, WorkerExited)
+            found[message.rank] = message.exit_status
     return found
 
 
@@ -196,17 +195,15 @@ def test_workers_get_their_place_a_log_each_and_are_reported_with_their_status(
 
 
 def test_a_worker_that_dies_is_reported_with_its_signal(nursery: NurseryProcess, tmp_path: Path) -> None:
-    message = {"function": "nursery_calls:kill_oneself", "payload": int(signal.SIGKILL)}
-    base = {"kind": "start", "attempt": 7, "world": 1, "environment": {}, "logs": str(tmp_path)}
-    send(nursery.control, {**base, "command": message})
+    send(nursery.control, start_workers("nursery_calls:kill_oneself", int(signal.SIGKILL), tmp_path))
     assert exits(nursery, 1) == {0: -signal.SIGKILL}
 
 
 def test_a_signal_may_be_for_one_worker_only(nursery: NurseryProcess, tmp_path: Path) -> None:
     start(nursery, "stay", tmp_path, 2)
-    send(nursery.control, {"kind": "signal", "number": int(signal.SIGKILL), "ranks": [1]})
+    send(nursery.control, SendSignal(signal=int(signal.SIGKILL), ranks=(1,)))
     assert exits(nursery, 1) == {1: -signal.SIGKILL}
-    send(nursery.control, {"kind": "signal", "number": int(signal.SIGKILL)})
+    send(nursery.control, SendSignal(signal=int(signal.SIGKILL)))
     assert exits(nursery, 1) == {0: -signal.SIGKILL}
 
 
@@ -222,8 +219,9 @@ def test_a_worker_that_raises_reports_type_message_and_line(nursery: NurseryProc
     assert exits(nursery, 1) == {0: 1}
     (crash,) = drain(nursery.events)
     text = "RuntimeError: CUDA error: it went wrong Consider this. Compile with that. ("
-    assert (crash["kind"], crash["rank"], crash["text"][: len(text)]) == ("crash", 0, text)
-    assert "nursery_calls.py:" in crash["text"]
+    assert isinstance(crash, WorkerCrashed)
+    assert (crash.rank, crash.message[: len(text)]) == (0, text)
+    assert "nursery_calls.py:" in crash.message
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "nowhere/log"])
@@ -256,9 +254,7 @@ def test_a_trial_whose_gpu_fails_finds_the_machine_unfit(nursery: NurseryProcess
 
 def test_a_worker_that_cannot_read_its_file_says_so_in_its_log(nursery: NurseryProcess, tmp_path: Path) -> None:
     (tmp_path / "memory").symlink_to("/proc/self/mem")
-    command = {"function": "nursery_calls:read", "payload": str(tmp_path / "memory")}
-    base = {"kind": "start", "attempt": 8, "world": 1, "environment": {}, "logs": str(tmp_path)}
-    send(nursery.control, {**base, "command": command})
+    send(nursery.control, start_workers("nursery_calls:read", str(tmp_path / "memory"), tmp_path, attempt=8))
     assert exits(nursery, 1) == {0: STORAGE}
     assert "Input/output error" in (tmp_path / "attempt-8-rank-0.log").read_text()
 
@@ -275,7 +271,7 @@ def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(nursery: Nu
     os.mkfifo(gate)
     # A FIFO, since descriptors of ours are not the nursery's: the worker reads from it once we open it.
     start(nursery, "wait_for_term_at", tmp_path, 1, GATE=str(gate))
-    send(nursery.control, {"kind": "signal", "number": int(signal.SIGTERM)})
+    send(nursery.control, SendSignal(signal=int(signal.SIGTERM)))
     wait_until(lambda: any(map(term_is_pending, psutil.Process(nursery.process.pid).children())))
     with open(gate, "w") as opened:
         opened.write("x")

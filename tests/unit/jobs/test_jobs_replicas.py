@@ -1,17 +1,30 @@
 """Who trains together when a replica was lost, and when the others are told."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from made_events import made
+from made_messages import start_workers
 from phalanx.jobs.attempt import Attempt
 from phalanx.jobs.replicas import MEETING, STEPS, TRIES, Replicas
 from phalanx.run import Event
 from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
+from phalanx.run.messages import (
+    JoinedGroup,
+    LeftGroup,
+    MembershipUpdate,
+    Message,
+    SendSignal,
+    StandbyReady,
+    StartWorkers,
+    UpdateMembership,
+    WorkerError,
+)
 
-START = {"kind": "start", "attempt": 3, "world": 4, "elastic": True}
+START = start_workers("f", {}, Path("logs"), 4, attempt=3, is_elastic=True)
 
 
 class Told:
@@ -20,16 +33,20 @@ class Told:
     name = "here"
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
 
-    def send(self, *messages: dict[str, Any]) -> None:
+    def send(self, *messages: Message) -> None:
         self.messages += messages
 
-    def orders(self) -> list[dict[str, Any]]:
-        return [message["words"] for message in self.messages if message["kind"] == "order"]
+    def orders(self) -> list[MembershipUpdate]:
+        return [message.update for message in self.messages if isinstance(message, UpdateMembership)]
 
-    def starts(self) -> list[list[int]]:
-        return [message["only"] for message in self.messages if message["kind"] == "start"]
+    def starts(self) -> list[tuple[int, ...]]:
+        return [message.rejoining_ranks or () for message in self.messages if isinstance(message, StartWorkers)]
+
+
+def order(attempt: int, ranks: tuple[int, ...], step: int, lost: bool = True) -> MembershipUpdate:
+    return MembershipUpdate(attempt=attempt, active_ranks=ranks, last_reported_step=step, worker_lost=lost)
 
 
 class Case:
@@ -62,7 +79,7 @@ class Case:
         self.step(step)
 
     def gathered(self, rank: int, attempt: int) -> None:
-        self.replicas.hear({"kind": "gathered", "rank": rank, "attempt": attempt})
+        self.replicas.hear(JoinedGroup(rank=rank, attempt=attempt))
 
 
 @pytest.fixture
@@ -75,20 +92,21 @@ def case() -> Case:
 def test_the_others_are_told_who_is_left_and_which_step_is_known(case: Case) -> None:
     case.step(8)
     case.lose(2)
-    words = {"attempt": 4, "workers": [0, 1, 3], "told": 8, "lost": True}
+    words = order(4, (0, 1, 3), 8)
     assert [node.orders() for node in case.nodes] == [[words], [words]]
-    assert [message["ranks"] for node in case.nodes for message in node.messages if "ranks" in message] == [[0, 1], [3]]
-    assert case.nodes[1].starts() == [[2]]
+    sent = [message for node in case.nodes for message in node.messages if isinstance(message, UpdateMembership)]
+    assert [message.recipients for message in sent] == [(0, 1), (3,)]
+    assert case.nodes[1].starts() == [(2,)]
     assert case.attempt.logs == {0: 3, 1: 3, 2: 4, 3: 3}
 
 
 def test_who_is_ready_takes_its_place_when_the_others_are_at_work_again(case: Case) -> None:
     case.lose(2)
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     case.started()
     assert len(case.nodes[0].orders()) == 1
     case.step(8)
-    assert case.nodes[0].orders()[-1] == {"attempt": 5, "workers": [0, 1, 2, 3], "told": 8, "lost": False}
+    assert case.nodes[0].orders()[-1] == order(5, (0, 1, 2, 3), 8, lost=False)
     assert case.attempt.members == {0, 1, 2, 3}
 
 
@@ -97,9 +115,9 @@ def test_all_who_are_to_come_come_together(case: Case) -> None:
     case.replicas.replace(case.nodes[1], [2, 3])  # type: ignore[arg-type]
     case.started()
     case.step(8)
-    case.replicas.hear({"kind": "ready", "rank": 3})
+    case.replicas.hear(StandbyReady(rank=3))
     assert case.attempt.members == {0, 1}
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     assert case.attempt.members == {0, 1, 2, 3}
 
 
@@ -121,7 +139,7 @@ def when_it_is_to_end(case: Case) -> None:
 
 
 def when_somebody_told_an_error(case: Case) -> None:
-    case.attempt.error = {"kind": "error"}
+    case.attempt.error = WorkerError(rank=0, message="broken", exit_code=65)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +175,7 @@ def test_a_meeting_at_the_end_of_a_step_may_take_some_steps(case: Case) -> None:
     case.lose(2)
     case.started()
     case.step(8)
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     case.now += MEETING + STEPS * 2.0 - 1
     assert not case.replicas.late()
     case.now += 2
@@ -165,7 +183,7 @@ def test_a_meeting_at_the_end_of_a_step_may_take_some_steps(case: Case) -> None:
 
 
 def test_workers_that_lost_a_connection_and_nobody_are_late_after_a_while(case: Case) -> None:
-    case.replicas.hear({"kind": "adrift", "rank": 1})
+    case.replicas.hear(LeftGroup(rank=1))
     assert case.replicas.can_spare([0])
     case.now += MEETING + 1
     assert case.replicas.late()
@@ -175,7 +193,7 @@ def test_another_is_started_for_one_that_ended_before_it_was_ready_but_not_for_e
     case.lose(2)
     for _ in range(TRIES):
         case.replicas.fell(2)
-    assert case.nodes[1].starts() == [[2]] * TRIES
+    assert case.nodes[1].starts() == [(2,)] * TRIES
     assert case.attempt.joining == set()
     assert case.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
 
@@ -184,9 +202,9 @@ def test_another_is_lost_before_they_have_come_together(case: Case) -> None:
     case.lose(2)
     assert case.replicas.can_spare([1])
     case.lose(1)
-    assert case.nodes[0].orders()[-1] == {"attempt": 5, "workers": [0, 3], "told": 7, "lost": True}
+    assert case.nodes[0].orders()[-1] == order(5, (0, 3), 7)
     case.met(8)
-    assert [node.starts() for node in case.nodes] == [[[1]], [[2]]]
+    assert [node.starts() for node in case.nodes] == [[(1,)], [(2,)]]
 
 
 def test_who_was_about_to_meet_one_who_was_lost_is_late(case: Case) -> None:
@@ -212,7 +230,7 @@ def growing(case: Case) -> Case:
     """Another is ready in the place of worker 2, and waits until the others have ended a checkpoint."""
     case.lose(2)
     case.met(8)
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     case.step(9)
     assert case.attempt.members == {0, 1, 2, 3}
     return case
@@ -221,11 +239,11 @@ def growing(case: Case) -> Case:
 def test_another_is_lost_before_the_new_one_has_its_place(growing: Case) -> None:
     """The new one is ended: it waits for the one that was lost."""
     growing.lose(1)
-    assert growing.nodes[0].orders()[-1] == {"attempt": 6, "workers": [0, 3], "told": 9, "lost": True}
-    assert growing.nodes[1].messages[-1] == {"kind": "signal", "number": 9, "ranks": [2]}
+    assert growing.nodes[0].orders()[-1] == order(6, (0, 3), 9)
+    assert growing.nodes[1].messages[-1] == SendSignal(signal=9, ranks=(2,))
     growing.replicas.fell(2)
     growing.met(10)
-    assert [node.starts() for node in growing.nodes] == [[[1]], [[2], [2]]]
+    assert [node.starts() for node in growing.nodes] == [[(1,)], [(2,), (2,)]]
 
 
 def test_the_new_one_cannot_go_on_alone(growing: Case) -> None:
@@ -237,10 +255,10 @@ def test_the_new_one_is_lost_before_it_has_its_place_but_not_for_ever(growing: C
     for step in range(10, 10 + TRIES):
         growing.lose(2)
         growing.met(step)
-        growing.replicas.hear({"kind": "ready", "rank": 2})
+        growing.replicas.hear(StandbyReady(rank=2))
         growing.step(step)
     assert growing.attempt.members == {0, 1, 3}
-    assert growing.nodes[1].starts() == [[2]] * TRIES
+    assert growing.nodes[1].starts() == [(2,)] * TRIES
     assert growing.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
 
 
@@ -248,7 +266,7 @@ def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
     case.lose(2)
     case.started()
     case.step(8)
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     case.attempt.codes[0] = 0
     case.replicas.ends()
     assert case.attempt.members == {0, 1, 3}
@@ -262,12 +280,12 @@ def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
 @pytest.mark.parametrize("torn", ["before", "after", "never"])
 def test_who_was_torn_out_of_the_end_does_not_wait_for_one_that_came_to_it(case: Case, torn: str) -> None:
     if torn == "before":
-        case.replicas.hear({"kind": "adrift", "rank": 1})
+        case.replicas.hear(LeftGroup(rank=1))
     case.lose(2)
     case.attempt.codes[0] = 0
     case.replicas.ends()
     if torn == "after":
-        case.replicas.hear({"kind": "adrift", "rank": 1})
+        case.replicas.hear(LeftGroup(rank=1))
     case.now += 0.1
     assert case.replicas.late() == (torn != "never")
     case.now += MEETING
@@ -285,17 +303,17 @@ def pairs() -> Case:
 def test_the_mates_of_a_lost_worker_are_ended_and_the_other_replicas_go_on(pairs: Case) -> None:
     pairs.lose(3)
     assert pairs.attempt.members == {0, 1}
-    assert pairs.nodes[0].orders() == [{"attempt": 4, "workers": [0, 1], "told": 7, "lost": True}]
-    ended = [message for node in pairs.nodes for message in node.messages if message["kind"] == "signal"]
-    assert ended == [{"kind": "signal", "number": 9, "ranks": [2]}]
-    assert pairs.nodes[1].starts() == [[3]]
+    assert pairs.nodes[0].orders() == [order(4, (0, 1), 7)]
+    ended = [message for node in pairs.nodes for message in node.messages if isinstance(message, SendSignal)]
+    assert ended == [SendSignal(signal=9, ranks=(2,))]
+    assert pairs.nodes[1].starts() == [(3,)]
 
 
 def test_a_mate_is_started_again_when_it_has_ended(pairs: Case) -> None:
     pairs.lose(3)
     assert not pairs.attempt.over
     pairs.replicas.fell(2)
-    assert pairs.nodes[1].starts() == [[3], [2]]
+    assert pairs.nodes[1].starts() == [(3,), (2,)]
     assert (pairs.attempt.leaving, pairs.attempt.joining) == (set(), {2, 3})
 
 
@@ -303,10 +321,10 @@ def test_a_replica_is_let_in_when_all_its_workers_are_ready(pairs: Case) -> None
     pairs.lose(3)
     pairs.started()
     pairs.step(8)
-    pairs.replicas.hear({"kind": "ready", "rank": 3})
+    pairs.replicas.hear(StandbyReady(rank=3))
     assert pairs.attempt.members == {0, 1}
     pairs.replicas.fell(2)
-    pairs.replicas.hear({"kind": "ready", "rank": 2})
+    pairs.replicas.hear(StandbyReady(rank=2))
     assert pairs.attempt.members == {0, 1, 2, 3}
 
 
@@ -315,7 +333,7 @@ def test_a_replica_of_which_one_worker_does_not_come_stays_out(pairs: Case) -> N
     pairs.started()
     pairs.step(8)
     pairs.replicas.fell(2)
-    pairs.replicas.hear({"kind": "ready", "rank": 3})
+    pairs.replicas.hear(StandbyReady(rank=3))
     for _ in range(TRIES):
         pairs.replicas.fell(2)
     assert pairs.attempt.members == {0, 1}
@@ -330,7 +348,7 @@ def test_no_replica_can_be_spared_when_each_has_lost_a_worker(pairs: Case) -> No
 def test_what_a_worker_that_is_to_end_says_of_lost_connections_does_not_count(pairs: Case) -> None:
     pairs.lose(3)
     pairs.started()
-    pairs.replicas.hear({"kind": "adrift", "rank": 2})
+    pairs.replicas.hear(LeftGroup(rank=2))
     pairs.now += 1000
     assert not pairs.replicas.late()
 
@@ -348,7 +366,7 @@ def test_who_is_at_work_is_not_late_for_a_meeting_that_waits_for_a_checkpoint(ca
     case.lose(2)
     case.started()
     case.step(8)
-    case.replicas.hear({"kind": "ready", "rank": 2})
+    case.replicas.hear(StandbyReady(rank=2))
     for step in range(9, 40):
         case.now += MEETING
         case.step(step)

@@ -12,12 +12,14 @@ import psutil
 import pytest
 
 from lab import wait_until
+from made_messages import start_workers
 from phalanx.errors import ExitCode
 from phalanx.jobs.bouts import World, WorldFailed
 from phalanx.jobs.nursery_process import HELD, AskedToStop, NurseryLost, NurseryProcess, answering
 from phalanx.probing import gather
 from phalanx.run import Run
 from phalanx.run.channel import TakesNothingError, bounded, pair, send
+from phalanx.run.messages import Command, SendSignal
 from phalanx.waits import Wait
 
 Make = Callable[..., NurseryProcess]
@@ -110,7 +112,7 @@ def test_one_that_takes_nothing_is_killed_and_reported(make: Make) -> None:
     stop(nursery.process.pid)
     bounded(nursery.control, 0.05)
     with pytest.raises(NurseryLost, match=f"took no message for 10 s: it hangs; {AGAIN}"):
-        again_and_again(lambda: nursery.ask({"kind": "signal", "number": 0}))
+        again_and_again(lambda: nursery.ask(SendSignal(signal=0)))
     assert nursery.gone()
 
 
@@ -121,9 +123,7 @@ def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
         os.mkfifo(tmp_path / name)
     nursery = make()
     nursery.wait_ready()
-    command = {"function": "nursery_calls:wait_for_ever", "payload": str(tmp_path)}
-    start = {"kind": "start", "attempt": 0, "world": 1, "command": command, "environment": {}, "logs": str(tmp_path)}
-    nursery.ask(start)
+    nursery.ask(start_workers("nursery_calls:wait_for_ever", str(tmp_path), tmp_path))
     pids = [int((tmp_path / name).read_text()) for name in ("worker", "child")]
     stop(nursery.process.pid)
     nursery.__exit__()
@@ -189,7 +189,7 @@ def test_a_world_whose_process_that_forks_stays_stopped_has_failed(make: Make, s
     run.create()
     nursery.wait_ready()
     nursery.tell = stopping_again(nursery, said)
-    command = {"function": "bout_calls:steps", "payload": {"folder": str(tmp_path), "seconds": 0.01}}
+    command = Command(function="bout_calls:steps", payload={"folder": str(tmp_path), "seconds": 0.01})
     world = World(nursery, run, 1, command)
     assert world.bout(0.02)
     stop(nursery.process.pid)
@@ -215,7 +215,7 @@ def test_a_message_to_one_that_reads_nothing_does_not_wait_without_end() -> None
     with near, far:
         bounded(near, 0.05)
         with pytest.raises(TakesNothingError):
-            again_and_again(lambda: send(near, {"kind": "signal"}))
+            again_and_again(lambda: send(near, SendSignal(signal=0)))
 
 
 def test_a_trial_has_ten_minutes_or_as_long_as_the_recipe_says_of_silence() -> None:

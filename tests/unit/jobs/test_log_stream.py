@@ -12,7 +12,7 @@ from made_events import made
 from phalanx.jobs.log_stream import Line, LogStream, as_shown, printed_lines
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure, WorkerStarted
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.run.lines import LineTail
 
 

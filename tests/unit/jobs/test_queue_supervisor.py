@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.jobs.engines.local import Local
-from phalanx.jobs.queue.runner import ending
+from phalanx.jobs.queue.runner import AttemptEnd, ending
 from phalanx.jobs.queue.schedule import Size
 from phalanx.jobs.queue.store import Row, Store
 from phalanx.jobs.queue.supervisor import (
@@ -88,8 +88,8 @@ def running(store: Store, **values: Any) -> Row:
     return found
 
 
-def ended(code: int, lived: float = 9.0) -> dict[str, Any]:
-    return {"code": code, "reason": None, "ended": 99.0, "lived": lived}
+def ended(code: int, lived: float = 9.0) -> AttemptEnd:
+    return AttemptEnd(exit_code=code, reason=None, started_at=90.0, ended_at=99.0, duration_s=lived)
 
 
 def after_it(store: Store, row: Row, code: int, lived: float = 9.0) -> tuple[State, dict[str, Any]]:
@@ -103,7 +103,7 @@ def test_of_an_array_only_so_many_members_start_and_other_jobs_go_past_them(
     other = add(store, "other")
     supervisor.look()
     assert [row.id for row in store.rows(State.RUNNING)] == [members[0].id, members[1].id, other.id]
-    write_json(ending(store.home(members[0].id), 1), ended(0))
+    write_json(ending(store.home(members[0].id), 1), asdict(ended(0)))
     supervisor.look()
     assert [row.id for row in store.rows(State.QUEUED)] == [members[3].id]
 
@@ -163,7 +163,7 @@ def test_a_life_without_a_word_of_its_end_lasted_until_now_whatever_the_wall_clo
     store: Store, clocks: Clocks
 ) -> None:
     row = running(store, deaths=DEATHS - 1)
-    gone = {"code": -9, "reason": None, "ended": None}
+    gone = AttemptEnd(exit_code=-9, reason=None)
     clocks.wall += 3600.0
     assert after(row, gone, clocks.wall, clocks.steady)[0] is State.FAILED
     clocks.ticks += PROGRESS
@@ -171,12 +171,21 @@ def test_a_life_without_a_word_of_its_end_lasted_until_now_whatever_the_wall_clo
     assert after(row, gone, clocks.wall, clocks.steady)[0] is State.QUEUED
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"code": 0, "reason": null}'])
+def test_an_attempt_whose_end_cannot_be_read_starts_again(store: Store, supervisor: Supervisor, content: str) -> None:
+    row = running(store)
+    ending(store.home(row.id), 1).write_text(content)
+    supervisor.reap(row)
+    (found,) = store.rows(State.QUEUED)
+    assert found.reason == "ended-1.json does not say how it ended: starts again"
+
+
 @pytest.mark.parametrize("step", [-3600.0, 3600.0])
 def test_a_wait_lasts_as_long_as_it_was_meant_to_when_the_wall_clock_is_set(
     store: Store, supervisor: Supervisor, clocks: Clocks, step: float
 ) -> None:
     row = running(store)
-    write_json(ending(store.home(row.id), 1), ended(ExitCode.UNFINISHED))
+    write_json(ending(store.home(row.id), 1), asdict(ended(ExitCode.UNFINISHED)))
     supervisor.look()
     clocks.wall += step
     clocks.ticks += 0.9
@@ -322,7 +331,7 @@ def test_jobs_get_devices_of_their_own(store: Store, supervisor: Supervisor) -> 
 
 def test_the_end_of_an_attempt_is_read_from_its_file(store: Store, supervisor: Supervisor) -> None:
     row = running(store)
-    write_json(ending(store.home(row.id), 1), ended(0))
+    write_json(ending(store.home(row.id), 1), asdict(ended(0)))
     supervisor.look()
     found = store.get(row.id)
     assert found is not None

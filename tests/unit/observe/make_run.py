@@ -22,7 +22,7 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 
 HEALTHY = {
     "data_wait": 0.008,

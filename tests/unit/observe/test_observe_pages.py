@@ -21,7 +21,7 @@ from phalanx.observe.summary import summary_of
 from phalanx.observe.svg import LIMIT, bounds, log_ticks, nice_ticks, thin, tick_texts
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning, StepDone
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 
 
 def pages(path: Path) -> tuple[str, str]:

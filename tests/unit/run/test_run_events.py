@@ -23,7 +23,8 @@ from phalanx.run.event_types import (
     StepDone,
     StepPhases,
 )
-from phalanx.run.events import EVENT_TYPES, UnknownFormat, parse_event, to_fields
+from phalanx.run.events import EVENT_TYPES, UnknownFormat, parse_event
+from phalanx.run.fields import to_fields
 from phalanx.run.steady import unix_now
 
 

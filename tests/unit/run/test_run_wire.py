@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from made_messages import signed_frame
 from phalanx.errors import UsageError
+from phalanx.run.fields import to_fields
+from phalanx.run.messages import HeartbeatEntry, Heartbeats, Hello, Message, Ping, RankResult, SendSignal
 from phalanx.run.wire import (
     WAITING,
     Door,
@@ -27,6 +30,7 @@ from phalanx.run.wire import (
 )
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
+HELLO = Hello(node_rank=1, num_nodes=2, host="n1")
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def door() -> Iterator[Door]:
 
 def enter(door: Door, token: bytes = TOKEN) -> Wire:
     wire = dial((door.address, door.port), token)
-    wire.send({"kind": "hello", "node": 1})
+    wire.send(HELLO)
     return wire
 
 
@@ -53,14 +57,30 @@ def ends() -> Iterator[tuple[Wire, Wire]]:
 def test_who_knows_the_token_comes_in_and_messages_go_both_ways(door: Door) -> None:
     member = enter(door)
     leader, hello = door.arrived.get(timeout=5)
-    assert hello == {"kind": "hello", "node": 1}
-    leader.send({"kind": "start"}, {"kind": "signal", "number": 9})
-    assert member.receive() == [{"kind": "start"}, {"kind": "signal", "number": 9}]
-    member.send({"kind": "beats", "beats": [1.5, "data"]})
-    assert leader.receive() == [{"kind": "beats", "beats": [1.5, "data"]}]
+    assert hello == HELLO
+    leader.send(Ping(), SendSignal(signal=9))
+    assert member.receive() == [Ping(), SendSignal(signal=9)]
+    entry = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data", age_s=2.5, busy_s=1.5)
+    member.send(Heartbeats(entries=(entry,), stopped_ranks=()))
+    assert leader.receive() == [Heartbeats(entries=(entry,), stopped_ranks=())]
     leader.close()
     assert member.receive() is None
     member.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"node_rank": value} for value in ("1", None, [1], {"a": 1}, 1.5, True, -1)),
+        *({"host": None}, {"num_nodes": "2"}, {"kind": "ping"}, {"kind": "gossip"}),
+    ],
+)
+def test_who_knows_the_token_and_does_not_say_what_it_is_stays_out(door: Door, said: dict[str, object]) -> None:
+    wire = dial((door.address, door.port), TOKEN)
+    wire.sock.sendall(signed_frame(wire, [{**to_fields(HELLO), **said}]))
+    assert wire.receive() is None
+    assert door.arrived.empty()
+    wire.close()
 
 
 def test_who_does_not_know_the_token_is_refused_on_both_sides(door: Door) -> None:
@@ -102,20 +122,20 @@ def test_who_proves_nothing_in_time_is_refused() -> None:
 
 def test_a_long_message_arrives_whole(ends: tuple[Wire, Wire]) -> None:
     leader, member = ends
-    text = "x" * 500_000
-    thread = threading.Thread(target=leader.send, args=({"kind": "hang", "stack": text},))
+    message = RankResult(rank=0, value="x" * 500_000)
+    thread = threading.Thread(target=leader.send, args=(message,))
     thread.start()
-    found: list[dict[str, str]] = []
+    found: list[Message] = []
     while not found:
         found = member.receive() or []
     thread.join()
-    assert found[0]["stack"] == text
+    assert found == [message]
 
 
 @pytest.mark.parametrize("what", ["changed", "repeated", "turned back", "too large"])
 def test_a_frame_of_somebody_else_ends_the_connection(what: str, ends: tuple[Wire, Wire]) -> None:
     leader, member = ends
-    leader.send({"kind": "ping"})
+    leader.send(Ping())
     frame = member.sock.recv(1000)
     if what == "changed":
         member_sees = frame.replace(b"ping", b"pong")
@@ -222,7 +242,7 @@ def test_a_door_that_is_taken_is_told(door: Door) -> None:
 
 def test_messages_are_plain_json_for_whoever_debugs(ends: tuple[Wire, Wire]) -> None:
     leader, member = ends
-    leader.send({"kind": "ping"})
+    leader.send(Ping())
     assert json.loads(member.sock.recv(1000)[36:]) == [{"kind": "ping"}]
 
 

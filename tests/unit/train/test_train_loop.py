@@ -23,7 +23,7 @@ from phalanx.run.event_types import (
     RunWarning,
     StepDone,
 )
-from phalanx.run.events import to_fields
+from phalanx.run.fields import to_fields
 from phalanx.train import saving as saving_module
 from phalanx.train.callbacks import RunView
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of

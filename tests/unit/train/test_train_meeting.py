@@ -16,11 +16,11 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, UsageError
 from phalanx.train import place as place_module
 from phalanx.train.causes import cause_of, naming_causes
-from phalanx.train.meeting import Announced, announce, await_announcement, come_together, telling_others
+from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, come_together, telling_others
 from phalanx.train.place import Place, open_store
 
 RUN = Path("runs/mine")
-TOLD = Announced(str(RUN.absolute()))
+TOLD = RunAnnouncement(str(RUN.absolute()))
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.usefixtures("port")
 def test_what_the_leading_worker_tells_reaches_the_others() -> None:
-    announce(Place(rank=0, world=3), Announced(str(RUN.absolute()), 5))
+    announce(Place(rank=0, world=3), RunAnnouncement(str(RUN.absolute()), 5))
     for rank in (1, 2):
-        assert await_announcement(Place(rank=rank, world=3), RUN) == Announced(str(RUN.absolute()), 5)
+        assert await_announcement(Place(rank=rank, world=3), RUN) == RunAnnouncement(str(RUN.absolute()), 5)
 
 
 @pytest.mark.usefixtures("port")
 def test_each_attempt_is_told_anew() -> None:
-    announce(Place(rank=0, world=2, attempt=0), Announced("old"))
+    announce(Place(rank=0, world=2, attempt=0), RunAnnouncement("old"))
     announce(Place(rank=0, world=2, attempt=1), TOLD)
     assert await_announcement(Place(rank=1, world=2, attempt=1), RUN) == TOLD
 
@@ -81,7 +81,7 @@ def test_a_leading_worker_that_no_other_hears_does_not_wait_for_long(monkeypatch
     monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
     begun = time.monotonic()
     refuse(0, RecipeError("no such file"))
-    announce(Place(0, 2), Announced(finished=True))
+    announce(Place(0, 2), RunAnnouncement(is_finished=True))
     assert 0.2 <= time.monotonic() - begun < 5
 
 
@@ -208,7 +208,7 @@ def test_a_leading_worker_that_says_nothing_is_waited_for_with_words_and_not_wit
 
 @pytest.mark.usefixtures("port")
 def test_an_announcement_of_another_run_is_refused() -> None:
-    announce(Place(rank=0, world=2), Announced("/tmp/strangers"))
+    announce(Place(rank=0, world=2), RunAnnouncement("/tmp/strangers"))
     with pytest.raises(UsageError, match=r"^this worker's run is .*/runs/mine, and that of worker 0 /tmp/strangers: "):
         await_announcement(Place(rank=1, world=2), RUN)
 
@@ -220,11 +220,11 @@ def test_an_announcement_of_another_run_is_refused() -> None:
         b"\xff",
         b"[" * 5000,
         b"[]",
-        b'{"run": 1}',
+        b'{"run_dir": 1}',
         b'{"attempt": "0"}',
         b'{"folder": "/tmp/strangers"}',
-        b'{"error": "x", "code": 400}',
-        b'{"run": "' + b"x" * (1 << 16) + b'"}',
+        b'{"error": "x", "exit_code": 400}',
+        b'{"run_dir": "' + b"x" * (1 << 16) + b'"}',
     ],
 )
 def test_what_is_no_announcement_is_refused_with_a_sentence(said: bytes) -> None:
@@ -237,7 +237,7 @@ def test_who_does_not_know_the_token_announces_nothing(port: int, monkeypatch: p
     monkeypatch.setenv("PHALANX_TOKEN", "0123456789abcdef" * 2)
     open_store(Place(rank=0, world=2))
     stranger = TCPStore("127.0.0.1", port, None, False)
-    stranger.set("attempt0/0/run", b"x" * 32 + json.dumps({"run": str(RUN.absolute())}).encode())
+    stranger.set("attempt0/0/run", b"x" * 32 + json.dumps({"run_dir": str(RUN.absolute())}).encode())
     with pytest.raises(DistError, match="was not said by a worker of this run"):
         await_announcement(Place(rank=1, world=2), RUN)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.run.channel import pair, send
-from phalanx.train.orders import Connections, Order, Orders
+from phalanx.run.messages import MembershipUpdate
+from phalanx.train.orders import Connections, Orders
 
 
 @pytest.fixture
@@ -22,8 +23,8 @@ def agent_and_worker() -> Iterator[tuple[socket.socket, socket.socket]]:
                 assert not thread.is_alive()
 
 
-def told(attempt: int, lost: bool) -> dict[str, object]:
-    return {"attempt": attempt, "workers": [0, 2], "told": 7, "lost": lost}
+def told(attempt: int, lost: bool) -> MembershipUpdate:
+    return MembershipUpdate(attempt=attempt, active_ranks=(0, 2), last_reported_step=7, worker_lost=lost)
 
 
 def test_the_newest_order_counts_and_is_obeyed_once(agent_and_worker: tuple[socket.socket, socket.socket]) -> None:
@@ -34,7 +35,7 @@ def test_the_newest_order_counts_and_is_obeyed_once(agent_and_worker: tuple[sock
     order = orders.take()
     while order.attempt != 5:
         order = orders.take()
-    assert order == Order(5, (0, 2), 7, True)
+    assert order == told(5, lost=True)
     assert not orders.waiting
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from made_events import made
 from phalanx.run import Event, Run, read_events
-from phalanx.run.channel import PACKET, drain, pair, receive
+from phalanx.run.channel import drain, pair, receive
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
@@ -22,7 +22,7 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.events import from_fields
+from phalanx.run.messages import RunResult, WorkerError
 from phalanx.train.reporter import ToAgent, ToRun, reporter
 
 
@@ -37,7 +37,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.fixture
 def agent(ends: tuple[socket.socket, socket.socket]) -> Iterator[ToAgent]:
     """A reporter to the agent, whose end is `ends[1]`."""
-    report = ToAgent(ends[0].fileno(), patience=0.1)
+    report = ToAgent(ends[0].fileno(), rank=3, patience=0.1)
     yield report
     report._socket.close()
 
@@ -45,14 +45,14 @@ def agent(ends: tuple[socket.socket, socket.socket]) -> Iterator[ToAgent]:
 def packets(far: socket.socket) -> list[list[int | str]]:
     """What lies there, packet by packet: the steps, or the kinds of other messages."""
     far.setblocking(False)
-    found = []
+    found: list[list[int | str]] = []
     while True:
         try:
             messages = receive(far)
         except BlockingIOError:
             return found
         assert messages is not None
-        found.append([message.get("step", message["kind"]) for message in messages])
+        found.append([getattr(message, "step", message.kind) for message in messages])
 
 
 def test_steps_are_held_back_until_patience_ends(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
@@ -98,23 +98,24 @@ def test_an_event_arrives_as_it_was_reported(ends: tuple[socket.socket, socket.s
     for event in events:
         agent.event(event)
     agent.close()
-    assert [from_fields(message) for message in drain(ends[1])] == events
+    assert list(drain(ends[1])) == events
 
 
 def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
     agent.error("out of memory", 78)
     agent.result({"status": "done"})
-    error, result = drain(ends[1])
-    assert (error["kind"], error["text"], error["code"]) == ("error", "out of memory", 78)
-    assert (result["kind"], result["value"]) == ("result", {"status": "done"})
+    assert list(drain(ends[1])) == [
+        WorkerError(rank=3, message="out of memory", exit_code=78),
+        RunResult(value={"status": "done"}),
+    ]
 
 
 def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent
+    ends: tuple[socket.socket, socket.socket], agent: ToAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "x" * (PACKET // 8)
+    monkeypatch.setattr("phalanx.run.channel.PACKET", 1000)
     for step in range(8):
-        agent.keep(made(NonFiniteStep, step=step + 1, reason=text))
+        agent.keep(made(NonFiniteStep, step=step + 1))
     agent.recall(0)
     found = packets(ends[1])
     assert len(found) > 1

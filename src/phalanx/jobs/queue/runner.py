@@ -14,14 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from phalanx.compat import adopt_orphans, die_with_parent
 from phalanx.jobs.below import end_below
 from phalanx.run.directory import write_json
+from phalanx.run.fields import ExitStatus, read_as
 from phalanx.run.steady import ticks
 
 GRACE = 30.0
@@ -29,10 +29,37 @@ GRACE = 30.0
 OUTPUT = "output.log"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttemptSpec:
+    """What to run in an attempt, as it stands in `attempt-N.json`. SIGTERM comes `warning_s` before the time limit."""
+
+    command: tuple[str, ...]
+    working_dir: str
+    environment: dict[str, str]
+    time_limit_s: float | None
+    warning_s: float
+
+    def write(self, home: Path, attempt: int) -> None:
+        """Write it, whole."""
+        write_json(home / f"attempt-{attempt}.json", asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended, as it stands in `ended-N.json`: unix seconds by the wall clock, and `duration_s` by the one
+    that is never set; None where nothing is known of it."""
+
+    exit_code: ExitStatus
+    reason: str | None
+    started_at: float | None = None
+    ended_at: float | None = None
+    duration_s: float | None = None
+
+
 def main() -> None:
     """Run one attempt, as `attempt-N.json` in the folder says."""
     home, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    orders = json.loads((home / f"attempt-{attempt}.json").read_text())
+    spec: AttemptSpec = read_as(AttemptSpec, json.loads((home / f"attempt-{attempt}.json").read_text()))
     adopt_orphans()
     wake, far = socket.socketpair()
     far.setblocking(False)
@@ -44,18 +71,18 @@ def main() -> None:
     begun = Begun()
     try:
         process = subprocess.Popen(
-            orders["command"],
-            cwd=orders["folder"],
-            env={**orders["environment"], **secrets_in(home)},
+            spec.command,
+            cwd=spec.working_dir,
+            env={**spec.environment, **secrets_in(home)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
-        print(f"error: {error.filename or orders['command'][0]}: {error.strerror}", flush=True)
+        print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
         finish(home, attempt, begun, 127, f"could not be started: {error.strerror}")
         return
-    limit, warning = orders["limit"], orders["warning"]
+    limit, warning = spec.time_limit_s, spec.warning_s
     until = None if limit is None else time.monotonic() + limit
     warn = None if until is None else max(time.monotonic(), until - warning)
     reason = None
@@ -102,8 +129,14 @@ class Begun:
 
 def finish(home: Path, attempt: int, begun: Begun, code: int, reason: str | None) -> None:
     """Write how the attempt ended, whole."""
-    told = {"code": code, "reason": reason, "begun": begun.wall, "ended": time.time()}
-    write_json(ending(home, attempt), {**told, "lived": ticks() - begun.ticks})
+    end = AttemptEnd(
+        exit_code=code,
+        reason=reason,
+        started_at=begun.wall,
+        ended_at=time.time(),
+        duration_s=ticks() - begun.ticks,
+    )
+    write_json(ending(home, attempt), asdict(end))
 
 
 def ending(home: Path, attempt: int) -> Path:
@@ -111,12 +144,16 @@ def ending(home: Path, attempt: int) -> Path:
     return home / f"ended-{attempt}.json"
 
 
-def read_ending(home: Path, attempt: int) -> dict[str, Any] | None:
-    """How an attempt ended; None while it has not."""
-    with contextlib.suppress(FileNotFoundError):
-        found: dict[str, Any] = json.loads(ending(home, attempt).read_text())
-        return found
-    return None
+def read_ending(home: Path, attempt: int) -> AttemptEnd | None:
+    """How an attempt ended; None while it has not. What another Phalanx wrote of it counts as that it was killed."""
+    path = ending(home, attempt)
+    try:
+        found: AttemptEnd = read_as(AttemptEnd, json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return AttemptEnd(exit_code=-int(signal.SIGKILL), reason=f"{path.name} does not say how it ended")
+    return found
 
 
 if __name__ == "__main__":

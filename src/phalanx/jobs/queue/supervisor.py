@@ -23,12 +23,12 @@ import psutil
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.nursery import signal_name
-from phalanx.jobs.queue.runner import OUTPUT, read_ending
+from phalanx.jobs.queue.runner import OUTPUT, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.queue.schedule import Running, Size, Waiting, devices_for, starts
 from phalanx.jobs.queue.store import ASKED, TOLD, Row, Store
-from phalanx.jobs.spec import DEATHS, PROGRESS, State, state_of
+from phalanx.jobs.spec import DEATHS, LONGEST, PROGRESS, State, state_of
 from phalanx.run import Run
-from phalanx.run.directory import not_done, write_json
+from phalanx.run.directory import not_done
 from phalanx.run.lock import NoLocksError, taken
 from phalanx.run.steady import Steady, born
 
@@ -119,13 +119,14 @@ class Supervisor:
         environment = {**row.job.environment, MARK: mark_of(home), "PHALANX_NODES": "1"}
         if row.size.devices:
             environment |= dict.fromkeys(CHOOSING, ",".join(map(str, given)))
-        orders: dict[str, Any] = {
-            "command": list(row.job.command),
-            "folder": str(row.job.folder),
-            "environment": environment,
-        }
-        orders |= {"limit": row.job.limit, "warning": row.job.warning}
-        write_json(home / f"attempt-{attempt}.json", orders)
+        spec = AttemptSpec(
+            command=tuple(row.job.command),
+            working_dir=str(row.job.folder),
+            environment=environment,
+            time_limit_s=row.job.limit,
+            warning_s=min(row.job.warning, LONGEST),  # no time limit is longer
+        )
+        spec.write(home, attempt)
         runner = self.spawn(home, attempt)
         self.store.change(row.id, State.RUNNING, runner=runner, runner_born=born(runner))  # None: it is over already
 
@@ -140,7 +141,7 @@ class Supervisor:
         if found is None:
             found = read_ending(self.store.home(row.id), row.attempts)  # it may have ended between the two looks
         sweep(mark_of(self.store.home(row.id)))
-        ended = found or {"code": -int(signal.SIGKILL), "reason": "the process above it was killed", "ended": None}
+        ended = found or AttemptEnd(exit_code=-int(signal.SIGKILL), reason="the process above it was killed")
         state, values = after(row, ended, self.clock(), self.store.steady)
         if state.over:
             values["over"] = self.store.steady.mark()
@@ -160,14 +161,14 @@ def within_arrays(ready: list[Row], running: list[Row]) -> list[Row]:
     return may
 
 
-def after(row: Row, ended: dict[str, Any], now: float, steady: Steady) -> tuple[State, dict[str, Any]]:
+def after(row: Row, ended: AttemptEnd, now: float, steady: Steady) -> tuple[State, dict[str, Any]]:
     """What becomes of a job whose attempt ended like this: its state, and what changes in its row. An attempt that left
     no word of its end counts as having lived until now (`now` in unix seconds, where it began before this boot)."""
-    shown, reason = ended["code"], ended["reason"]
+    shown, reason = ended.exit_code, ended.reason
     code = signalled(shown)
     told = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
-    over = ended["ended"] or now
-    lived = ended.get("lived")
+    over = ended.ended_at or now
+    lived = ended.duration_s
     if lived is None:
         lived = steady.since(row.began)
     if lived is None:

@@ -1,0 +1,178 @@
+"""Messages between processes: each kind survives the way there, and nothing else is taken for one."""
+
+import json
+from dataclasses import MISSING, Field, fields, replace
+from typing import Any, get_args
+
+import pytest
+
+from made_events import USUAL, made
+from made_messages import COMMAND
+from phalanx.run.event_types import Event
+from phalanx.run.fields import to_fields
+from phalanx.run.messages import (
+    MESSAGE_TYPES,
+    CallRaised,
+    CallReturned,
+    ForkServerReady,
+    HeartbeatEntry,
+    Heartbeats,
+    Hello,
+    JoinedGroup,
+    LauncherHello,
+    Leave,
+    LeftGroup,
+    MembershipUpdate,
+    Message,
+    NodeDeparture,
+    NodeFailed,
+    NodeFinished,
+    Ping,
+    Preload,
+    ProtocolError,
+    RankResult,
+    Rejected,
+    RunCall,
+    RunResult,
+    SendSignal,
+    StandbyReady,
+    StartStore,
+    StartWorkers,
+    StopRequested,
+    StoreDied,
+    StoreStarted,
+    Topology,
+    UpdateMembership,
+    WorkerCrashed,
+    WorkerError,
+    WorkerExited,
+    WorkerFinishing,
+    WorkersStarted,
+    decode,
+    encode,
+)
+
+NODE: dict[str, Any] = {
+    "node_rank": 1,
+    "host": "n1",
+    "num_nodes": 2,
+    "phalanx_version": "0.1.0",
+    "torch_version": "2.11.0",
+    "python_version": "3.12",
+    "machine": "x86_64",
+    "build_fingerprint": "0123",
+}
+UPDATE = MembershipUpdate(attempt=4, active_ranks=(0, 2), last_reported_step=7, worker_lost=True)
+WHOLE: list[Message] = [
+    StartWorkers(
+        attempt=3,
+        world_size=4,
+        command=COMMAND,
+        environment={"A": "b"},
+        logs_dir="logs",
+        local_world_size=2,
+        first_rank=2,
+        is_elastic=True,
+        store_address=("10.0.0.1", 4711),
+        rendezvous_id=1,
+        nonce="n",
+        store_key="k",
+        rejoining_ranks=(3,),
+    ),
+    SendSignal(signal=9, ranks=(1,)),
+    UPDATE,
+    UpdateMembership(recipients=(0,), update=UPDATE),
+    StartStore(address="10.0.0.1"),
+    RunCall(function="m:f", payload={"a": [1, None]}, call_id=5),
+    Preload(function="m:f", payload=1),
+    ForkServerReady(),
+    WorkersStarted(attempt=3),
+    WorkerExited(rank=1, exit_status=-9),
+    StoreStarted(port=4711, pid=12),
+    StoreDied(attempt=3),
+    CallReturned(call_id=5, value=[1.5, {"a": None}]),
+    CallRaised(call_id=5, message="no", exit_code=78, traceback="...", was_killed=True),
+    WorkerCrashed(rank=1, message="RuntimeError: no (mine.py:3)"),
+    WorkerError(rank=1, message="no", exit_code=78, out_of_memory=True),
+    RunResult(value={"status": "done"}),
+    RankResult(rank=1, value=[0.5]),
+    WorkerFinishing(rank=1, exit_code=75),
+    StandbyReady(rank=1),
+    LeftGroup(rank=1),
+    JoinedGroup(rank=1, attempt=4),
+    Hello(**NODE),
+    NodeDeparture(**NODE, exit_code=77, reason="no GPU"),
+    LauncherHello(**NODE, address="10.0.0.2", ports=(1, 2), nproc_per_node=1),
+    Heartbeats(
+        entries=(HeartbeatEntry(rank=0, pid=1, num_beats=2, step=3, phase="data", age_s=-1e-4, busy_s=1.0),),
+        stopped_ranks=(0,),
+    ),
+    StopRequested(),
+    Ping(),
+    Leave(exit_code=77, message="no"),
+    Topology(hosts=("a", "b"), nproc_per_node=1, ports=((1, 2), (3, 4))),
+    Rejected(message="no"),
+    NodeFinished(),
+    NodeFailed(exit_code=3),
+]
+
+
+def test_every_kind_has_a_name_of_its_own_and_is_tried_here() -> None:
+    tried = {type(message) for message in WHOLE} | set(USUAL)
+    assert set(MESSAGE_TYPES.values()) == set(get_args(Message)) == tried
+    assert len(MESSAGE_TYPES) == len(get_args(Message))
+
+
+@pytest.mark.parametrize("message", WHOLE, ids=lambda message: message.kind)
+def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+    given = to_fields(message)
+    assert given.keys() == {"kind", *(field.name for field in fields(message))}, "a field has its default here"
+    assert decode(encode([message, message])) == [message, message]
+
+
+@pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.kind)
+def test_events_travel_as_their_own_classes(kind: type[Event]) -> None:
+    event = made(kind)
+    assert decode(encode([event])) == [event]
+
+
+FIELDS = [(message, field) for message in WHOLE for field in fields(message)]
+
+
+def decoded(message: Message, name: str, value: Any) -> list[Message]:
+    """What is made of a message with another JSON value in a field; None leaves it out."""
+    values = {**to_fields(message), name: value}
+    return decode(json.dumps([{key: value for key, value in values.items() if value is not None}]).encode())
+
+
+@pytest.mark.parametrize(("message", "field"), FIELDS, ids=lambda each: getattr(each, "kind", None) or each.name)
+def test_a_field_may_be_left_out_only_if_it_has_a_default(message: Message, field: "Field[Any]") -> None:
+    if field.default is MISSING:
+        with pytest.raises(ProtocolError):
+            decoded(message, field.name, None)
+    else:
+        assert decoded(message, field.name, None) == [replace(message, **{field.name: field.default})]
+
+
+@pytest.mark.parametrize(("message", "field"), FIELDS, ids=lambda each: getattr(each, "kind", None) or each.name)
+def test_a_field_of_another_type_is_refused(message: Message, field: "Field[Any]") -> None:
+    if field.type is Any:
+        return  # a payload may be any JSON value
+    value = getattr(message, field.name)
+    other = 7 if isinstance(value, bool) or not isinstance(value, int | float) else "7"
+    for wrong in (other, [[None]], {"a": 1} if not isinstance(value, dict) else "a"):
+        with pytest.raises(ProtocolError):
+            decoded(message, field.name, wrong)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"{}", b"3", b'["ping"]', b'[{"kind": "gossip"}]', b'[{"kind": ["ping"]}]', b"[" * 100_000],
+)
+def test_what_is_no_list_of_messages_is_refused(content: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(content)
+
+
+def test_fields_of_another_phalanx_are_left_out() -> None:
+    assert decode(b'[{"kind": "ping", "mood": "good"}]') == [Ping()]
