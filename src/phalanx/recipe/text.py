@@ -73,12 +73,12 @@ class _Refused(MarkedYAMLError):
 
 
 class _Composer(Composer):
-    """Composes so many values, so deep, and not one more."""
+    """Refuses more than `MOST` values and more than `DEPTH` levels before it has composed them."""
 
     _count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One more value, or what is within it."""
+        """Compose one more value, with what is within it."""
         self._count += 1
         if self._count > MOST or self.depth == DEPTH:
             why = TOO_MUCH if self._count > MOST else _TOO_DEEP
