@@ -19,13 +19,13 @@ from typing import Any, Self, TypeVar
 
 import psutil
 import pytest
-import yaml
 
 from phalanx.api import starting, supervise
 from phalanx.errors import ExitCode
 from phalanx.jobs.nursery_process import NurseryProcess
 from phalanx.recipe import Recipe
 from phalanx.recipe.load import Loaded
+from phalanx.recipe.text import to_yaml
 from phalanx.run import Event, Run, read_events, steps_of
 from phalanx.run.channel import drain, send
 from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
@@ -211,7 +211,7 @@ class Lab:
     def recipe_file(self, changes: Values | None = None, name: str = "recipe") -> Path:
         """BASE with `changes` as a file."""
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(merged(BASE, changes or {}), sort_keys=False))
+        path.write_text(to_yaml(merged(BASE, changes or {}), flow=False))
         return path
 
     @contextlib.contextmanager

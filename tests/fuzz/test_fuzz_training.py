@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from mutations import SEED, STRANGE, flipped, hand, mutated, place, put, spliced
 from small_data import prepare
 
 from phalanx import cli
 from phalanx.errors import ExitCode
+from phalanx.recipe.text import to_yaml
 
 RECIPE = {
     "name": "tiny",
@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("home", "state", "cache", "here"):
         (top / name).mkdir(mode=0o700)
     (top / "here" / "a.txt").write_text("fuzzing finds what nobody thinks of\n" * 60)
-    (top / "here" / "recipe.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
+    (top / "here" / "recipe.yaml").write_text(to_yaml(RECIPE, flow=False))
     prepare(top / "here", top / "here" / "dataset", {"text": "a.txt"})
     with pytest.MonkeyPatch.context() as patch:
         at_home(patch, top)
@@ -108,12 +108,12 @@ def digest(run: Path) -> str:
 def other_recipe(rng: random.Random) -> str:
     """Other values and other bytes; never so many steps that they do not end."""
     if rng.random() < 0.3:
-        return mutated(yaml.safe_dump(RECIPE).encode(), rng).decode(errors="surrogateescape")
+        return mutated(to_yaml(RECIPE, flow=False).encode(), rng).decode(errors="surrogateescape")
     value: Any = RECIPE
     for _ in range(rng.randrange(1, 3)):
         where = place(value, rng)
         value = put(value, where, rng.choice([*STRANGE, "auto", 2, 1e9, "1e9", 10**12, "hf:.", "a:b", [1, 2]]))
-    return yaml.safe_dump(value, allow_unicode=True)
+    return to_yaml(value, flow=False)
 
 
 def test_another_recipe_trains_or_is_refused(train: Run) -> None:

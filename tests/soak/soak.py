@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-import yaml
 from grammar import Drawn, Values, drawn, write_sources
 
 from lab import words
@@ -30,6 +29,7 @@ from phalanx.jobs.chaos import ground, referee
 from phalanx.jobs.chaos.inject import Scene, Struck
 from phalanx.jobs.chaos.plan import Course, Fault, draw, possible
 from phalanx.jobs.chaos.story import Story, Usual, usual_of
+from phalanx.recipe.text import to_yaml
 from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import StepDone
@@ -145,7 +145,7 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     recipe = folder / f"{where.name}.yaml"
-    recipe.write_text(yaml.safe_dump(what.recipe, sort_keys=False))
+    recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
     with referee.scratch_folder() as scratch:
         environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE": str(cache)}

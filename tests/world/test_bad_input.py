@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lab import BASE, Lab, Values, merged
 from phalanx.errors import ExitCode
+from phalanx.recipe.text import to_yaml
 from phalanx.run.event_types import AttemptStarted, RunWarning
 
 GOOD = merged(BASE, {"callbacks": []})
@@ -68,7 +68,7 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(lab: Lab, 
     folder = lab.furnish(tmp_path / "recipes")
     recipe = folder / "recipe.yaml"
     if changes is not None:
-        text = changes if isinstance(changes, str) else yaml.safe_dump(merged(GOOD, changes), sort_keys=False)
+        text = changes if isinstance(changes, str) else to_yaml(merged(GOOD, changes), flow=False)
         recipe.write_text(text)
     before = sorted(folder.rglob("*"))
     cache, run = tmp_path / "cache", tmp_path / "run"

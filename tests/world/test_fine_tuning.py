@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lab import FAULTS, Ended, Lab, Values, fault
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.recipe.text import parse
 from phalanx.recipe.variables import expand, variables
 
 pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
     """The example's recipe in the lab's place of the base recipe, with a small text."""
     import lab as module
 
-    recipe = yaml.safe_load((EXAMPLE / "recipe.yaml").read_text())
+    recipe = parse((EXAMPLE / "recipe.yaml").read_text(), "recipe.yaml")[0]
     filled: Values = expand(recipe, variables(EXAMPLE), lambda key: str(key))
     (lab.folder / "my_task.py").write_bytes((EXAMPLE / "my_task.py").read_bytes())
     filled["data"] |= SMALL["data"]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import own_loop
 from lab import Ended, Lab, Values, fault, plan_faults, signal_at, wait_until
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.watch import HEARTBEAT
 from phalanx.joining import train_script
+from phalanx.recipe.text import parse, to_yaml
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, HangDetected, RunWarning, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints
@@ -48,13 +48,13 @@ REFERENCES: dict[object, Ended] = {}
 def scripts(lab: Lab) -> Path:
     """A folder with the loop of the tests, and both examples shortened to a few steps on a few threads."""
     shutil.copy(own_loop.__file__, lab.folder)
-    (lab.folder / "own_loop.yaml").write_text(yaml.safe_dump(RECIPE))
+    (lab.folder / "own_loop.yaml").write_text(to_yaml(RECIPE, flow=False))
     for name in EXAMPLES:
         shutil.copy(ROOT / "examples" / "own-loop" / f"{name}.py", lab.folder)
-        recipe = yaml.safe_load((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text())
+        recipe = parse((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text(), "recipe.yaml")[0]
         recipe |= {"steps": STEPS, "threads": 1, "callbacks": ["faults:Faults"], "checkpoint": {"every": 4}}
         recipe["optim"]["schedule"] = {"warmup": 0, "decay": "constant"}
-        (lab.folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        (lab.folder / f"{name}.yaml").write_text(to_yaml(recipe, flow=False))
     return lab.folder
 
 

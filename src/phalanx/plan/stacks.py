@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
 
 from phalanx.cluster.description import Accelerator
 from phalanx.plan.rates import Rates, rates
@@ -32,7 +32,7 @@ class Generation:
 def known() -> dict[str, Any]:
     """The file: generations, precisions, stacks."""
     text = (files("phalanx.plan") / "data/stacks.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: dict[str, Any] = YAML(typ="safe").load(text)
     return found
 
 

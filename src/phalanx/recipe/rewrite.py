@@ -1,23 +1,26 @@
 """A recipe's text with some keys changed, and the rest, with its comments, as somebody wrote it.
 
-What `recipe/dump.py` does with values, this does with a text. A key on a line of its own is changed in that line, any
-other together with all below the same top key; where that cannot be done, the whole text is written anew.
+What `recipe/dump.py` does with values, this does with a text: new values go where the parser found the old ones.
+ruamel.yaml's own round trip loses comments within braces and what stands below a list that is replaced. Where a text
+cannot be changed so, as with aliases, all of it is written again without its comments.
 """
 
+import contextlib
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx.recipe.overrides import override
-from phalanx.recipe.text import Key, Places, dotted, parse, to_yaml
+from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
-_LINE = re.compile(r"(\s*[\w.-]+:\s+)([^\s#{\[&*!|>'\"][^\s#]*)(\s+#.*|\s*)")
-"""A plain scalar on a line of its own: what stands before it, the value, a comment."""
-_MISSING = object()
-_GONE = "\0"
-"""Stands for a line that a block written anew has replaced; YAML has no such character."""
+from phalanx.errors import RecipeError
+from phalanx.recipe.overrides import override
+from phalanx.recipe.text import Key, Places, compose, dotted, parse, to_yaml
+
+Edit = tuple[int, int, str]
+"""A range of a text, and what stands there instead."""
 
 
 def rewritten(
@@ -29,96 +32,91 @@ def rewritten(
 ) -> str:
     """`text` with `overrides` and `changes` (dotted keys) applied, lines of `head` above it as comments, and each
     remark as a comment above its key. RecipeError as `load_recipe` raises it for overrides that do not fit."""
-    old, places = parse(text, "")
-    old = {} if old is None else old
-    new, nowhere = copy.deepcopy(old), Places()
-    override(new, nowhere, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
-    said: dict[Key, str] = {tuple(key.split(".")): remark for key, remark in remarks.items()}
-    title = [f"# {line}".rstrip() for line in head]
-    body = _edited(text.splitlines(), old, new, places, said)
-    if body is not None and parse("\n".join(body), "")[0] == new:
-        return "\n".join([*title, *body]) + "\n"
-    listed = [f"# {dotted(key)}: {remark}" for key, remark in said.items()]
-    return "\n".join([*title, *listed]) + "\n" + to_yaml(new)
+    old = parse(text, "")[0] or {}
+    new = copy.deepcopy(old)
+    override(new, Places(), [*overrides, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
+    title = "".join(f"{f'# {line}'.rstrip()}\n" for line in head)
+    with contextlib.suppress(RecipeError, ValueError):  # of an edit that broke the text, or found no place
+        body = _edited(f"{text}\n" if text and text[-1] != "\n" else text, old, new, remarks)
+        if parse(body, "")[0] == new:
+            return title + body
+    return title + "".join(f"# {key}: {remark}\n" for key, remark in remarks.items()) + to_yaml(new)
 
 
-def _edited(
-    lines: list[str], old: dict[str, Any], new: dict[str, Any], places: Places, remarks: dict[Key, str]
-) -> list[str] | None:
-    """The lines after the change; None when top keys do not stand on lines of their own."""
-    tops = {key: _line(places, (key,)) for key in old}
-    if len(set(tops.values())) < len(tops) or any(not lines[at].startswith(key) for key, at in tops.items()):
-        return None
-    starts = [*tops.values(), len(lines)]
-    ends = dict(zip(tops, starts[1:], strict=True))
-    inserted: dict[int, list[str]] = {}
-    result = list(lines)
-    for key, at in tops.items():
-        leaves = _leaves(old[key], new[key], (key,))
-        rows = {leaf: _row(lines, places, leaf) for leaf in leaves}
-        above = {leaf: remark for leaf, remark in remarks.items() if leaf[0] == key}
-        if all(row is not None for row in rows.values()) and all(leaf in leaves for leaf in above):
-            for leaf, row in rows.items():
-                assert row is not None
-                result[row] = _with_value(lines[row], _value(new, leaf))
-                inserted[row] = [_comment(lines[row], remark) for name, remark in above.items() if name == leaf]
-        elif leaves or above:
-            end = ends[key]
-            while end > at + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
-                end -= 1  # what stands above the next key belongs to it
-            result[at:end] = [_entry(key, new[key]), *[_GONE] * (end - at - 1)]
-            inserted[at] = [f"# {remark}" for remark in above.values()]
-    whole: list[str] = []
-    for number, line in enumerate(result):
-        whole += [*inserted.get(number, []), *([] if line == _GONE else [line])]
-    for key in new:
-        if key not in old:
-            whole += [f"# {remark}" for leaf, remark in remarks.items() if leaf[0] == key]
-            whole.append(_entry(key, new[key]))
-    return whole
+def _edited(text: str, old: dict[str, Any], new: dict[str, Any], remarks: Mapping[str, str]) -> str:
+    """The text, whose values are `old`, with those of `new`; something else where a value has no place of its own."""
+    root, _ = compose(text, "")
+    if not isinstance(root, MappingNode):  # nothing but comments
+        lines = [[f"# {one}" for one in _remarks(remarks, (key,), True)] + [_entry(key, new[key])] for key in new]
+        return text + "".join(f"{line}\n" for one in lines for line in one)
+    result, done = "", 0
+    for start, end, instead in sorted(_edits(text, root, old, new, remarks, (), root), key=lambda edit: edit[0]):
+        result += text[done:start] + instead
+        done = end
+    return result + text[done:]
 
 
-def _line(places: Places, key: Key) -> int:
-    """The line, counted from 0, where a key of a text without a name was written: its place is `:12`."""
-    return int(places[key].rpartition(":")[2]) - 1
+def _edits(
+    text: str,
+    node: MappingNode,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    remarks: Mapping[str, str],
+    path: Key,
+    above: Node,
+) -> Iterator[Edit]:
+    """What makes `new` of a mapping that is `old`. Remarks on what is within braces go above the node `above`."""
+    nodes = {name.value: (name, value) for name, value in node.value}
+    comma = ", " if nodes else ""
+    for key, value in new.items():
+        here = (*path, key)
+        name, there = nodes.get(key, (node, None))
+        line = above if node.flow_style else name
+        both = isinstance(there, MappingNode) and isinstance(value, dict)
+        inner = there if both and old[key].keys() <= value.keys() else None
+        indent = " " * line.start_mark.column
+        remark = "".join(f"# {one}\n{indent}" for one in _remarks(remarks, here, inner is None))
+        if there is None and not node.flow_style:
+            end = text.index("\n", _end(text, name, node))
+            yield end, end, f"\n{indent}{remark}{_entry(key, value)}"
+            continue
+        yield line.start_mark.index, line.start_mark.index, remark
+        if there is None:
+            end = _end(text, *node.value[-1]) if nodes else node.end_mark.index - 1
+            yield end, end, f"{comma}{_entry(key, value)}"
+            comma = ", "
+        elif inner is not None:
+            yield from _edits(text, inner, old[key], value, remarks, here, line)
+        elif value != old[key]:
+            yield _replaced(text, name, there, _entry("x", value).removeprefix("x: "))
 
 
-def _row(lines: list[str], places: Places, leaf: Key) -> int | None:
-    """The line where a leaf's value can be exchanged."""
-    if leaf not in places:
-        return None
-    row = _line(places, leaf)
-    return row if _LINE.fullmatch(lines[row]) and lines[row].split(":")[0].strip() == leaf[-1] else None
+def _replaced(text: str, name: Node, old: Node, new: str) -> Edit:
+    """What puts a value on the line of its key, where another one is, or nothing, or one on lines of its own."""
+    start, end = old.start_mark.index, _end(text, name, old)
+    if start < end and (not isinstance(old, CollectionNode) or old.flow_style):
+        return start, end, new
+    colon = text.index(":", name.end_mark.index) + 1
+    comment = re.match(r"[ \t]*#.*|", text[colon:end])
+    return colon, end, f" {new}{comment[0] if comment else ''}"
 
 
-def _with_value(line: str, value: Any) -> str:
-    match = _LINE.fullmatch(line)
-    assert match is not None
-    return match[1] + _entry("x", value).removeprefix("x: ") + match[3]
+def _end(text: str, name: Node, node: Node) -> int:
+    """Where the last word of a key's value ends; for the parser, blocks and nothing end where the next thing begins."""
+    start: int = node.start_mark.index
+    if isinstance(node, CollectionNode) and not node.flow_style:
+        last = node.value[-1]
+        return _end(text, *last) if isinstance(last, tuple) else _end(text, last, last)
+    words = text[start : node.end_mark.index].rstrip()
+    return start + len(words) if words else text.index(":", name.end_mark.index) + 1
 
 
 def _entry(key: str, value: Any) -> str:
-    """`key: value`. A mapping of nothing but scalars would be written in braces, so an empty one is put beside it."""
-    return to_yaml({key: value, "_": {}}).removesuffix("_: {}\n").rstrip("\n")
+    """`key: value` on one line."""
+    return to_yaml({key: value}, flow=True, width=sys.maxsize).strip()[1:-1]
 
 
-def _comment(line: str, remark: str) -> str:
-    return f"{line[: len(line) - len(line.lstrip())]}# {remark}"
-
-
-def _leaves(old: Any, new: Any, key: Key) -> list[Key]:
-    """Keys below `key` whose values differ, the deepest that both have."""
-    if isinstance(old, dict) and isinstance(new, dict) and new.keys() >= old.keys():
-        return [
-            leaf
-            for name in new
-            for leaf in _leaves(old.get(name, _MISSING), new[name], (*key, name))
-            if old.get(name, _MISSING) != new[name]
-        ]
-    return [] if old == new else [key]
-
-
-def _value(holder: Any, key: Key) -> Any:
-    for part in key:
-        holder = holder[part]
-    return holder
+def _remarks(remarks: Mapping[str, str], key: Key, below: bool) -> list[str]:
+    """The remarks on a key, and on those below it."""
+    own = dotted(key)
+    return [one for name, one in remarks.items() if name == own or (below and name.startswith(f"{own}."))]

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
-import yaml
+from ruamel.yaml import YAML
 
 SCHEMAS = Path(__file__).parents[4] / "shared" / "schemas"
 FILES = {"JobSet": "jobset.x-k8s.io_jobsets.yaml", "TrainJob": "trainer.kubeflow.org_trainjobs.yaml"}
@@ -43,7 +43,7 @@ def strict(schema: Any) -> Any:
 @functools.cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
     """The strict schema of a custom kind, in the version that we render."""
-    document = yaml.load((SCHEMAS / FILES[kind]).read_text(), Loader=yaml.CSafeLoader)
+    document = YAML(typ="safe").load((SCHEMAS / FILES[kind]).read_text())
     (version,) = (one for one in document["spec"]["versions"] if one["storage"])
     schema = strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"properties": {key: {} for key in METADATA}, "additionalProperties": False}
@@ -277,7 +277,7 @@ def kubeconfig(folder: Path, address: str, namespace: str = "team-a") -> Path:
         "current-context": "here",
     }
     file = folder / "kubeconfig"
-    file.write_text(yaml.safe_dump(document))
+    file.write_text(json.dumps(document))
     return file
 
 

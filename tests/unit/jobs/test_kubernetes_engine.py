@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes_double import SCHEMAS, Double, job_of, kubeconfig
+from ruamel.yaml import YAML
 
 from lab import wait_until
 from phalanx.cli.submitting import follow
@@ -61,7 +61,7 @@ def test_a_job_and_its_secret_are_created(engine: Kubernetes, server: Double, ki
     request = engine.render(job(secrets=("HF_TOKEN",), options={"kind": kind}))
     assert engine.submit(request) == f"team-a/{kind}/gpt"
     made = server.objects[f"{kind}s", "team-a", "gpt"]
-    sent = yaml.safe_load(request.files[f"{kind}.yaml"])
+    sent = YAML(typ="safe").load(request.files[f"{kind}.yaml"])
     assert made["spec"] == sent["spec"]
     secret = server.objects["secrets", "team-a", "gpt"]
     assert secret["stringData"] == {"PHALANX_TOKEN": "drawn", "HF_TOKEN": "hf_abc"}

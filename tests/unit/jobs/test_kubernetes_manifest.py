@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_double import SCHEMAS, core_faults, expanded, faults
+from ruamel.yaml import YAML
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.engines.kubernetes import Kubernetes
@@ -42,9 +42,16 @@ def job(**fields: Any) -> Job:
     )
 
 
+def as_kubernetes_reads(text: str) -> Any:
+    """By the rules of YAML 1.1, for which `on` is no string."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.version = (1, 1)
+    return yaml.load(text)
+
+
 def rendered(**fields: Any) -> dict[str, Any]:
     files = Kubernetes().render(job(**fields)).files
-    return {name.removesuffix(".yaml"): yaml.safe_load(text) for name, text in files.items()}
+    return {name.removesuffix(".yaml"): as_kubernetes_reads(text) for name, text in files.items()}
 
 
 def pod(jobset: dict[str, Any]) -> dict[str, Any]:

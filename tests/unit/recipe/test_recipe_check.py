@@ -351,7 +351,7 @@ def test_the_module_that_the_recipe_names_is_the_one_beside_it(tmp_path: Path, m
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("name", ["queue", "json", "yaml"])
+@pytest.mark.parametrize("name", ["queue", "json", "pydantic"])
 def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / f"{name}.py").write_text("class Net: pass\n")

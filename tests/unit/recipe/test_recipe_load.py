@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
-from phalanx.recipe.text import parse
+from phalanx.recipe.text import parse, to_yaml
 
 
 @pytest.fixture
@@ -92,6 +92,14 @@ def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error:
         ("'1e-3'", "1e-3"),
         ("[1, {a: 2}]", [1, {"a": 2}]),
         ("!!str 5", "5"),
+        ("0123", 123),
+        ("0b11", "0b11"),
+        ("1_000", "1_000"),
+        ("<<", "<<"),
+        ("8bit", "8bit"),
+        ("1%", "1%"),
+        ("yes", "yes"),
+        ("off", "off"),
     ],
 )
 def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value: object) -> None:
@@ -103,6 +111,51 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
 
 def test_infinity_is_read_by_the_rules_of_yaml_1_2() -> None:
     assert parse("-.inf", "x")[0] == float("-inf")
+
+
+@pytest.mark.parametrize("escape", ["\\U00110000", "\\UFFFFFFFF"])
+def test_an_escape_of_no_character_is_told(folder: Path, escape: str) -> None:
+    assert refusal(f'name: "{escape}"\n').startswith("r.yaml: not valid YAML: ")
+
+
+def test_a_directive_does_not_change_the_rules(folder: Path) -> None:
+    assert recipe("%YAML 1.1\n---\nmodel: {args: {x: [no, 010, 1:30]}}\n").model.args["x"] == ["no", 10, "1:30"]
+
+
+def test_an_anchor_that_comes_again_means_the_newer_value(folder: Path) -> None:
+    assert recipe("model: {args: {a: &x 1, b: *x, c: &x 2, d: *x}}\n").model.args["d"] == 2
+
+
+@pytest.mark.parametrize("flow", [None, True, False])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "no",
+        "y",
+        "on",
+        "~",
+        "010",
+        "08",
+        "0o17",
+        "0b11",
+        "1_000",
+        "1e-3",
+        "1:30",
+        "2024-01-01",
+        "<<",
+        "=",
+        "? a",
+        "x: y",
+    ],
+)
+def test_a_string_that_some_yaml_takes_for_something_else_is_quoted(value: str, flow: bool | None) -> None:
+    text = to_yaml({"a": [value]}, flow)
+    assert f"'{value}'" in text
+    assert parse(text, "x")[0] == {"a": [value]}
+
+
+def test_numbers_are_written_as_older_yaml_reads_them() -> None:
+    assert to_yaml({"a": [1e-5, 1e22, 0.5, 3, float("inf")]}) == "a: [1.0e-05, 1.0e+22, 0.5, 3, .inf]\n"
 
 
 def test_the_word_no_is_not_false(folder: Path) -> None:
@@ -163,6 +216,11 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("x: &x [*x]", "1: an anchor that contains itself"),
         ("? [a]\n: 1", "1: found a sequence as a key"),
         ("steps: 1\n---\nsteps: 2", "2: not valid YAML: "),
+        ("model: {args: {a: {b: 1, b: 2}}}", "1: model.args.a.b: stands here twice, first at r.yaml:1"),
+        ("x: !!timestamp 2024-01-01", "1: the tag !!timestamp cannot be used"),
+        ("x: !!set {a}", "1: the tag !!set cannot be used"),
+        ("x: !mine {a: 1}", "1: the tag !mine cannot be used"),
+        ("x: !!float ''", "1: the tag !!float cannot be used"),
     ],
 )
 def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, text: str, expected: str) -> None:

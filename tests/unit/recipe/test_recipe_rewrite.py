@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.recipe import load_recipe
 from phalanx.recipe.rewrite import rewritten
+from phalanx.recipe.text import parse
 
 TEXT = """\
 # mine
@@ -40,6 +41,49 @@ def test_a_key_within_braces_has_its_top_key_written_anew() -> None:
 
 def test_the_head_stands_on_top() -> None:
     assert rewritten(TEXT, [], {}, {}, ["one", "two"]) == f"# one\n# two\n{TEXT}"
+
+
+def test_comments_within_braces_stay() -> None:
+    text = "optim: {lr: 1e-3, # rate\n  # both\n  betas: [0.9, 0.95]}  # end\nseed: 1\n"
+    new = rewritten(text, ["optim.lr=2e-3", "optim.clip=1"], {"seed": 2}, {"optim.lr": "1.2 x"})
+    assert new == f"# 1.2 x\n{text}".replace("1e-3", "0.002").replace("]}", "], clip: 1}").replace("seed: 1", "seed: 2")
+
+
+def test_a_list_on_lines_of_its_own_is_replaced_and_what_follows_stays() -> None:
+    text = "callbacks: # mine\n- a:b # first\n- c:d\n\n# how fast\ncompile: auto\n"
+    assert rewritten(text, ["callbacks=[]"], {}, {}) == "callbacks: [] # mine\n\n# how fast\ncompile: auto\n"
+
+
+def test_a_new_key_joins_the_keys_of_its_mapping() -> None:
+    text = "batch:\n    global: 8 # of all\n\n# how fast\ncompile: auto\n"
+    new = rewritten(text, [], {"batch.micro": 4}, {"batch.micro": "1.2 x"})
+    assert new == text.replace("# of all\n", "# of all\n    # 1.2 x\n    micro: 4\n")
+
+
+def test_keys_join_a_mapping_in_braces() -> None:
+    assert rewritten("a: {}\nb: {c: 1}\n", ["a.x=1", "a.z=2", "b.d=w"], {}, {}) == "a: {x: 1, z: 2}\nb: {c: 1, d: w}\n"
+
+
+def test_a_value_comes_where_there_was_none() -> None:
+    assert rewritten("steps: # nothing yet\n# end\n", ["steps=5"], {}, {}) == "steps: 5 # nothing yet\n# end\n"
+
+
+def test_a_text_in_a_block_is_replaced() -> None:
+    assert rewritten("name: |\n  a\n  b\n\n# end\nseed: 1\n", ["name=c"], {}, {}) == "name: c\n\n# end\nseed: 1\n"
+
+
+def test_an_element_of_a_list_is_changed_with_the_list() -> None:
+    text = "data: {source: [{text: a}, {text: b}]} # both\n"
+    assert rewritten(text, ["data.source.1.weight=2"], {}, {}) == text.replace("b}", "b, weight: 2}")
+
+
+@pytest.mark.parametrize("text", ["a: &x {b: 1}\nc: *x\n", "a: &x {b: 1}\nc: {d: *x}\n", "? a\n? c\n", "null\n"])
+def test_a_text_that_cannot_be_changed_in_place_is_written_again(text: str) -> None:
+    old = parse(text, "")[0] or {}
+    new = rewritten(text, ["c={b: 2}"], {}, {"c": "why"}, ["head"])
+    assert new.startswith("# head\n")
+    assert "why" in new
+    assert parse(new, "")[0] == {**old, "c": {"b": 2}}
 
 
 @pytest.mark.parametrize(

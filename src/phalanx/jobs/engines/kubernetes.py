@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from phalanx.errors import UsageError
 from phalanx.jobs.engine import Reader, Request, no_such_job
 from phalanx.jobs.engines import kubernetes_manifest as manifest
@@ -29,6 +27,7 @@ from phalanx.jobs.engines.kubernetes_logs import Streams
 from phalanx.jobs.engines.kubernetes_options import KINDS, LABEL, options_of
 from phalanx.jobs.engines.kubernetes_status import index_of, latest, status_of
 from phalanx.jobs.spec import Job, State, Status
+from phalanx.recipe.text import parse, to_yaml
 
 GROUPS = {
     "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
@@ -76,13 +75,13 @@ class Kubernetes:
             )
         options = options_of(job)
         objects = {"secret": manifest.secret(job, options), options.kind: manifest.workload(job, options)}
-        texts = {f"{name}.yaml": yaml.safe_dump(one, sort_keys=False, width=120) for name, one in objects.items()}
+        texts = {f"{name}.yaml": to_yaml(one, flow=False) for name, one in objects.items()}
         return Request(self.name, job, texts)
 
     def submit(self, request: Request) -> str:
         """Create what runs the job, then its Secret, which belongs to it and goes with it; until the Secret is there,
         pods wait."""
-        objects = {name.removesuffix(".yaml"): yaml.safe_load(text) for name, text in request.files.items()}
+        objects = {name.removesuffix(".yaml"): parse(text, name)[0] for name, text in request.files.items()}
         secret = objects.pop("secret")
         ((kind, workload),) = objects.items()
         secret["stringData"] = self._values(request.job)

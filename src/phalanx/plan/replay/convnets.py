@@ -26,7 +26,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
+from ruamel.yaml import YAML
 
 from phalanx.cluster import catalogue
 from phalanx.cluster.description import Accelerator, Precision
@@ -162,7 +162,7 @@ def _plain(name: str) -> str:
 @cache
 def _data() -> dict[str, dict[str, Any]]:
     text = (files("phalanx.plan") / "data" / "convnets.yaml").read_text(encoding="utf-8")
-    data: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    data: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)
     return data
 
 
