@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner_validation import table
+from planner_validation.calibrate import SPREADS, Measurement, calibrated
+from planner_validation.cells import CannotPredict
+from planner_validation.language import COLUMNS, predict_rows, seconds
+from planner_validation.rows import Run, counted_flops, notes, parameters, understand
+from planner_validation.setups import cluster_of, setup_of
 
 from phalanx.errors import DataError
-from phalanx.plan.replay import table
-from phalanx.plan.replay.calibrate import SPREADS, Measurement, calibrated
-from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.language import COLUMNS, predict_rows, seconds
-from phalanx.plan.replay.rows import Run, counted_flops, notes, parameters, understand
-from phalanx.plan.replay.setups import cluster_of, setup_of
 
 TABLE = Path(__file__).parents[4] / "shared" / "validation" / "published_runs.csv"
 needs_table = pytest.mark.skipif(

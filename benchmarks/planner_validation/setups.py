@@ -15,12 +15,12 @@ from phalanx.cluster.description import Cluster, ScaleOut
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.plan.profile import Profile
-from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.rows import Run, Shape, largest_divisor
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack_of
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.recipe.schema import Layout
+from planner_validation.cells import CannotPredict
+from planner_validation.rows import Run, Shape, largest_divisor
 
 TOKENS = 8192
 """Tokens of a micro-batch where a row does not tell: usual, and enough to keep an accelerator busy."""
