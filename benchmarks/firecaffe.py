@@ -23,17 +23,17 @@ from typing import Any
 
 from exchange_picture import speed
 from pictures import Curve, chart
+from planner_validation.cnn import server_step, step_of
+from planner_validation.cnn_rows import Run, read_run
+from planner_validation.exchanges import WAYS, Iteration, iteration, speedup
 
 from phalanx.errors import UsageError
-from phalanx.plan.exchanges import WAYS, Iteration, iteration, speedup
-from phalanx.plan.replay.cnn import server_step, step_of
-from phalanx.plan.replay.cnn_rows import Run, read_run
 
 RUN = Path(__file__).resolve().parent / "exchange" / "run.py"
 MEASURED = ("nin-8", "googlenet-8")
 LINK = "1gbit"
 WAY_OF = {"server-whole": "server", "tree-whole": "tree", "allreduce-1mib": "allreduce"}
-"""Ways by plan.exchanges of the contenders that run.py measures."""
+"""Ways by `planner_validation.exchanges` of the contenders that run.py measures."""
 TOLD = {
     "server": "parameter server",
     "tree": "reduction tree",
@@ -140,8 +140,8 @@ def table(found: Measured) -> list[str]:
 
 
 def titan_curves(model: str) -> Mapping[str, list[tuple[float, float]]]:
-    """(devices, speed-up in time to the same accuracy) on the paper's machine at batch 1,024, as `phalanx replay` says
-    it: with a reduction tree and with one parameter server."""
+    """(devices, speed-up in time to the same accuracy) on the paper's machine at batch 1,024, as replay.py says: with
+    a reduction tree and with one parameter server."""
     single = titan_run(model, 1, SINGLE[model])
     alone = step_of(single).seconds
 

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner_validation import cnn
+from planner_validation.calibrate import Measurement, calibrated, scaled
+from planner_validation.cells import CannotPredict
+from planner_validation.language import seconds
+from planner_validation.rows import Run, Shape, understand
+from planner_validation.setups import profile_of, setup_of
 
 from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
-from phalanx.plan.replay import cnn
-from phalanx.plan.replay.calibrate import Measurement, calibrated, scaled
-from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.language import seconds
-from phalanx.plan.replay.rows import Run, Shape, understand
-from phalanx.plan.replay.setups import profile_of, setup_of
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack
 from phalanx.recipe.schema import Layout

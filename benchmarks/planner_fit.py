@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 from planner import language_runs
+from planner_validation.calibrate import most_likely
+from planner_validation.language import seconds
+from planner_validation.setups import setup_of
 
 from phalanx.plan import stacks
-from phalanx.plan.replay.calibrate import most_likely
-from phalanx.plan.replay.language import seconds
-from phalanx.plan.replay.setups import setup_of
 
 PRIORS: list[tuple[str, float, float]] = [
     (r"generations\.(?!other)\w+\.products", 0.88, 0.25),

@@ -28,7 +28,6 @@ _VERBS = {
     "probe": ("phalanx.cli.probe:probe", "Measure this machine, and write a cluster file."),
     "doctor": ("phalanx.cli.doctor:doctor", "Is this machine fit to train? What is not, and why."),
     "plan": ("phalanx.cli.plan:plan", "Foretell a run on a cluster, and choose its layout."),
-    "replay": ("phalanx.cli.replay:replay", "Predict published runs, to see how far predictions hold."),
     "report": ("phalanx.cli.report:report", "What a run did, and where the time went."),
     "compare": ("phalanx.cli.report:compare", "Runs side by side."),
     "generate": ("phalanx.cli.generate:generate", "Text from a run's checkpoint."),

@@ -45,11 +45,6 @@ class Mount:
         """Whether other machines may see it. File systems in user space are believed to be shared."""
         return self.kind in SHARED or self.kind.startswith("fuse.")
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether it forgets everything with the power."""
-        return self.kind in IN_MEMORY
-
 
 def disks(root: Path = Path("/")) -> tuple[Disk, ...]:
     """All disks with a size, by name."""

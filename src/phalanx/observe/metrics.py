@@ -5,7 +5,6 @@ No files, no clocks, no words: `summary.py` collects what these say, `report.py`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +121,6 @@ def noise_scale(steps: Steps) -> float | None:
     """The gradient noise scale in samples, as last estimated (McCandlish et al. 2018); None before FEWEST_ESTIMATES."""
     estimates = steps.noise_scale[np.isfinite(steps.noise_scale)]
     return float(estimates[-1]) if len(estimates) >= FEWEST_ESTIMATES else None
-
-
-def eta(remaining: int, seconds_per_step: float | None) -> float | None:
-    """Seconds to go; None while the pace is unknown. The pace should include evaluations and saves: wall / steps."""
-    if seconds_per_step is None or not math.isfinite(seconds_per_step):
-        return None
-    return max(0, remaining) * seconds_per_step
 
 
 def smooth(values: Floats, share: float = 0.02) -> Floats:

@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.observe import metrics
 from phalanx.observe.foretold import Difference, largest_difference
-from phalanx.observe.history import GROWN, History, Steps, number, read_history
+from phalanx.observe.history import GROWN, History, Steps, number
 from phalanx.observe.ledger import Ledger, ledger_of
 from phalanx.observe.sentences import straggler_in_words
 from phalanx.observe.what import What, recipe_and_losses, sane, what_ran
@@ -204,14 +204,9 @@ class Summary:
         return clean
 
 
-def summarise(run: Run) -> Summary:
-    """Read the run directory and sum it up. Files that are not there yet leave their part empty; UsageError when
-    there is no run, DataError when one of its files is not what it should be."""
-    return summary_of(run, read_history(Run.existing(run.path).events))
-
-
 def summary_of(run: Run, history: History) -> Summary:
-    """`summarise` for a history that was already read."""
+    """Sum up a run directory whose events were read. Files that are not there yet leave their part empty; DataError
+    when one of its files is not what it should be."""
     recipe, lost = recipe_and_losses(run)
     begun, ended = bool(history.attempts), any(life.ended == "done" for life in history.attempts)
     plan, cluster = (sane(_read(run, path, begun, lost)) for path in (run.plan, run.cluster))

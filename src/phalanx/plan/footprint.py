@@ -203,15 +203,6 @@ def _fullest(setup: Setup, rank: int, passages: Sequence[Passage]) -> tuple[floa
     return held_then, passing_then
 
 
-def in_flight(setup: Setup, rank: int) -> int:
-    """Micro-batches that a rank of the pipeline holds at most at once, those of all its stages added up."""
-    now = most = 0
-    for kind, _, ends in _course(setup, rank):
-        now += (kind == "F") - ends
-        most = max(most, now)
-    return most
-
-
 def _course(setup: Setup, rank: int) -> Iterator[tuple[Kind, int, bool]]:
     """What a rank does, as (kind, chunk, whether it is the last that needs what forward kept). Twice as many
     micro-batches as ranks fill a pipeline, more hold no more; fewer are what is left of a full one."""

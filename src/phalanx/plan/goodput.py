@@ -1,8 +1,8 @@
 """How much of a run's wall time is productive when machines fail, and how often to save for it to be most.
 
 Closed forms over numbers: what a save blocks, what a restart takes, and how often the job is hit. Failures are taken
-as a Poisson process of constant rate, which real fleets are only in part: see `failure_interval`. `twin/` simulates
-what closed forms leave out: lemon nodes, repairs, failures that come together.
+as a Poisson process of constant rate, which real fleets are only in part: see `failure_interval`. Lemon nodes,
+repairs and failures that come together are left out.
 
 All times are seconds. Sources: Young 1974 (CACM 17(9):530), Daly 2006 (Future Generation Computer Systems 22:303).
 """

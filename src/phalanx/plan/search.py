@@ -262,7 +262,6 @@ class Found:
 
     options: tuple[Option, ...]
     valid: int
-    fitting: int
     least: Option | None
     """Where nothing fits: what comes closest."""
 
@@ -306,7 +305,7 @@ def search(
     columns = candidates(base.profile, space)
     valid = len(columns["micro"])
     if not valid:
-        return Found((), 0, 0, None)
+        return Found((), 0, None)
     guess = estimate(base, rates, price, columns, kept)
     near = np.flatnonzero(guess.memory <= room * ROUNDED)
     order = near[np.argsort(guess.seconds[near], kind="stable")]
@@ -322,7 +321,7 @@ def search(
             best = min(best, options[-1].seconds)
     least = None if options else _closest(base, columns, guess.memory, simulate, memory)
     options.sort(key=_rank)
-    return Found(tuple(options), valid, len(near), least)
+    return Found(tuple(options), valid, least)
 
 
 def _closest(

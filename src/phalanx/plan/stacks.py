@@ -2,7 +2,6 @@
 to (hardware, software stack), never to a model or a run; docs/planner.md lists them all, and a test counts them.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -57,19 +56,6 @@ def own_stack(device: Accelerator, devices: int) -> Stack:
     more slowly than the same device alone."""
     name = f"{OURS}-{device.generation}" if devices == 1 else OURS
     return replace(stack(name if name in known()["stacks"] else OURS), name=OURS)
-
-
-def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> Stack:
-    """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
-    sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.
-    `inner`: tensor x pipeline ranks. `release`: of the software, "26.04" or so, "" where nobody tells."""
-    for name, values in known()["stacks"].items():
-        right = generation == values.get("generation", generation) and release >= values.get("since", "")
-        if right and "match" in values and re.search(values["match"], source, re.IGNORECASE):
-            return stack(name)
-    if generation == "tpu":
-        return stack("xla")
-    return stack("torch" if zero == 3 or inner == 1 else "megatron")
 
 
 def rates_of(device: Accelerator, precision: str, using: Stack) -> Rates:

@@ -98,11 +98,6 @@ def scale_of(spec: Adapter) -> float:
     return spec.alpha / spec.rank
 
 
-def merge(model: nn.Module, spec: Adapter) -> dict[str, Tensor]:
-    """The model's tensors by name with the adapters folded into the weights beside them; the model stays as it is."""
-    return folded(dict(model.state_dict()), scale_of(spec))
-
-
 def folded(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Tensors by name, each weight that has an adapter among them replaced by weight + scale x B A in its own dtype
     (computed in fp32), and without the adapters."""

@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.engines.local import Local
 from phalanx.jobs.queue.runner import AttemptEnd, ending
 from phalanx.jobs.queue.schedule import Size
@@ -22,13 +21,11 @@ from phalanx.jobs.queue.store import Row, Store
 from phalanx.jobs.queue.supervisor import (
     LATEST,
     LOOK,
-    MARK,
     MOST_ATTEMPTS,
     Supervisor,
     after,
     alone,
     ensure,
-    runner_of,
 )
 from phalanx.jobs.spec import DEATHS, PROGRESS, Job, State
 from phalanx.run.directory import write_json
@@ -275,28 +272,11 @@ def test_a_job_that_ran_for_long_goes_on_at_once_and_its_waits_begin_anew(store:
     assert (clocks.passed(values["due"]), values["early"]) == (0.0, 0)
 
 
-@pytest.mark.parametrize("format", [1, 2])
-def test_a_queue_of_a_format_before_is_taken_over(
-    store: Store, tmp_path: Path, format: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = running(store, runner=os.getpid())
+def test_a_queue_whose_table_lacks_a_column_is_refused(store: Store, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(store.path)) as db:
-        for each in ("came", "due", "began", "over", "runner_born", *(("early",) if format == 1 else ())):
-            db.execute(f"ALTER TABLE jobs DROP COLUMN {each}")
-        db.execute("ALTER TABLE jobs ADD COLUMN not_before REAL NOT NULL DEFAULT 0")
-        db.execute("ALTER TABLE jobs ADD COLUMN runner_since REAL")
-        db.execute("DROP INDEX by_state")
-        db.execute(f"PRAGMA user_version={format}")
-    for _ in range(2):
-        with contextlib.closing(Store(tmp_path)) as again:
-            found = again.get(row.id)
-            assert found is not None
-            taken_over = found
-            assert (found.name, found.early, found.runner, found.came) == ("job", 0, os.getpid(), None)
-            assert add(again, f"job-{_}").id == row.id + 1 + _
-    monkeypatch.setattr(psutil.Process, "environ", lambda self: {MARK: "ours"})
-    assert runner_of(taken_over, "ours") is not None
-    assert runner_of(taken_over, "another's") is None
+        db.execute("ALTER TABLE jobs DROP COLUMN early")
+    with pytest.raises(UsageError, match=r"its table has no early\); move it away"):
+        Store(tmp_path)
 
 
 def test_a_supervisor_that_lives_is_left_alone_by_who_only_looks(tmp_path: Path) -> None:

@@ -130,12 +130,6 @@ def test_mfu_is_none_without_plan_cluster_precision_or_speed() -> None:
     assert metrics.mfu(PLAN, 100.0, None) is None
 
 
-def test_eta_is_steps_times_pace_and_none_without_a_pace() -> None:
-    assert metrics.eta(10, 0.5) == 5.0
-    assert metrics.eta(-1, 0.5) == 0.0
-    assert metrics.eta(10, None) is None
-
-
 def test_smoothing_keeps_length_level_and_both_ends_and_ignores_nan() -> None:
     values = np.full(1000, 3.0)
     values[500] = math.nan

@@ -12,13 +12,13 @@ from phalanx.observe.advice import advise
 from phalanx.observe.history import read_history
 from phalanx.observe.html import html_page
 from phalanx.observe.report import WIDTH, text_page
-from phalanx.observe.summary import Summary, summarise, summary_of
+from phalanx.observe.summary import Summary, summary_of
 from phalanx.run import Run
 from phalanx.run.event_types import Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
 
 
 def summary(path: Path) -> Summary:
-    return summarise(Run(path))
+    return summary_of(Run(path), read_history(Run.existing(path).events))
 
 
 def pages(path: Path) -> tuple[str, str]:

@@ -22,12 +22,14 @@ from phalanx.models import transformer
 from phalanx.plan.footprint import Footprint, Reading, footprint, footprints
 from phalanx.plan.passage import GIB, Loss
 from phalanx.plan.profile import Profile
-from phalanx.plan.replay.rows import CannotPredict, Shape, understand
-from phalanx.plan.replay.setups import profile_of, setup_of
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.recipe.schema import Layout
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from planner_validation.rows import CannotPredict, Shape, understand
+from planner_validation.setups import profile_of, setup_of
 
 VALIDATION = Path(__file__).parents[4] / "shared" / "validation"
 NOTES: dict[str, tuple[float, Reading]] = {

@@ -1,4 +1,4 @@
-"""The constants of software stacks: how many there are, that each is known, and which stack a run gets."""
+"""The constants of software stacks: how many there are, and that each is known."""
 
 from dataclasses import fields
 
@@ -7,7 +7,7 @@ import pytest
 from phalanx.cluster import load_cluster
 from phalanx.plan.rates import rates
 from phalanx.plan.setup import Stack
-from phalanx.plan.stacks import OTHER, OURS, constants, generation, known, rates_of, stack, stack_of
+from phalanx.plan.stacks import OTHER, OURS, constants, generation, known, rates_of, stack
 
 H100 = load_cluster("h100:8").node.accelerator
 
@@ -48,40 +48,10 @@ def test_a_stack_that_does_not_exist_is_named() -> None:
         stack("caffe")
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("Megatron-LM Sept-2020 weak scaling", "megatron-2021"),
-        ("NVIDIA NeMo performance summary", "megatron"),
-        ("MaxText README (TPU)", "xla"),
-        ("torchtitan benchmarks", "torch"),
-        ("DeepSpeed ZeRO-3 on Azure", "megatron-2021"),
-    ],
-)
-def test_a_source_is_recognised_by_its_name(source: str, name: str) -> None:
-    assert stack_of(source, 0, 8, "hopper").name == name
-
-
-@pytest.mark.parametrize(
-    ("generation", "release", "name"),
-    [("blackwell", "26.08", "megatron-graphs"), ("blackwell", "26.04", "megatron"), ("hopper", "26.08", "megatron")],
-)
-def test_a_release_and_a_generation_may_decide(generation: str, release: str, name: str) -> None:
-    assert stack_of("NVIDIA Megatron-Bridge", 1, 8, generation, release).name == name
-
-
 def test_a_stack_has_what_the_one_it_is_like_has_but_for_what_it_says() -> None:
     graphs, plain = stack("megatron-graphs"), stack("megatron")
     assert graphs.communicating == plain.communicating
     assert (graphs.launch, graphs.routing) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("zero", "inner", "kind", "name"),
-    [(3, 8, "hopper", "torch"), (1, 1, "hopper", "torch"), (1, 8, "hopper", "megatron"), (3, 1, "tpu", "xla")],
-)
-def test_a_source_nobody_knows_is_recognised_by_its_layout(zero: int, inner: int, kind: str, name: str) -> None:
-    assert stack_of("my notebook", zero, inner, kind).name == name
 
 
 def test_a_generation_nobody_measured_is_typical() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
 from phalanx.recipe.schema import Adapter, Optim
-from phalanx.train.adapter import add_adapters, chosen, folded, is_adapter, merge
+from phalanx.train.adapter import add_adapters, chosen, folded, is_adapter, scale_of
 from phalanx.train.optimizers import Optimizer, trainable
 
 BLOCK = {
@@ -125,7 +125,7 @@ def test_adapters_are_drawn_from_their_own_seed() -> None:
 
 def test_folded_in_they_compute_the_same() -> None:
     model, plain = disturbed(adapted()).eval(), small().eval()
-    plain.load_state_dict(merge(model, SPEC))
+    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(SPEC)))
     with torch.no_grad():
         expected = model(tokens())
         assert (expected - small()(tokens())).abs().max() > 0.1
@@ -135,7 +135,7 @@ def test_folded_in_they_compute_the_same() -> None:
 def test_folding_leaves_the_model_as_it_is() -> None:
     model = disturbed(adapted())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merge(model, SPEC)
+    folded(dict(model.state_dict()), scale_of(SPEC))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -154,7 +154,7 @@ def test_transposed_layers_of_gpt2_are_adapted_alike(tmp_path: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
     model, plain = tiny.saved(tmp_path, "gpt2"), tiny.saved(tmp_path, "gpt2")
     disturbed(adapted(Adapter(rank=4), model))
-    plain.load_state_dict(merge(model, Adapter(rank=4)))
+    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(Adapter(rank=4))))
     with torch.no_grad():
         expected = model(tokens()).logits
         assert (expected - tiny.saved(tmp_path, "gpt2")(tokens()).logits).abs().max() > 0.1

@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from phalanx.plan.exchanges import INT8
-from phalanx.plan.setup import WIRES
+from phalanx.plan.setup import INT8, WIRES
 from phalanx.recipe.exchanges import BY_ACCURACY
 from phalanx.train.exchange.choice import (
     BYTES,

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.models import transformer
 from phalanx.train.adapter import is_linear
-from phalanx.train.parallel.families import STYLES, divisible, family_of, matches, matching, rules_for
+from phalanx.train.parallel.families import STYLES, divisible, family_of, matches, matching
 
 
 def ours(**options: Any) -> nn.Module:
@@ -20,8 +20,9 @@ def ours(**options: Any) -> nn.Module:
 
 
 def check(model: nn.Module) -> None:
-    rules = rules_for(model)
-    assert rules is not None
+    family = family_of(model)
+    assert family is not None
+    rules = family.rules
     assert set(rules.values()) <= set(STYLES)
     modules = dict(model.named_modules())
     fitting = {pattern: matching(pattern, modules) for pattern in rules}
@@ -46,7 +47,7 @@ def test_rules_fit_models_of_hugging_face_with_and_without_their_head(tmp_path: 
 
 
 def test_an_unknown_model_has_no_rules() -> None:
-    assert rules_for(nn.Linear(2, 2)) is None
+    assert family_of(nn.Linear(2, 2)) is None
     assert divisible(nn.Linear(2, 2)) == {}
 
 

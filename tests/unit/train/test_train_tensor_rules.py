@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.parallel.families import rules_for
+from phalanx.train.parallel.families import family_of
 from phalanx.train.parallel.tensor import check_rules, cut_model, match
 
 
@@ -148,9 +148,9 @@ def test_a_tied_weight_may_stay_whole_in_all_its_places() -> None:
 def test_what_is_known_of_our_transformer_passes(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = transformer(vocab=64, sequence=16, layers=2, width=32, heads=4, **options)
-    rules = rules_for(model)
-    assert rules is not None
-    check_rules(model, rules, 2)
+    family = family_of(model)
+    assert family is not None
+    check_rules(model, family.rules, 2)
 
 
 def test_a_group_of_one_cuts_nothing() -> None:

@@ -26,7 +26,7 @@ from phalanx.run.private import check_own
 from phalanx.run.steady import Steady
 
 FORMAT = 3
-"""Of the file. 1 had no `early`, and 2 kept moments by the wall clock; both are taken over."""
+"""Of the file."""
 CODE = "code"
 """Where a job's folder holds the code that came with it."""
 SEAL = "xxh3"
@@ -41,16 +41,6 @@ CREATE TABLE jobs (
 );
 CREATE UNIQUE INDEX one_name ON jobs (name) WHERE state IN ('queued', 'running');
 CREATE INDEX by_state ON jobs (state);
-"""
-_KEPT = (
-    "id, name, spec, state, devices, cores, priority, submitted, attempts, deaths, given, runner, started, ended, code"
-)
-_OVER = """
-ALTER TABLE jobs RENAME TO former;
-DROP INDEX one_name;
-{table}
-INSERT INTO jobs ({kept}) SELECT {kept} FROM former;
-DROP TABLE former;
 """
 
 
@@ -162,10 +152,8 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._changing():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if version < FORMAT:
-                    kept = f"{_KEPT}, reason, cancelled" + (", early" if version == 2 else "")
-                    script = _TABLE if version == 0 else _OVER.format(table=_TABLE, kept=kept)
-                    for statement in script.split(";"):
+                if version == 0:
+                    for statement in _TABLE.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
             columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}

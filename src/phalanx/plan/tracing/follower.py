@@ -143,7 +143,7 @@ class Follower:
         elif name in ("convolution", "convolution_backward"):
             self._convolution(name, args, outputs)
         else:
-            self._move(name, inputs, outputs, bool(made))
+            self._move(name, inputs, outputs)
         return result
 
     def attention(self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, causal: bool, *others: Tensor) -> None:
@@ -292,7 +292,7 @@ class Follower:
         if self.phase == "forward":
             self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), False)
 
-    def _move(self, name: str, inputs: list[Tensor], outputs: list[Tensor], makes: bool) -> None:
+    def _move(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         terms = {self.key(each) for each in inputs if each.is_floating_point()}
         if terms and terms <= self.partial and name in ("add", "add_"):
             self.partial |= {self.key(each) for each in outputs}  # a sum of terms can wait, too

@@ -1,6 +1,6 @@
 """Checkpoints: saved lazily beside training, whole or not there, every byte verified when read, under any layout.
 
-`Saver` writes what one rank holds, `load_newest` brings back the newest good one, `digest` tells whether two runs are
+`Saver` writes what one rank holds, `newest_good` finds the newest good one, `digest` tells whether two runs are
 the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
 """
 
@@ -14,7 +14,7 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from phalanx.train.checkpoint.load import Loaded, load_blocks, load_newest, load_tensors, newest_good, verify
+from phalanx.train.checkpoint.load import Loaded, load_blocks, load_tensors, newest_good, verify
 from phalanx.train.checkpoint.publish import clean, discard
 from phalanx.train.checkpoint.retain import retain
 from phalanx.train.checkpoint.save import Phase, Saver, SaveState, share_out
@@ -36,7 +36,6 @@ __all__ = [
     "export_huggingface",
     "list_checkpoints",
     "load_blocks",
-    "load_newest",
     "load_tensors",
     "newest_good",
     "read_manifest",

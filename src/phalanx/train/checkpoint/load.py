@@ -311,32 +311,9 @@ def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:
                 job.cancel()
 
 
-def load_newest(
-    directory: Path,
-    on_reject: OnReject,
-    into: Mapping[str, torch.Tensor] | None = None,
-    ranges: Mapping[str, Block] | None = None,
-    threads: int = 2,
-) -> Loaded | None:
-    """Load the newest good checkpoint of a directory, each byte read once; None when there is none. OSError when there
-    is none because storage could not read one that may be good.
-
-    A bad one is reported and the one before is loaded over what was read of it, so when None is returned or an error
-    raised, `into` may hold parts of a bad checkpoint and must be initialised anew. Tensors that do not fit the
-    checkpoint are no reason to take an older one: that raises DataError.
-    With several ranks, let one of them choose (`newest_good`) and the others load what it chose.
-    """
-
-    def load(path: Path) -> Loaded:
-        manifest = read_manifest(path)
-        return Loaded(path, manifest, load_tensors(path, None, into, ranges, threads, manifest))
-
-    return _first_good(directory, load, on_reject)
-
-
 def newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
     """The newest checkpoint of a directory in which every byte of every file is good; None when there is none. OSError
-    as `load_newest`."""
+    when there is none because storage could not read one that may be good. A bad one is reported."""
 
     def check(path: Path) -> Path:
         verify(path, threads)

@@ -1,7 +1,7 @@
 """Recursive halving, then doubling (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005, IJHPCA 19).
 
 Workers swap halves of what they have with others at half the distance, until each has the sum of one part; then the
-same way back. The bytes of a ring in 2 log2(n) messages: `plan.exchanges.halving_doubling`. In a world that is no power
+same way back. The bytes of a ring in 2 log2(n) messages. In a world that is no power
 of two the surplus first adds its gradients to others', and gets the sum in the end: |W| each way on top.
 """
 

@@ -1,9 +1,9 @@
 """Inside the node first (Goyal et al. 2017, sec. 4): little crosses the network between nodes, where links are slow.
 
 Workers of a node leave parts of its sum with some of them; these sum their part over all nodes, in a ring of one worker
-a node; then the parts are handed out inside. As many workers of each node serve as the smallest node has. The cost is
-`plan.exchanges.hierarchical`: a node's ports carry 2 (m - 1)/m of the gradients among m nodes, however many workers.
-With every worker on a node of its own it is the ring, with all on one node the sharded server.
+a node; then the parts are handed out inside. As many workers of each node serve as the smallest node has. A node's
+ports carry 2 (m - 1)/m of the gradients among m nodes, however many workers. With every
+worker on a node of its own it is the ring, with all on one node the sharded server.
 """
 
 from torch import Tensor

@@ -1,8 +1,7 @@
 """Reduction tree: whole buckets up a binomial tree to rank 0, which adds last, and down again (FireCaffe, Iandola et
 al. 2016, sec. 5.2).
 
-2 log2(n) messages of |W| one after the other, `plan.exchanges.reduction_tree`: more bytes than a ring from three
-workers on, but few messages.
+2 log2(n) messages of |W| one after the other: more bytes than a ring from three workers on, but few messages.
 """
 
 from collections.abc import Sequence

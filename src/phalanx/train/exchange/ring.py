@@ -1,7 +1,7 @@
 """Ring: reduce-scatter, then all-gather, by messages to the right (Patarasuk and Yuan 2009, JPDC 69).
 
-Each worker sends 2 (n - 1)/n of the gradients, which is the least that there can be, in 2 (n - 1) messages:
-`plan.exchanges.ring`. A part is added up on its way around, always from the same worker on.
+Each worker sends 2 (n - 1)/n of the gradients, which is the least that there can be, in 2 (n - 1) messages.
+A part is added up on its way around, always from the same worker on.
 """
 
 from collections.abc import Sequence

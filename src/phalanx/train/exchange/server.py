@@ -1,10 +1,9 @@
 """Parameter servers among the workers: they take everybody's gradients in, add them in the order of ranks, and send the
 sum to all.
 
-`Server`: rank 0 serves, the baseline that FireCaffe beat: (n - 1) |W| through one port in, then out,
-`plan.exchanges.serving_rank`; it needs room for everybody's bucket, on CPUs for three of each. `ShardedServer`: every
-worker serves an equal part (Li et al. 2014, OSDI), with all ports busy both ways: the bytes of a ring,
-`plan.exchanges.sharded_parameter_server`.
+`Server`: rank 0 serves, the baseline that FireCaffe beat: (n - 1) |W| through one port in, then out;
+it needs room for everybody's bucket, on CPUs for three of each. `ShardedServer`: every
+worker serves an equal part (Li et al. 2014, OSDI), with all ports busy both ways: the bytes of a ring.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The strategies by the names that recipes give them. What each costs is in `plan.exchanges`, under the same name."""
+"""The strategies by the names that recipes give them."""
 
 from phalanx.train.exchange.allreduce import AllReduce
 from phalanx.train.exchange.half import Half

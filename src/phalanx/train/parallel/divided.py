@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.errors import RecipeError
 from phalanx.train.norms import total_norm
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.cuts import Cut, Holding, hold, rows_of_shard
@@ -182,10 +181,3 @@ class Tie:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is here, as a plain tensor that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def need_trainable(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-    """RecipeError unless there is something to train."""
-    if not parameters:
-        raise RecipeError("model.build: the model has no parameter that requires a gradient: nothing to train")
-    return parameters

@@ -192,12 +192,6 @@ def _ours(model: Transformer) -> Family:
     return replace(OURS, rules=rules, optional=optional)
 
 
-def rules_for(model: nn.Module) -> dict[str, str] | None:
-    """Tensor-parallel rules, pattern -> style, that fit `model`; None when its family is not known."""
-    family = family_of(model)
-    return None if family is None else dict(family.rules)
-
-
 def divisible(model: nn.Module) -> dict[str, int]:
     """What the number of tensor-parallel ranks must divide: its name in words -> its size. Empty for a model whose
     family is not known."""

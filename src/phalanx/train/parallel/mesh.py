@@ -95,11 +95,6 @@ class Mesh:
         return self.at["shard"] * self.layout.context + self.at["context"]
 
     @property
-    def expert_rank(self) -> int:
-        """Which of the `expert` groups of experts this worker holds."""
-        return self.shard_rank % self.layout.expert
-
-    @property
     def speaks(self) -> bool:
         """Whether losses of this worker's micro-batches count: tensor ranks hold the same, only the last stage has
         any. (Context ranks hold parts.)"""

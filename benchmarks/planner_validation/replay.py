@@ -1,28 +1,49 @@
-"""`phalanx replay`: predict the runs of a table, write that beside what it says, print how far off it is."""
+"""Predict the runs of a table of published runs, write the predictions next to them, and print how far off they are.
 
-import json as json_
+    python benchmarks/planner_validation/replay.py CSV --out CSV [--json]
+
+Rows with 1 in a column `calibrate` are used to fit the few constants of their source and accelerator; all others are
+predicted without a look at what was measured. docs/replay.md explains the columns.
+"""
+
+import argparse
+import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+if __name__ == "__main__":  # a script has its own folder on the path, not the package's
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.run.directory import check_output
+from planner_validation import table as tables
 
 
-def replay(
-    table: Annotated[Path, typer.Argument(metavar="CSV", help="Published runs; docs/replay.md tells the columns.")],
-    out: Annotated[Path, typer.Option("--out", metavar="CSV", help="The table with the predictions.")],
-    json: Annotated[bool, typer.Option("--json", help="Print the errors by source as JSON.")] = False,
-) -> None:
-    """Predict published runs, to see how far predictions can be trusted.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay the table that the command line names and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, metavar="CSV", help="published runs; docs/replay.md explains the columns")
+    parser.add_argument("--out", type=Path, metavar="CSV", required=True, help="the table with the predictions")
+    parser.add_argument("--json", action="store_true", help="print the errors by source as JSON")
+    given = parser.parse_args(argv)
+    try:
+        replay(given.table, given.out, given.json)
+    except PhalanxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    return 0
 
-    Rows with 1 in a column `calibrate` are used to fit the few constants of their source and accelerator; all others
-    are predicted without a look at what was measured.
+
+def replay(table: Path, out: Path, as_json: bool) -> None:
+    """Predict the rows of `table`, write them to `out` with the predictions, and print the errors by source.
+
+    Raises:
+        UsageError: `table` does not exist, or `out` cannot be written.
+        DataError: `table` is no table of published runs.
     """
-    from phalanx.errors import UsageError
-    from phalanx.plan.replay import table as tables
-    from phalanx.run.directory import check_output
-
     if not table.is_file():
         raise UsageError(f"{table}: there is no such file")
     if out.absolute() == table.absolute():
@@ -34,17 +55,15 @@ def replay(
         print("\r\033[K", end="", file=sys.stderr)
     tables.write(out, rows, answers)
     found = errors(rows, answers)
-    if json:
-        typer.echo(json_.dumps(found, indent=2))
+    if as_json:
+        print(json.dumps(found, indent=2))
         return
-    typer.echo(page(found, len(rows)))
-    typer.echo(f"wrote {out}")
+    print(page(found, len(rows)))
+    print(f"wrote {out}")
 
 
 def errors(rows: Sequence[dict[str, str]], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each source and accelerator: rows, how many were predicted, and their absolute errors in percent."""
-    import statistics
-
     groups: dict[tuple[str, str], list[Any]] = {}
     for row, answer in zip(rows, answers, strict=True):
         groups.setdefault((row.get("source", ""), row["gpu"]), []).append((row, answer))
@@ -78,11 +97,15 @@ def page(found: Sequence[dict[str, Any]], rows: int) -> str:
     return "\n".join([*lines, f"{rows} rows, {compared} compared with what was measured; errors of the step time"])
 
 
-def _progress(rows: int) -> Any:
-    """Tells on a terminal how far it is."""
+def _progress(rows: int) -> Callable[[int], None]:
+    """Return a function that prints on a terminal how many rows are done."""
 
-    def tell(done: int) -> None:
+    def show(done: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {rows} rows\033[K", end="", file=sys.stderr, flush=True)
 
-    return tell
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
     step = t(B / n) x (1 + s sqrt(2 ln n)) + exchange that computing does not hide
 
-t is `convnets.compute_seconds`, exchanges are those of `plan.exchanges` over the row's network. Every constant belongs
+t is `convnets.compute_seconds`, exchanges are those of `exchanges` over the row's network. Every constant belongs
 to hardware or software, none to a row or a source:
 
 - in `convnets`: 16 fitted to single-device figures of other sources than the validation folder's table;
@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from phalanx.plan.exchanges import WAYS, Iteration, hierarchical, iteration, parameter_server, speedup
-from phalanx.plan.replay.cells import CannotPredict, Row
-from phalanx.plan.replay.cnn_rows import Run, number, read_run
-from phalanx.plan.replay.convnets import compute_seconds, generation
+from planner_validation.cells import CannotPredict, Row
+from planner_validation.cnn_rows import Run, number, read_run
+from planner_validation.convnets import compute_seconds, generation
+from planner_validation.exchanges import WAYS, Iteration, hierarchical, iteration, parameter_server, speedup
 
 TITAN_IMAGE_SECONDS: Mapping[str, float] = MappingProxyType(
     {"NiN": 8.32e-3, "GoogLeNet with auxiliary heads": 22.1e-3, "AlexNet grouped": 4.05e-3}

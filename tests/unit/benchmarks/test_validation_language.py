@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner_validation import table
+from planner_validation.calibrate import SPREADS, Measurement, calibrated
+from planner_validation.cells import CannotPredict
+from planner_validation.language import COLUMNS, predict_rows, seconds
+from planner_validation.rows import Run, counted_flops, notes, parameters, understand
+from planner_validation.setups import cluster_of, setup_of, stack_of
 
 from phalanx.errors import DataError
-from phalanx.plan.replay import table
-from phalanx.plan.replay.calibrate import SPREADS, Measurement, calibrated
-from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.language import COLUMNS, predict_rows, seconds
-from phalanx.plan.replay.rows import Run, counted_flops, notes, parameters, understand
-from phalanx.plan.replay.setups import cluster_of, setup_of
 
 TABLE = Path(__file__).parents[4] / "shared" / "validation" / "published_runs.csv"
 needs_table = pytest.mark.skipif(
@@ -456,3 +456,33 @@ def test_every_eighth_dense_row_is_within_15_percent_by_the_median() -> None:
     wrong = [abs(each["error_pct"]) for each in predict_rows(rows) if each["error_pct"] is not None]
     assert len(wrong) > 50
     assert statistics.median(wrong) <= 15
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("Megatron-LM Sept-2020 weak scaling", "megatron-2021"),
+        ("NVIDIA NeMo performance summary", "megatron"),
+        ("MaxText README (TPU)", "xla"),
+        ("torchtitan benchmarks", "torch"),
+        ("DeepSpeed ZeRO-3 on Azure", "megatron-2021"),
+    ],
+)
+def test_a_source_is_recognised_by_its_name(source: str, name: str) -> None:
+    assert stack_of(source, 0, 8, "hopper").name == name
+
+
+@pytest.mark.parametrize(
+    ("generation", "release", "name"),
+    [("blackwell", "26.08", "megatron-graphs"), ("blackwell", "26.04", "megatron"), ("hopper", "26.08", "megatron")],
+)
+def test_a_release_and_a_generation_may_decide(generation: str, release: str, name: str) -> None:
+    assert stack_of("NVIDIA Megatron-Bridge", 1, 8, generation, release).name == name
+
+
+@pytest.mark.parametrize(
+    ("zero", "inner", "kind", "name"),
+    [(3, 8, "hopper", "torch"), (1, 1, "hopper", "torch"), (1, 8, "hopper", "megatron"), (3, 1, "tpu", "xla")],
+)
+def test_a_source_nobody_knows_is_recognised_by_its_layout(zero: int, inner: int, kind: str, name: str) -> None:
+    assert stack_of("my notebook", zero, inner, kind).name == name

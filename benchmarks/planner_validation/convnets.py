@@ -1,7 +1,7 @@
 """How long a device takes for a training step of a convolutional network, from what the network computes and moves.
 
 For networks and cards that nobody measures any more, whose published runs tell whether predictions hold: the planner
-itself profiles the user's model. data/convnets.yaml has the networks, counted from modules.
+itself profiles the user's model. convnets.yaml has the networks, counted from modules.
 
     t = F / (P e) + Q / (W b) + k T                                              seconds of a step
 
@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -161,7 +161,7 @@ def _plain(name: str) -> str:
 
 @cache
 def _data() -> dict[str, dict[str, Any]]:
-    text = (files("phalanx.plan") / "data" / "convnets.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)
     return data
 

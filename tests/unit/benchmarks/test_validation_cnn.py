@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from planner_validation import cnn, convnets
+from planner_validation.cnn import predict_rows
+from planner_validation.cnn_rows import read_run
+from planner_validation.convnets import card, compute_seconds, convnet, generation
 from torch import nn
 
 from phalanx.models.convnets import googlenet, nin
-from phalanx.plan.replay import cnn, convnets
-from phalanx.plan.replay.cnn import predict_rows
-from phalanx.plan.replay.cnn_rows import read_run
-from phalanx.plan.replay.convnets import card, compute_seconds, convnet, generation
 
 TABLE = Path(__file__).parents[4] / "shared" / "validation" / "published_cnn_runs.csv"
 needs_table = pytest.mark.skipif(

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.plan.setup import INT8
+
 Exchange = Callable[[float, int, float, float], float]
 """(bytes, ranks, bytes a second, seconds a message) -> seconds."""
 
@@ -23,8 +25,9 @@ def parameter_server(size: float, ranks: int, bandwidth: float, latency: float) 
 
 
 def serving_rank(size: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """One of the ranks is the server, as in `train.exchange.server`: it takes the others' gradients in, then sends them
-    the sum, 2 (n - 1) |W| / BW (Paleo's). Of many buckets on CPUs half of that: one is sent while another comes in."""
+    """One of the ranks is the server, as in `phalanx.train.exchange.server`: it takes the others' gradients in, then
+    sends them the sum, 2 (n - 1) |W| / BW (Paleo's). Of many buckets on CPUs half of that: one is sent while another
+    comes in."""
     return 2 * (ranks - 1) * (size / bandwidth + latency)
 
 
@@ -88,10 +91,6 @@ def half(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     return sharded_parameter_server(size / 2, ranks, bandwidth, latency)
 
 
-INT8 = (1 + 4 / 256) / 4
-"""Bytes of numbers in 8 bits with an fp32 scale for each 256 of them, as a share of those in fp32."""
-
-
 def eighth(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     """fp32 gradients as 8 bits with an fp32 scale for each 256 of them, in the two steps of a sharded server."""
     return sharded_parameter_server(size * INT8, ranks, bandwidth, latency)
@@ -124,7 +123,7 @@ WAYS: dict[str, Exchange] = {
     "parameter_server": parameter_server,
     "butterfly": butterfly,
 }
-"""By the names that recipes give them (`train.exchange.ways`), and two that are only foretold."""
+"""By the names that recipes give them (`phalanx.train.exchange.ways`), and two that are only foretold."""
 
 
 @dataclass(frozen=True)

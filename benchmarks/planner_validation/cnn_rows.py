@@ -14,8 +14,8 @@ from typing import TypeVar
 from phalanx.cluster import catalogue
 from phalanx.cluster.description import Accelerator, Node, Precision
 from phalanx.errors import RecipeError
-from phalanx.plan.replay.cells import CannotPredict, Row
-from phalanx.plan.replay.convnets import Convnet, Stack, card, convnet, has_tensor_cores
+from planner_validation.cells import CannotPredict, Row
+from planner_validation.convnets import Convnet, Stack, card, convnet, has_tensor_cores
 
 T = TypeVar("T")
 USUAL_BATCH: Mapping[bool, int] = {True: 256, False: 64}
@@ -58,7 +58,7 @@ class Run:
     batch: float
     """Of all devices together."""
     way: str
-    """Name of the exchange in `plan.exchanges`."""
+    """Name of the exchange in `exchanges`."""
     network: Network
     overlaps: bool
     """Whether gradients travel while others are still computed."""

@@ -58,11 +58,11 @@ NAMES = {"language": "language models", "convolution": "convolutional networks"}
 def predicted(rows: Sequence[Row], path: Path, tell: Callable[[int], None] = lambda done: None) -> list[dict[str, Any]]:
     """What replay adds to each row. DataError: the table says too little."""
     if kind(rows, path) == "language":
-        from phalanx.plan.replay.language import predict_rows
+        from planner_validation.language import predict_rows
 
         return predict_rows(rows, tell)
-    from phalanx.plan.replay import cnn
-    from phalanx.plan.replay.language import COLUMNS
+    from planner_validation import cnn
+    from planner_validation.language import COLUMNS
 
     answers = cnn.predict_rows(rows)
     return [{**dict.fromkeys(COLUMNS), **answer} for answer in answers]

@@ -15,12 +15,12 @@ from phalanx.cluster.description import Cluster, ScaleOut
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.plan.profile import Profile
-from phalanx.plan.replay.cells import CannotPredict
-from phalanx.plan.replay.rows import Run, Shape, largest_divisor
-from phalanx.plan.setup import Setup
-from phalanx.plan.stacks import stack_of
+from phalanx.plan.setup import Setup, Stack
+from phalanx.plan.stacks import known, stack
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.recipe.schema import Layout
+from planner_validation.cells import CannotPredict
+from planner_validation.rows import Run, Shape, largest_divisor
 
 TOKENS = 8192
 """Tokens of a micro-batch where a row does not tell: usual, and enough to keep an accelerator busy."""
@@ -55,6 +55,19 @@ def setup_of(run: Run, source: str) -> Setup:
         chunks=run.chunks,
         stack=using,
     )
+
+
+def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> Stack:
+    """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
+    sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.
+    `inner`: tensor x pipeline ranks. `release`: of the software, "26.04" or so, "" where nobody tells."""
+    for name, values in known()["stacks"].items():
+        right = generation == values.get("generation", generation) and release >= values.get("since", "")
+        if right and "match" in values and re.search(values["match"], source, re.IGNORECASE):
+            return stack(name)
+    if generation == "tpu":
+        return stack("xla")
+    return stack("torch" if zero == 3 or inner == 1 else "megatron")
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -3,8 +3,7 @@
 import math
 
 import pytest
-
-from phalanx.plan.exchanges import (
+from planner_validation.exchanges import (
     WAYS,
     Exchange,
     butterfly,
@@ -19,6 +18,7 @@ from phalanx.plan.exchanges import (
     sharded_parameter_server,
     speedup,
 )
+
 from phalanx.train.exchange import ways
 
 SIZE, BANDWIDTH, LATENCY = 30.38e6, 2.9e9, 5e-6
@@ -118,7 +118,7 @@ def test_speed_up_compares_samples_a_second() -> None:
 
 
 def test_firecaffes_tree_gives_its_speed_ups_where_a_server_would_not() -> None:
-    # NiN on 128 K20X: 8.32 ms an image, 7,595,176 weights, one bandwidth (see replay.cnn)
+    # NiN on 128 K20X: 8.32 ms an image, 7,595,176 weights, one bandwidth (see planner_validation.cnn)
     compute, single = 1024 / 128 * 8.32e-3, 1024 * 8.32e-3
     tree = iteration(compute, reduction_tree(SIZE, 128, BANDWIDTH, 0.0))
     server = iteration(compute, parameter_server(SIZE, 128, BANDWIDTH, 0.0))

@@ -1,12 +1,11 @@
-"""`phalanx replay`: a table with predictions beside it, the errors by source, and what is refused with which code."""
+"""replay.py: a table with predictions beside it, the errors by source, and what is refused with which code."""
 
 import csv
 import json
 from pathlib import Path
 
 import pytest
-
-from phalanx import cli
+from planner_validation.replay import main
 
 ROW = {
     "source": "torchtitan benchmarks",
@@ -44,7 +43,7 @@ def table(*rows: dict[str, str], without: tuple[str, ...] = ()) -> None:
 
 
 def replay(*options: str) -> int:
-    return cli.main(["replay", "runs.csv", "--out", "out.csv", *options])
+    return main(["runs.csv", "--out", "out.csv", *options])
 
 
 def test_predictions_are_written_beside_what_the_table_says() -> None:
@@ -121,11 +120,12 @@ def test_a_table_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[
 
 def test_a_folder_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     table({})
-    assert cli.main(["replay", "runs.csv", "--out", "nowhere/out.csv"]) == 64
+    assert main(["runs.csv", "--out", "nowhere/out.csv"]) == 64
     assert "there is no folder" in capsys.readouterr().err
 
 
 def test_the_outcome_must_have_a_place(capsys: pytest.CaptureFixture[str]) -> None:
     table({})
-    assert cli.main(["replay", "runs.csv"]) == 64
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["runs.csv"])
     assert "--out" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from phalanx.plan.replay.cells import CannotPredict, Row
+from planner_validation.cells import CannotPredict, Row
 
 USUAL_HEAD = 128
 """Features of a head where the number of heads is not given."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.plan.footprint import footprint
-from phalanx.plan.replay.calibrate import Measurement, calibrated, scaled
-from phalanx.plan.replay.cells import CannotPredict, Row
-from phalanx.plan.replay.rows import Run, understand
-from phalanx.plan.replay.setups import setup_of
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import rates_of
 from phalanx.plan.step import Parts, step
+from planner_validation.calibrate import Measurement, calibrated, scaled
+from planner_validation.cells import CannotPredict, Row
+from planner_validation.rows import Run, understand
+from planner_validation.setups import setup_of
 
 Key = tuple[str, str]
 """Source and accelerator: one software stack on some hardware."""

@@ -1,0 +1,1 @@
+"""Validate the planner: predict the runs of published tables and compare with what was measured."""
