@@ -24,7 +24,7 @@ def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_f
     ended = lab.train({}, 2, faults=[fault(0, "freeze", ranks=[1], when="end")])
     assert ended.digest == lab.reference({}, 2).digest
     assert (ended.code, ended.result["restarts"]) == (ExitCode.DONE, 1)
-    assert ended.kind("hang")[0]["rank"] == 1
+    assert ended.kind(HangDetected)[0].rank == 1
 
 
 def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: Lab) -> None:

@@ -153,6 +153,11 @@ class Store:
             with self._changing():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 if version == 0:
+                    if left := [path for path in folder.glob("jobs/*") if path.name.isdecimal()]:
+                        raise UsageError(
+                            f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of {len(left)} "
+                            "jobs; put the file back, or move that folder away to start with an empty queue"
+                        )
                     for statement in _TABLE.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={FORMAT}")
