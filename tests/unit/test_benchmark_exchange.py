@@ -197,7 +197,7 @@ def test_ours_gives_the_sum_of_one_node(paced: ModuleType) -> None:
 
     pacer = paced.Pacer(sleep=lambda seconds: None, clock=iter(range(10**6)).__next__)
     model = paced.PacedModel(SHAPES, pace_of_three(paced), pacer=pacer)
-    contender = contenders.CONTENDERS["allreduce"](model, contenders.Place(rank=0, world=1, local=5, turn=0))
+    contender = contenders.CONTENDERS["all-reduce"](model, contenders.Place(rank=0, world=1, local=5, turn=0))
     for _ in range(2):
         contender.step()
     assert all(torch.equal(a, b) for a, b in zip(contender.values(), model.drawn, strict=True))
@@ -244,10 +244,10 @@ def test_a_run_goes_on_from_where_the_reference_was(tmp_path: Path) -> None:
 def test_only_the_reference_is_exact() -> None:
     import loss
 
-    assert loss.overrides(None, ["exchange.h=5"]) == ["exchange.strategy=allreduce", "exchange.exact=world"]
-    assert loss.overrides("int8", ["exchange.h=5"]) == ["exchange.strategy=int8", "exchange.exact=no", "exchange.h=5"]
-    own = ["exchange.strategy=local", "exchange.exact=no", "exchange.every=10", "exchange.wire=int8"]
-    assert loss.overrides("local:every=10,wire=int8", []) == own
+    assert loss.overrides(None, ["exchange.h=5"]) == ["grad_sync.algorithm=all-reduce", "determinism=fixed-world"]
+    assert loss.overrides("int8", ["exchange.h=5"]) == ["grad_sync.compression=int8", "determinism=off", "exchange.h=5"]
+    own = ["local_sgd.method=average", "determinism=off", "local_sgd.sync_every=10", "local_sgd.sync_dtype=int8"]
+    assert loss.overrides("average:sync_every=10,sync_dtype=int8", []) == own
 
 
 @pytest.mark.parametrize(

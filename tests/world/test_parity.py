@@ -12,7 +12,7 @@ from lab import Ended, Lab
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
 from phalanx.recipe import dump_recipe, load_recipe
-from phalanx.recipe.schema import Layout as LayoutValues
+from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
@@ -61,7 +61,7 @@ def trained(lab: Lab) -> dict[str, Ended]:
 def run_of(lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case) -> Ended:
     key = f"{layout}-{case.name}"
     if key not in trained:
-        trained[key] = lab.train({**case.changes, "batch": layout.batch, "layout": layout.values}, layout.workers)
+        trained[key] = lab.train({**case.changes, "batch": layout.batch, "parallelism": layout.values}, layout.workers)
     assert trained[key].code == ExitCode.DONE, trained[key].message
     return trained[key]
 
@@ -111,12 +111,12 @@ def test_the_table_in_the_docs_is_what_is_tested() -> None:
 
 def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
     norms = [event.grad_norm for event in lab.reference(layouts.FIRST.changes).kind(StepDone)]
-    assert all(norm > layouts.FIRST.changes["optim"]["clip"] for norm in norms)
+    assert all(norm > layouts.FIRST.changes["optimizer"]["max_grad_norm"] for norm in norms)
 
 
 def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: Lab) -> None:
     """Nothing repeats in it, so there are no blocks between which hidden states could be cut."""
     changes = {**layouts.first(1).changes, "steps": 3}
-    ended, alone = lab.train({**changes, "layout": {"tensor": 2}}, 2), lab.reference(changes)
+    ended, alone = lab.train({**changes, "parallelism": {"tensor": 2}}, 2), lab.reference(changes)
     assert ended.code == ExitCode.DONE, ended.message
     assert largest(ended.losses, alone.losses) < TOLERANCE

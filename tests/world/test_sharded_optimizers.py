@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer
 from worlds import World
 
@@ -40,8 +40,8 @@ def give_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = grad
 
 
-def spec_of(kind: str) -> Optim:
-    return Optim.model_validate(SPECS[kind])
+def spec_of(kind: str) -> OptimizerConfig:
+    return OptimizerConfig.model_validate(SPECS[kind])
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def exposed(count: int, backward: float, each: float) -> float:
 
 
 def best_bucket(setup: Setup, rates: Rates) -> float | None:
-    """MiB of the best bucket, for `exchange.bucket`; None where gradients do not travel in buckets of ours: there is
+    """MiB of the best bucket, for `grad_sync.bucket_mib`; None where gradients do not travel in buckets of ours: there is
     one replica, it is divided otherwise than by tensor ranks, or nothing travels beside backward."""
     layout, costs = setup.layout, Costs(setup, rates)
     whole = layout.shard * layout.context * layout.expert * layout.pipeline == 1

@@ -73,15 +73,15 @@ def check_documents(model: nn.Module, task: Task, batch: TensorBatch) -> None:
             raise
         except Exception as error:
             raise RecipeError(
-                f"data.documents: {name} fails where it is to keep documents separate ({told(error)}); use "
-                "data.documents=join, or a model that takes `documents`"
+                f"data.document_masking: {name} fails where it is to keep documents separate ({told(error)}); use "
+                "data.document_masking=false, or a model that takes `documents`"
             ) from error
     if not torch.equal(*parts):
         return
     off = (packed - parts[0]).abs().amax(-1)[0] > OTHER * parts[0].abs().max()
     if off.float().mean() > SOME:
         raise RecipeError(
-            f"data.documents: {name} does not keep documents separate: a sample of two gives other outputs than each "
-            f"by itself, at {int(off.sum())} of {length} tokens; use data.documents=join, or a model whose masks and "
+            f"data.document_masking: {name} does not keep documents separate: a sample of two gives other outputs than each "
+            f"by itself, at {int(off.sum())} of {length} tokens; use data.document_masking=false, or a model whose masks and "
             "positions follow `documents`"
         )

@@ -91,7 +91,7 @@ def origin(where: str, folder: Path, model: nn.Module, adapters_follow: bool = F
     if lost and not adapters_follow:
         raise DataError(
             f"init: {path} was trained with adapters ({lost[0]}), and this recipe has none there; give the same "
-            "`adapter`, or fold them in by `phalanx checkpoint export` and give init: hf:OUT"
+            "`adapter`, or fold them in by `phalanx checkpoint export` and give init_from: hf:OUT"
         )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)

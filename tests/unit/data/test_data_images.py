@@ -14,7 +14,7 @@ from small_data import contents, manifest_of, opened, prepare, write_texts
 from phalanx.data import inspect, load_tokenizer, open_data, prepare_all, verify
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
-from phalanx.recipe.schema import Data, Evaluate, Recipe, Source
+from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -59,9 +59,11 @@ def test_keys_of_text_are_refused_with_prepared_pictures(tmp_path, images, label
     out = prepare(tmp_path, tmp_path / "out", SOURCE)
     data = {"source": {"prepared": str(out)}}
     with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out holds pictures: leave it out"):
-        prepare_all(Data.model_validate({**data, "tokenizer": {"bpe": 300}}), Evaluate(), tmp_path)
-    recipe = Recipe.model_validate({"task": "classification", "data": {**data, "documents": "separate"}})
-    with pytest.raises(RecipeError, match=r"data.documents: is for text, and the data are pictures: leave it out"):
+        prepare_all(DataConfig.model_validate({**data, "tokenizer": {"bpe": 300}}), EvaluationConfig(), tmp_path)
+    recipe = Recipe.model_validate({"task": "classification", "data": {**data, "document_masking": True}})
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: is for text, and the data are pictures: leave it out"
+    ):
         check_task(recipe, "images")
 
 
@@ -279,12 +281,12 @@ def test_classes_of_other_names_are_not_mixed_up(folder, tmp_path):
     first = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
     (folder / "green").rename(folder / "yellow")
     second = prepare(tmp_path, tmp_path / "out2", {"images": "images", "size": [4, 4]})
-    sources = [Source(prepared=str(place)) for place in (first, second)]
+    sources = [DataSource(prepared=str(place)) for place in (first, second)]
     words = r"its classes and those of {} have other names: number 1 is 'green' and 'red'"
     with pytest.raises(RecipeError, match=words.format(r"data\.source\.1")):
-        open_data(Data(source=sources), Evaluate(), 0)
-    with pytest.raises(RecipeError, match=words.format(r"evaluate\.source")):
-        open_data(Data(source=sources[0]), Evaluate(source=sources[1]), 0)
+        open_data(DataConfig(source=sources), EvaluationConfig(), 0)
+    with pytest.raises(RecipeError, match=words.format(r"evaluation.source")):
+        open_data(DataConfig(source=sources[0]), EvaluationConfig(source=sources[1]), 0)
 
 
 def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_held_out_samples_end(folder):
 
 def test_a_source_of_its_own_for_evaluation_leaves_training_all_of_its_own(folder, tmp_path):
     other = dataset(tmp_path / "other", [numbered(500) + 10_000], vocab=2**32)
-    data = opened(folder, evaluate={"source": {"prepared": str(other)}, "share": 0.5})
+    data = opened(folder, evaluation={"source": {"prepared": str(other)}, "holdout_fraction": 0.5})
     assert data.train_samples == opened(folder).train_samples
     assert data.held_out_samples == 499 // 8
     assert np.array_equal(np.sort(data.held_out(0, 62)["tokens"].ravel()), 10_000 + np.arange(62 * 8))
@@ -148,7 +148,7 @@ def test_sources_with_other_tokenizers_do_not_mix(three, tmp_path):
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(three):
-    with pytest.raises(RecipeError, match=r"data\.sequence: 900 tokens"):
+    with pytest.raises(RecipeError, match=r"data.seq_len: 900 tokens"):
         opened(three[0], sequence=900)
     assert opened(three[0], sequence=899).train_samples == 1
 

@@ -285,7 +285,7 @@ def test_json_lines_give_the_named_field(tmp_path):
         (
             '{"body": "x", "id": 1}',
             RecipeError,
-            r"no field 'text'; it has 'body', 'id'\. Name it in data\.source\.field",
+            r"no field 'text'; it has 'body', 'id'\. Name it in data.source.text_field",
         ),
         ('{"text": 7}', DataError, "'text' should be text, found int"),
         ("[" * 100_000, DataError, "the line at byte 16: not JSON that can be read: it is nested too deeply"),

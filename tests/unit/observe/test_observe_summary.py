@@ -332,9 +332,12 @@ def noisy(path: Path, *estimates: float) -> Path:
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (412.3, "gradient noise scale about 410 samples; batch.global is 16: room to grow to about 410 (26 x)"),
-        (20.0, "gradient noise scale about 20 samples; batch.global is 16: about as large as pays off"),
-        (3.2, "gradient noise scale about 3 samples; batch.global is 16: a smaller one would need hardly more steps"),
+        (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: room to grow to about 410 (26 x)"),
+        (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: about as large as pays off"),
+        (
+            3.2,
+            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need hardly more steps",
+        ),
     ],
 )
 def test_the_gradient_noise_scale_is_told_beside_the_batch(tmp_path: Path, scale: float, said: str) -> None:

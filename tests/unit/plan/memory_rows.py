@@ -27,7 +27,7 @@ from phalanx.plan.replay.setups import profile_of, setup_of
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack
 from phalanx.plan.tracing import build, language_loss, profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 VALIDATION = Path(__file__).parents[4] / "shared" / "validation"
 NOTES: dict[str, tuple[float, Reading]] = {
@@ -121,15 +121,15 @@ def with_dropout(shape: Shape) -> Profile:
 
     def make() -> nn.Module:
         return transformer(
-            vocab=shape.vocab,
-            sequence=shape.sequence,
+            vocab_size=shape.vocab,
+            seq_len=shape.sequence,
             layers=shape.layers,
-            width=shape.width,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
+            hidden_size=shape.width,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            ffn_hidden_size=shape.ffn,
             activation="swiglu" if shape.gated else "relu2",
-            tie=shape.tie,
+            tie_embeddings=shape.tie,
             qk_norm=False,
             dropout=0.1,
         )
@@ -183,7 +183,7 @@ def megatron_setup(row: Mapping[str, str]) -> Setup | None:
             # Megatron-LM's dropout is 0.1 unless it is told otherwise, as its release runs are.
             profile=profile_of(shape) if "release" in row["case"] else with_dropout(shape),
             cluster=load_cluster("h100:8"),
-            layout=Layout(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
+            layout=Parallelism(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
             micro=micro,
             batch=batch,
             precision="bf16" if row["bf16"] == "true" else "fp16",
@@ -224,7 +224,7 @@ def sweep_setup(sequence: int) -> Setup:
     return Setup(
         profile=profile_of(shape),
         cluster=load_cluster("h200:8"),
-        layout=Layout(shard=8),
+        layout=Parallelism(shard=8),
         micro=1,
         batch=8,
         recompute="full",

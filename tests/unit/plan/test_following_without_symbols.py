@@ -17,7 +17,7 @@ def dense():
     return profile(build(lambda: transformer(100, 16, **SIZES)), language_loss(100, 16), 16)
 
 def experts():
-    return profile(build(lambda: moe(100, 16, **SIZES, experts=4, top_k=2)), language_loss(100, 16), 16)
+    return profile(build(lambda: moe(100, 16, **SIZES, num_experts=4, top_k=2)), language_loss(100, 16), 16)
 
 without = dense()
 print("imported:", sorted({"sympy", "torch.fx.experimental.symbolic_shapes"} & sys.modules.keys()))

@@ -35,7 +35,7 @@ class Mixing(nn.Module):
 
 def test_a_causal_model_passes_and_stays_in_training_mode() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=16, sequence=8, layers=1, width=16, heads=2).train()
+    model = transformer(vocab_size=16, seq_len=8, layers=1, hidden_size=16, num_heads=2).train()
     check_causal(model, TASK, batch())
     assert model.training
 
@@ -101,12 +101,16 @@ def test_our_models_keep_documents_separate(build: Any) -> None:
 
 def test_a_model_that_carries_on_from_document_to_document_is_refused() -> None:
     check_documents(Recurrent(follow=True), TASK, packed())
-    with pytest.raises(RecipeError, match=r"data.documents: Recurrent does not keep documents separate: .* at 6 of 8"):
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: Recurrent does not keep documents separate: .* at 6 of 8"
+    ):
         check_documents(Recurrent(follow=False), TASK, packed())
 
 
 def test_a_model_that_takes_no_documents_is_refused_with_what_failed() -> None:
-    with pytest.raises(RecipeError, match=r"data.documents: Deaf fails where it is to keep .*unexpected keyword"):
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: Deaf fails where it is to keep .*unexpected keyword"
+    ):
         check_documents(Deaf(follow=False), TASK, packed())
 
 

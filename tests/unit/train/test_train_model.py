@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
 from phalanx.recipe.arguments import arguments
-from phalanx.recipe.schema import Model
+from phalanx.recipe.schema import ModelConfig
 from phalanx.train.model import build_model, has_batch_norm, known, seed_everything, seed_for
 
 TEXT = Facts("tokens", 256, None, 64, None)
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
     def builder(vocab: int, sequence: int, layers: int = 2) -> None: ...
 
-    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab": 256, "sequence": 64}
+    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
 
 
 def test_classes_come_from_images() -> None:
@@ -60,7 +60,7 @@ def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
 def test_an_argument_that_nobody_tells_is_named() -> None:
     def builder(classes: int, *, depth: int) -> None: ...
 
-    with pytest.raises(RecipeError, match=r"model.args.classes: the builder needs it and the data do not tell it"):
+    with pytest.raises(RecipeError, match=r"model.args.num_classes: the builder needs it and the data do not tell it"):
         arguments(builder, {"depth": 3}, known(TEXT))
 
 
@@ -74,7 +74,7 @@ def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:
     """Build `make` of a module that stands in a file of its own."""
     name = f"own_model_{folder.name.replace('-', '_')}"
     (folder / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n{source}\n")
-    return build_model(Model(build=f"{name}:make", args=args), TEXT, folder, seed, CPU)
+    return build_model(ModelConfig(build=f"{name}:make", args=args), TEXT, folder, seed, CPU)
 
 
 def test_initial_weights_depend_on_the_seed_only(tmp_path: Path) -> None:

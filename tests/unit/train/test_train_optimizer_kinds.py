@@ -100,5 +100,5 @@ def test_scales_of_another_shape_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "muon", "lars", "lamb"])
 def test_only_adamw_keeps_its_state_in_fewer_bits(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"^optim.state: bf16 is for adamw; {name} keeps its state in fp32"):
+    with pytest.raises(RecipeError, match=f"^optimizer.state_dtype: bf16 is for adamw; {name} keeps its state in fp32"):
         Optimizer(model(), optim(name, state="bf16"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.train.peak import Course, bytes_per_sample, follow, growth
 from phalanx.train.trial import profile, race
 
@@ -68,17 +68,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("peak")
     (folder / "own_peak_blocks.py").write_text(BLOCKS)
     (folder / "a.txt").write_text("0123456789abcdef" * 400)
-    source = Source(text="*.txt")
-    prepare_source(source, Data(source=source), folder, folder / "data", workers=1)
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), folder, folder / "data", workers=1)
     return folder
 
 
 def payload(folder: Path, builder: str = "Net", sequence: int = 64, **more: Any) -> dict[str, Any]:
     recipe = {
         "model": {"build": f"own_peak_blocks:{builder}"},
-        "data": {"source": {"prepared": str(folder / "data")}, "sequence": sequence},
+        "data": {"source": {"prepared": str(folder / "data")}, "seq_len": sequence},
     }
-    values = Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True)
+    values = Recipe.model_validate(recipe).model_dump(mode="json")
     return {"recipe": values, "folder": str(folder), "threads": 1, **more}
 
 

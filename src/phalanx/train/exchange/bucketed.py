@@ -57,7 +57,7 @@ class GradientExchange:
         capacity: float = 25 * 2**20,
         group: Group = None,
         slots: int = 0,
-        strategy: str = "allreduce",
+        strategy: str = "all-reduce",
         nodes: Sequence[int] | None = None,
         low_rank: int = 4,
         start: int = 0,
