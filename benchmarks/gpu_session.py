@@ -378,7 +378,8 @@ def default(session: Session) -> dict[str, Any]:
     steps = 8 if session.emulated else DEFAULT_STEPS
     recipe.write_text(
         f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global: {samples}}}\nsteps: {steps}\n"
-        "evaluation: {every: null, holdout_fraction: 0}\ncheckpoint: {every: null}\noptimizer: {schedule: {warmup_steps: 10}}\n"
+        "evaluation: {every: null, holdout_fraction: 0}\ncheckpoint: {every: null}\noptimizer: "
+        "{schedule: {warmup_steps: 10}}\n"
     )
     where = session.folder / "default"
     begun = time.monotonic()

@@ -5,7 +5,8 @@
 Two workers train the same transformer on the CPU and save every ten steps; the second one is killed by SIGKILL, again
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
 noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
-Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other worker
+Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other
+worker
 goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
 torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
 its own prefix in torchrun's store: without it the second or third restart hangs.
@@ -167,7 +168,7 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
         workers = [event for event in read_events(run.events) if isinstance(event, WorkerStarted) and event.rank == 1]
         return workers[-1].pid
 
-    count = 4 if "layout" in changes else 2
+    count = 4 if "parallelism" in changes else 2
     command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", str(count)]
     contender = Contender(command, folder, steps)
     try:

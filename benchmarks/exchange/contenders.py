@@ -106,7 +106,8 @@ def ours(model: PacedModel, place: Place, **keywords: Any) -> Contender:
 
 
 def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
-    """What `exchange: auto` has chosen under `determinism: off`, at this pace, before the steps that count."""
+    """What `grad_sync.algorithm: auto` has chosen under `determinism: off`, at this pace, before the steps that
+    count."""
     recipe = Recipe.model_validate({"determinism": "off", "parallelism": {"replicate": place.world}})
     exchange = GradientExchange(
         list(model.parameters()),

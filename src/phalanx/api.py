@@ -340,7 +340,8 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
         notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
     if old.batch.micro_size != new.batch.micro_size:
         notes.append(
-            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the batch"
+            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the "
+            f"batch"
         )
     if new.determinism == "elastic":
         if _replica(old) != _replica(new):

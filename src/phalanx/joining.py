@@ -373,7 +373,8 @@ def _check_loop(loaded: Loaded) -> None:
         for name in ONLY_TRAINER:
             if getattr(loaded.recipe.parallelism, name) > 1:
                 raise RecipeError(
-                    f"{loaded.at(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a recipe's "
+                    f"{loaded.at(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
+                    f"recipe's "
                     "task can; use replicate, shard or tensor"
                 )
 

@@ -245,7 +245,8 @@ def _searched(
     assert best is not None
     if best[0].valid == 0:
         raise RecipeError(
-            f"batch.global_size: {recipe.batch.global_size} samples and {profile.blocks} blocks cannot be divided among "
+            f"batch.global_size: {recipe.batch.global_size} samples and {profile.blocks} blocks cannot be divided "
+            f"among "
             f"{devices} devices; a multiple of {devices} samples can"
         )
     return best[0], best[1], room
@@ -272,7 +273,8 @@ def memory_of(recipe: Recipe, setup: Setup) -> Footprint:
 
 
 def trained_how(recipe: Recipe, setup: Setup) -> dict[str, Any]:
-    """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`, chunks."""
+    """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`,
+    chunks."""
     chunked = recipe.memory.chunked_loss
     if chunked == "auto":
         head = setup.profile.segments[-1]

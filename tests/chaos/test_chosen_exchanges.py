@@ -1,5 +1,5 @@
-"""`exchange: auto` in whole runs whose exchanges are slow: under `determinism: off` it goes on to fewer bytes, and a run that
-was killed goes on with what was decided; where bits are promised it changes nothing."""
+"""`grad_sync.algorithm: auto` in whole runs whose exchanges are slow: under `determinism: off` it goes on to fewer
+bytes, and a run that was killed goes on with what was decided; where bits are promised it changes nothing."""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Under every method of gradient synchronization a run that is killed ends with the same weights as one that was not: what
-a method keeps from step to step is part of its checkpoints and of its copies in memory."""
+"""Under every method of gradient synchronization a run that is killed ends with the same weights as one that was not:
+what a method keeps from step to step is part of its checkpoints and of its copies in memory."""
 
 from typing import Any
 

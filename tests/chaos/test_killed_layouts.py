@@ -23,7 +23,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize(("layout", "workers"), LAYOUTS, ids=lambda value: str(value))
 def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], workers: int) -> None:
-    changes = {**SMALL, "layout": layout}
+    changes = {**SMALL, "parallelism": layout}
     ended = lab.train(changes, workers, faults=[fault(7, ranks=[workers - 1])])
     assert len(ended.kind(AttemptStarted)) == 2
     assert ended.digest == lab.reference(changes, workers).digest

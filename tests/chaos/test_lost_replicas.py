@@ -1,5 +1,5 @@
-"""Replicas that are lost under `determinism: elastic`: the others go on from memory, another takes the empty place, and the
-run ends in the weights that one process alone would have had."""
+"""Replicas that are lost under `determinism: elastic`: the others go on from memory, another takes the empty place, and
+the run ends in the weights that one process alone would have had."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Replicas that several workers hold together, under `determinism: elastic`: when one of these is lost, the other replicas
+"""Replicas that several workers hold together, under `determinism: elastic`: when one of these is lost, the other
+replicas
 go on from memory, another replica takes the empty place, and the run ends in the weights of one that lost nothing."""
 
 import json

@@ -1,5 +1,5 @@
-"""A replica that is lost while a checkpoint is being written, under `determinism: elastic`: the others go on from memory,
-end the checkpoint if the lost one had done its part and save anew if not, and no half-made one is left."""
+"""A replica that is lost while a checkpoint is being written, under `determinism: elastic`: the others go on from
+memory, end the checkpoint if the lost one had done its part and save anew if not, and no half-made one is left."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def train(
 
 def undisturbed(lab: Lab, changes: Values) -> Ended:
     """One replica alone."""
-    size = changes.get("layout", {}).get("shard", 1)
+    size = changes.get("parallelism", {}).get("shard", 1)
     return lab.reference({**changes, "parallelism": {"shard": size}}, size)
 
 
@@ -75,7 +75,7 @@ def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: in
     assert ended.losses == reference.losses
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 19))  # none was done again
     first, second, *_ = ended.kind(AttemptStarted)
-    assert (first.world_size, second.world_size) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
+    assert (first.world_size, second.world_size) == (nproc, nproc - changes.get("parallelism", {}).get("shard", 1))
     assert second.attempt == len(ended.kind(WorkerFailure)) == 1
     assert len([event for event in ended.kind(WorkerStarted) if not event.joins_late]) == nproc
     assert_whole(ended)

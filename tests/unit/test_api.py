@@ -236,7 +236,7 @@ def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
 
 
 def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
-    schedule = {"lr": 1.0, "schedule": {"warmup": 0, "decay": "linear", "final": 0.0}}
+    schedule = {"lr": 1.0, "schedule": {"warmup_steps": 0, "decay": "linear", "min_lr_ratio": 0.0}}
     (note,) = continuing(resolved(steps=100, optimizer=schedule), resolved(steps=200, optimizer=schedule))
     assert note == (
         "steps 100 -> 200: the schedule's horizon follows; the learning rate at step 100 jumps from 0 to 0.5"

@@ -60,7 +60,7 @@ def test_the_time_line_is_that_of_the_best(folder: Path) -> None:
 
 
 def test_everything_that_the_recipe_leaves_open_is_chosen(folder: Path) -> None:
-    keys = {"layout", "batch.micro_size", "memory.activation_checkpointing", "precision", "grad_sync.bucket_mib"}
+    keys = {"parallelism", "batch.micro_size", "memory.activation_checkpointing", "precision", "grad_sync.bucket_mib"}
     assert set(chosen(planned(folder))) == keys
 
 
@@ -89,16 +89,15 @@ def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "steps"),
+    ("sync", "steps"),
     [
-        ({"strategy": "diloco", "wire": "int8", "delay": 2}, 300),
-        ({"strategy": "local", "start": 5}, 5),
-        ({"strategy": "powersgd"}, 100),
+        ("local_sgd={method: diloco, sync_dtype: int8, sync_delay: 2}", 300),
+        ("local_sgd={method: average, warmup_steps: 5}", 5),
+        ("grad_sync.compression=powersgd", 100),
     ],
 )
-def test_a_run_takes_what_its_first_steps_take_and_the_others(values: dict[str, Any], steps: int, folder: Path) -> None:
-    keys = [f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()]
-    found = planned(folder, *keys, "steps=900", "parallelism.replicate=64", cluster=far_apart(folder))
+def test_a_run_takes_what_its_first_steps_take_and_the_others(sync: str, steps: int, folder: Path) -> None:
+    found = planned(folder, sync, "determinism=off", "steps=900", "parallelism.replicate=64", cluster=far_apart(folder))
     assert found.opening is not None
     assert found.opening.steps == steps
     assert found.opening.seconds > 1.5 * found.best.seconds
@@ -106,9 +105,9 @@ def test_a_run_takes_what_its_first_steps_take_and_the_others(values: dict[str, 
     assert found.budget.seconds == pytest.approx(took)
 
 
-@pytest.mark.parametrize("values", [{}, {"strategy": "local", "start": 0}])
-def test_a_run_whose_steps_are_all_alike_has_no_opening(values: dict[str, Any], folder: Path) -> None:
-    found = planned(folder, *(f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()))
+@pytest.mark.parametrize("sync", [[], ["local_sgd={method: average, warmup_steps: 0}"]])
+def test_a_run_whose_steps_are_all_alike_has_no_opening(sync: list[str], folder: Path) -> None:
+    found = planned(folder, *sync, "determinism=off")
     assert found.opening is None
     assert found.budget.seconds == pytest.approx(100 * found.best.seconds)
 
@@ -156,7 +155,7 @@ def test_a_batch_that_cannot_be_divided_says_what_can(folder: Path) -> None:
 
 
 def test_a_layout_of_another_size_is_refused(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="layout"):
+    with pytest.raises(RecipeError, match="parallelism: takes 8"):
         planned(folder, "parallelism.replicate=8")
 
 
@@ -195,7 +194,8 @@ def test_a_precision_that_the_device_lacks_is_refused(folder: Path) -> None:
 def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
     (folder / "odd.py").write_text(
         "from torch import nn\n\n\nclass Odd(nn.Module):\n"
-        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, vocab_size)\n\n"
+        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, "
+        "vocab_size)\n\n"
         "    def forward(self, x):\n        return self.map(x) * self.map.weight.sum().item()\n"
     )
     with pytest.raises(RecipeError, match="odd:Odd cannot be followed without memory"):
@@ -205,7 +205,8 @@ def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
 def test_a_model_that_has_not_what_the_loss_of_plan_needs_is_refused_with_its_own_task(folder: Path) -> None:
     (folder / "own.py").write_text(
         "from torch import nn\n\n\nclass Own(nn.Module):\n"
-        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, vocab_size)\n\n"
+        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, "
+        "vocab_size)\n\n"
         "    def forward(self, x):\n        return {'embedding': self.map(x)}\n\n\nclass Task:\n"
         "    def inputs(self, batch):\n        pass\n\n    def loss(self, output, batch):\n        pass\n"
     )

@@ -112,11 +112,11 @@ class Layout:
         return {"global_size": whole, "micro_size": whole // groups // count}
 
     def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "overlap"]
-        more = [str(self.values["schedule"])] if "schedule" in self.values else []
-        more += ["overlap"] if "overlap" in self.values else []
-        if "stages" in self.values:
-            more.append("stages of " + ", ".join(map(str, self.values["stages"])) + " blocks")
+        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "async_tp"]
+        more = [str(self.values["pipeline_schedule"])] if "pipeline_schedule" in self.values else []
+        more += ["async_tp"] if "async_tp" in self.values else []
+        if "layers_per_stage" in self.values:
+            more.append("stages of " + ", ".join(map(str, self.values["layers_per_stage"])) + " blocks")
         return " x ".join(sizes) + (f" ({'; '.join(more)})" if more else "")
 
 
@@ -124,12 +124,12 @@ LAYOUTS = (
     Layout({"replicate": 2}, moved_to={"shard": 2}),
     Layout({"shard": 2}, moved_to={"tensor": 2}),
     Layout({"tensor": 2}, moved_to={"pipeline": 2}),
-    Layout({"tensor": 2, "overlap": True}, moved_to={"tensor": 2}),
+    Layout({"tensor": 2, "async_tp": True}, moved_to={"tensor": 2}),
     Layout({"context": 2}, moved_to={"replicate": 2}),
     Layout({"pipeline": 2}, moved_to={"context": 2}),
-    Layout({"pipeline": 2, "schedule": "gpipe", "stages": [1, 3]}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "schedule": "interleaved"}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": [1, 3]}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "interleaved"}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
     Layout({"shard": 2, "expert": 2}, MIXTURES, {"shard": 2}),
     Layout({"shard": 4}, moved_to={"shard": 2, "tensor": 2}),
     Layout({"context": 4}),

@@ -1,5 +1,5 @@
-"""`determinism: fixed-world`: the same bits on the same number of workers; on another number the same samples in the same order,
-and losses that differ by rounding only."""
+"""`determinism: fixed-world`: the same bits on the same number of workers; on another number the same samples in the
+same order, and losses that differ by rounding only."""
 
 import json
 from pathlib import Path

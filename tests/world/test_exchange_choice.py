@@ -1,5 +1,5 @@
-"""`exchange: auto` between two ranks, with times made up: all switch after the same step, and nothing of the gradients
-is lost on the way."""
+"""`grad_sync.algorithm: auto` between two ranks, with times made up: all switch after the same step, and nothing of the
+gradients is lost on the way."""
 
 from dataclasses import replace
 from typing import Any

@@ -246,7 +246,8 @@ def refused(rank: int, world: int, *, what: str) -> str:
         ("no experts", "parallelism.expert: found 2, but the model has no experts to divide"),
         (
             "three experts",
-            "parallelism.expert: 2 ranks cannot share the 3 experts of blocks.0.ffn.experts evenly; expected one of 1, 3",
+            "parallelism.expert: 2 ranks cannot share the 3 experts of blocks.0.ffn.experts evenly; expected one of "
+            "1, 3",
         ),
         (
             "lopsided",

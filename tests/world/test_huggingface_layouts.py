@@ -50,7 +50,7 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(lab: Lab, kind: str, layout: Values | None = None, **more: Any) -> Values:
     changes: Values = {"model": {"build": save(lab, kind)}, "steps": 10, "evaluation": {"every": 10}, **more}
     changes |= {"checkpoint": {"every": None}, "batch": {"global_size": 8, "micro_size": 2}}
-    return changes | ({} if layout is None else {"layout": layout})
+    return changes | ({} if layout is None else {"parallelism": layout})
 
 
 def world_of(layout: Values) -> int:

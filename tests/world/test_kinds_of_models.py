@@ -54,8 +54,8 @@ PICTURES: Values = {
 
 @dataclass(frozen=True)
 class Kind:
-    """How a recipe builds one, what else it says, and what forwards of it change: under `determinism: elastic` it is refused
-    with these names."""
+    """How a recipe builds one, what else it says, and what forwards of it change: under `determinism: elastic` it is
+    refused with these names."""
 
     build: str
     args: Values = field(default_factory=dict)
@@ -117,11 +117,11 @@ PLAIN = [
 """Kinds of which no forward changes anything."""
 KINDS: dict[str, Kind] = {
     "transformer": ours("transformer"),
-    "transformer, untied, with grouped heads": ours("transformer", tie=False, kv_heads=1, layers=2),
+    "transformer, untied, with grouped heads": ours("transformer", tie_embeddings=False, num_kv_heads=1, layers=2),
     "transformer with relu2 and dropout": ours("transformer", activation="relu2", qk_norm=False, dropout=0.1),
-    "transformer with wide heads": ours("transformer", head_dim=12, ffn=20, rope_base=100.0),
-    "mixture of experts": ours("moe", experts=4, shared=1, layers=2, dense_layers=1),
-    "residual network": pictures("phalanx.models:resnet", width=8, blocks=[1], channels=1),
+    "transformer with wide heads": ours("transformer", head_dim=12, ffn_hidden_size=20, rope_base=100.0),
+    "mixture of experts": ours("moe", num_experts=4, shared_expert_hidden_size=1, layers=2, dense_layers=1),
+    "residual network": pictures("phalanx.models:resnet", base_channels=8, blocks=[1], in_channels=1),
     **{name: words(name) for name in PLAIN},
     "SpectralNorm": words("SpectralNorm", "body.parametrizations.weight.0._u"),
     "Average": words("Average", "mean,"),
@@ -171,7 +171,7 @@ def train(lab: Lab, kind: Kind, nproc: int, changes: Values, **more: Any) -> End
 def undisturbed(rank: int, world: int, *, resolved: str, folder: str, out: str) -> str:
     """The digest of a resolved recipe that is trained in this world from the beginning, without an agent."""
     given = load_recipe(Path(resolved)).recipe
-    recipe = given.model_copy(update={"callbacks": [], "layout": Parallelism(replicate=world)})
+    recipe = given.model_copy(update={"callbacks": [], "parallelism": Parallelism(replicate=world)})
     run, place = Run(Path(out)), Place(rank, world, rank)
     prepare_torch(recipe, place)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)

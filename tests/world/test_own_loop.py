@@ -149,7 +149,7 @@ def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
     "overrides",
     [
         ["batch.micro_size=2"],
-        *(pytest.param([f"layout.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor")),
+        *(pytest.param([f"parallelism.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor")),
     ],
 )
 def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrides: list[str]) -> None:

@@ -26,7 +26,7 @@ def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator
     """What is left to `make test-all`: most layouts of many workers, and the further cases of all
     of these and of the pipeline's other schedules."""
     many = [other for other in LAYOUTS if other.workers > FEW]
-    again = layout.workers > FEW or "schedule" in layout.values
+    again = layout.workers > FEW or "pipeline_schedule" in layout.values
     further = again and case is not None and case is not layout.cases[0]
     left = layout in many and (layout not in many[::9] or layout.workers > 2 * FEW)
     return [pytest.mark.slow] if further or left else []
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     again.create()
     target = Layout(layout.moved_to)
     resolved = load_recipe(ended.run.resolved).recipe
-    recipe = resolved.model_copy(update={"layout": LayoutValues.model_validate(layout.moved_to)})
+    recipe = resolved.model_copy(update={"parallelism": LayoutValues.model_validate(layout.moved_to)})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
     command = {"function": "lab_resave:work", "payload": {name: str(path) for name, path in payload.items()}}

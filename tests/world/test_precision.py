@@ -24,7 +24,7 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 @WAYS
 def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(lab: Lab, layout: Values) -> None:
     changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowsOnOne", "steps": 8}
-    alone, ended = lab.reference(changes), lab.train({**changes, "layout": layout}, 2)
+    alone, ended = lab.reference(changes), lab.train({**changes, "parallelism": layout}, 2)
     for run in (alone, ended):
         assert run.code == 0, run.message
         assert [(guard.step, guard.action) for guard in run.kind(NonFiniteStep)] == [(1, "rescale")]
@@ -66,7 +66,7 @@ FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["shard", "tensor"])
 def test_fp8_gives_the_losses_of_one_process(fp8_lab: Lab, layout: Values) -> None:
-    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "layout": layout}, 2)
+    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "parallelism": layout}, 2)
     assert ended.code == alone.code == 0, ended.message
     # Sharded weights are gathered in bf16, and each tensor rank scales its part of a weight by itself.
     assert largest(ended.losses, alone.losses) < 2e-3

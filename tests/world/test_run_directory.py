@@ -87,7 +87,7 @@ def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab:
 
 def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> None:
     """Three workers of 4 samples make steps of 12, with three times the rate; so it stays when one of them goes on."""
-    optim = {"lr": 1e-3, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": {"warmup": 4}}
+    optim = {"lr": 1e-3, "schedule": {"warmup_steps": 0, "decay": "constant"}, "lr_scaling": {"warmup_steps": 4}}
     changes = {"batch": {"global_size": 4, "scale_with_workers": True}, "optimizer": optim, "steps": 6}
     ended = lab.train(changes, 3)
     assert [event.units for event in ended.kind(StepDone)] == [12 * 32] * 6

@@ -15,11 +15,11 @@ WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block o
 SPECS = {
     "lars": {"name": "lars", "lr": 5.0},
     "lamb": {"name": "lamb", "lr": 1e-2},
-    "bf16": {"state": "bf16"},
-    "8bit": {"state": "8bit"},
+    "bf16": {"state_dtype": "bf16"},
+    "int8": {"state_dtype": "int8"},
     "adamw": {},
 }
-EXACT = ("bf16", "8bit", "adamw")  # no norm, so no sum in another order
+EXACT = ("bf16", "int8", "adamw")  # no norm, so no sum in another order
 
 
 def network() -> nn.Module:

@@ -46,7 +46,7 @@ def test_a_world_of_two_is_measured_against_one(tuned: tuple[Tuned, list[str]]) 
     row = tuned[0].rows[0]
     assert row.found is not None
     assert 0 < row.found.low <= row.found.high
-    assert row.kept == ("layout" in tuned[0].changes)
+    assert row.kept == ("parallelism" in tuned[0].changes)
 
 
 def test_a_candidate_that_cannot_run_is_a_row_that_says_why(tuned: tuple[Tuned, list[str]]) -> None:

@@ -41,8 +41,8 @@ def nin(num_classes: int = 1000, in_channels: int = 3, base_channels: int = 96) 
     least that it takes are 43.
 
     Convolutions each followed by two of 1x1, no dense layer: the last maps, one a class, are averaged.
-    7,595,176 parameters with 1000 classes and 3 channels. `base_channels`: maps of the first convolution; the others have as
-    many more or less. Raises ValueError when it is no multiple of 3.
+    7,595,176 parameters with 1000 classes and 3 channels. `base_channels`: maps of the first convolution; the others
+    have as many more or less. Raises ValueError when it is no multiple of 3.
     """
     if base_channels < 3 or base_channels % 3:
         raise ValueError(

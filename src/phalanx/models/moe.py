@@ -249,11 +249,13 @@ def moe(
     """A decoder-only mixture-of-experts language model; forward(tokens [b, s], documents [b, s] or None) -> logits
     [b, s, vocab_size].
 
-    Each token uses `top_k` of the `num_experts` of a layer. `expert_hidden_size` is the inner width of one expert; by default a token's
+    Each token uses `top_k` of the `num_experts` of a layer. `expert_hidden_size` is the inner width of one expert; by
+    default a token's
     experts together are as wide as the feed-forward of `transformer`: 8/3 x hidden_size / top_k, rounded to a
-    multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses besides (0: none). The first `dense_layers`
-    layers have the feed-forward of `transformer`. `aux_loss_coef` is the weight of the loss that keeps the experts evenly
-    used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
+    multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses besides (0: none).
+    The first `dense_layers`
+    layers have the feed-forward of `transformer`. `aux_loss_coef` is the weight of the loss that keeps the experts
+    evenly used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}

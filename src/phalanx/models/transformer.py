@@ -284,8 +284,8 @@ def transformer(
     `seq_len` is the longest input. `num_kv_heads` (default: num_heads) divides `num_heads`. `ffn_hidden_size`, the
     feed-forward's inner width, defaults to 8/3 x hidden_size rounded to a multiple of 64 for "swiglu" and to
     4 x hidden_size for "relu2": both cost the same. `head_dim`, the features of a head, defaults to
-    hidden_size / num_heads. `tie_embeddings` shares the embedding with the output layer. `dropout` acts on the embedding and on what each attention and
-    feed-forward adds. Raises ValueError when the sizes do not fit together.
+    hidden_size / num_heads. `tie_embeddings` shares the embedding with the output layer. `dropout` acts on the
+    embedding and on what each attention and feed-forward adds. Raises ValueError when the sizes do not fit together.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if activation not in ("swiglu", "relu2"):

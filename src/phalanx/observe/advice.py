@@ -234,7 +234,8 @@ def evaluation_share(summary: Summary, history: History) -> Advice | None:
     return Advice(
         "evaluation",
         f"evaluating took {units.percent(evaluating / wall)} of the time",
-        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples (evaluation.max_samples)",
+        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples "
+        f"(evaluation.max_samples)",
         "evaluation.every",
         gain=evaluating / wall,
     )
@@ -274,7 +275,8 @@ def guards_fired(summary: Summary, history: History) -> Advice | None:
     return Advice(
         "guards",
         f"{units.times(fired, 'step')} had a loss or gradient that was not finite, {first}{back}",
-        f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower (optimizer.max_grad_norm){wider}",
+        f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower "
+        f"(optimizer.max_grad_norm){wider}",
         "optimizer.lr",
         urgent=True,
     )

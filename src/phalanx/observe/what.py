@@ -229,7 +229,7 @@ def _optimizer(optim: Mapping[str, Any], own: str | None = None) -> str:
     schedule = _part(optim, "schedule")
     clip = f", clip {optim['max_grad_norm']:g}" if isinstance(optim.get("max_grad_norm"), int | float) else ""
     text = (own or f"{optim.get('name', '?')}, lr {optim.get('lr', '?')}") + clip
-    return f"{text}, warm-up {schedule.get('warmup')}, {schedule.get('decay')} decay" if schedule else text
+    return f"{text}, warm-up {schedule.get('warmup_steps')}, {schedule.get('decay')} decay" if schedule else text
 
 
 def _layout(layout: Any) -> str:

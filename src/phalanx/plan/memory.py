@@ -137,8 +137,10 @@ def sizes(recipe: Recipe, world: int) -> list[int]:
         if enough := [size for size in running if share // size >= least]:
             return enough
     raise RecipeError(
-        f"batch.micro_size: no micro-batch lets {layout.pipeline_schedule} run {stages} stages on {layout.pipeline} ranks with the "
-        f"{share} samples of a step; raise batch.global_size, to {stages * (recipe.batch.global_size // share)} or a multiple"
+        f"batch.micro_size: no micro-batch lets {layout.pipeline_schedule} run {stages} stages on {layout.pipeline} "
+        f"ranks with the "
+        f"{share} samples of a step; raise batch.global_size, to {stages * (recipe.batch.global_size // share)} or a "
+        f"multiple"
     )
 
 

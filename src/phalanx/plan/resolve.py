@@ -231,8 +231,8 @@ def parts_of(recipe: Recipe, world: int) -> int:
 def shared_among(recipe: Recipe, world: int) -> int:
     """Among how many the batch must be divisible.
 
-    Under `determinism: elastic` there must be enough micro-batches for other numbers of replicas to share, whatever it is
-    now: otherwise the choice, and with it the bits, would depend on it.
+    Under `determinism: elastic` there must be enough micro-batches for other numbers of replicas to share, whatever it
+    is now: otherwise the choice, and with it the bits, would depend on it.
     """
     parts = parts_of(recipe, world)
     if recipe.determinism != "elastic":

@@ -27,12 +27,14 @@ def growth_told(given: Recipe, resolved: Recipe, peak: float) -> list[str]:
     told, batch, scaling = [], resolved.batch.global_size, resolved.optimizer.lr_scaling
     if given.batch.global_size != batch:
         told.append(
-            f"batch.global_size {given.batch.global_size} for each of {batch // given.batch.global_size} workers: {batch}"
+            f"batch.global_size {given.batch.global_size} for each of {batch // given.batch.global_size} workers: "
+            f"{batch}"
         )
     if scaling is not None and peak != given.optimizer.lr:
         late = f" at step {scaling.warmup_steps}" if peak > given.optimizer.lr and scaling.warmup_steps else ""
         told.append(
-            f"optimizer.lr_scaling: {scaling.rule}: learning rate {given.optimizer.lr:.3g} for {scaling.base_batch_size} samples, "
+            f"optimizer.lr_scaling: {scaling.rule}: learning rate {given.optimizer.lr:.3g} for "
+            f"{scaling.base_batch_size} samples, "
             f"{peak:.3g}{late} for {batch}"
         )
         if late and scaling.warmup_steps > resolved.steps:

@@ -1,6 +1,7 @@
 """YAML text to plain values, with the place of every key remembered. Knows YAML, not recipes.
 
-The rules are those of YAML 1.2, so that `1e-3` is a number and `determinism: off` is the word `off`; PyYAML follows 1.1.
+The rules are those of YAML 1.2, so that `1e-3` is a number and `determinism: off` is the word `off`; PyYAML follows
+1.1.
 """
 
 import re

@@ -88,7 +88,8 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         others = [other for other in users[id(_weight(module))] if other != name]
         if others:
             raise RecipeError(
-                f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be folded "
+                f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
+                f"folded "
                 f"into it; leave {name} out, or build a model that does not tie them"
             )
 

@@ -102,8 +102,8 @@ class Joined:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model that `build()` returns, divided and in the recipe's precision, and the optimizer that
         `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `rules` tell how
-        tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout, UsageError
-        when the optimizer does not train just this model."""
+        tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout,
+        UsageError when the optimizer does not train just this model."""
         recipe, place = self._recipe, self._place
         seed_everything(seed_for(recipe.seed, "init"), torch.device("cpu"))
         model = build()
@@ -246,7 +246,8 @@ class Joined:
 
     def alive(self) -> None:
         """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
-        a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a microsecond."""
+        a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a
+        microsecond."""
         self._pulse.beat("evaluation")
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:

@@ -92,7 +92,7 @@ def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     for choice in found["choices"]:
         assert sum(choice["parts"].values()) == pytest.approx(choice["step_seconds"])
     assert found["low_seconds"] < found["choices"][0]["step_seconds"] < found["high_seconds"]
-    assert found["changes"]["layout"] == {"replicate": 1024}
+    assert found["changes"]["parallelism"] == {"replicate": 1024}
     assert found["recipe"] == "recipe.planned.yaml"
 
 

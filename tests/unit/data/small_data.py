@@ -50,9 +50,9 @@ def numbered(count: int) -> np.ndarray:
 def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> Data:
     """`open_data` on dataset directories; `weights` go with them, other options into the recipe."""
     weights = options.pop("weights", [1.0] * len(folders))
-    evaluate = options.pop("evaluate", {"share": share})
+    evaluate = options.pop("evaluation", {"holdout_fraction": share})
     sources = [{"prepared": str(folder), "weight": w} for folder, w in zip(folders, weights, strict=True)]
-    data = schema.DataConfig.model_validate({"source": sources, "sequence": sequence, **options})
+    data = schema.DataConfig.model_validate({"source": sources, "seq_len": sequence, **options})
     return open_data(data, schema.EvaluationConfig.model_validate(evaluate), seed)
 
 

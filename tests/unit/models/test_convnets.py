@@ -49,7 +49,7 @@ def test_googlenet_has_the_shapes_of_the_papers_table() -> None:
 
 @pytest.mark.parametrize("build", [nin, googlenet])
 def test_classes_and_channels_are_the_callers(build: type[nn.Module]) -> None:
-    model = build(classes=7, channels=1).eval()
+    model = build(num_classes=7, in_channels=1).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 1, 224, 224, generator=torch.Generator().manual_seed(0))).shape == (1, 7)
 
@@ -109,11 +109,11 @@ def test_a_width_that_nin_cannot_have_is_refused(width: int) -> None:
     ("arguments", "text"),
     [
         ({"base_channels": 20}, "multiple of 8"),
-        ({"base_channels": 8 * 10**9}, "width=8000000000 must be at most"),
+        ({"base_channels": 8 * 10**9}, "base_channels=8000000000 must be at most"),
         ({"blocks": (2, 0)}, "at least one"),
         ({"blocks": (10**9,)}, "blocks=1000000000 must be at most 4096"),
         ({"blocks": (1,) * 40}, "the width of the last stage=.* must be at most"),
-        ({"num_classes": 10**12}, "classes=1000000000000 must be at most"),
+        ({"num_classes": 10**12}, "num_classes=1000000000000 must be at most"),
     ],
 )
 def test_a_resnet_that_cannot_be_is_refused(arguments: dict[str, object], text: str) -> None:

@@ -412,14 +412,14 @@ def test_it_learns_to_repeat_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"top_k": 5}, "top_k=5 must be between 1 and experts=4"),
+        ({"top_k": 5}, "top_k=5 must be between 1 and num_experts=4"),
         ({"top_k": 0}, "top_k=0"),
-        ({"num_experts": 0}, "experts=0 must be at least 1"),
-        ({"expert_hidden_size": 0}, "ffn=0 must be at least 1"),
-        ({"shared_expert_hidden_size": -1}, "shared=-1"),
+        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"expert_hidden_size": 0}, "expert_hidden_size=0 must be at least 1"),
+        ({"shared_expert_hidden_size": -1}, "shared_expert_hidden_size=-1"),
         ({"dense_layers": 2}, "dense_layers=2 must be at least 0 and below layers=2"),
-        ({"aux_loss_coef": -0.1}, "balance=-0.1"),
-        ({"hidden_size": 30}, "width=30 must be a multiple of heads=4"),
+        ({"aux_loss_coef": -0.1}, "aux_loss_coef=-0.1"),
+        ({"hidden_size": 30}, "hidden_size=30 must be a multiple of num_heads=4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str) -> None:
@@ -427,7 +427,9 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
         build(**changes)
 
 
-@pytest.mark.parametrize("name", ["layers", "width", "experts", "ffn", "shared", "vocab"])
+@pytest.mark.parametrize(
+    "name", ["layers", "hidden_size", "num_experts", "expert_hidden_size", "shared_expert_hidden_size", "vocab_size"]
+)
 def test_sizes_beyond_any_model_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=1000000000 must be at most"):
         moe(**{"vocab_size": 16, "seq_len": 8, name: 10**9})

@@ -213,16 +213,16 @@ def test_it_learns_to_repeat_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden_size": 30}, "width=30 must be a multiple of heads=4"),
+        ({"hidden_size": 30}, "hidden_size=30 must be a multiple of num_heads=4"),
         ({"hidden_size": 12}, "must be even"),
-        ({"num_kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"activation": "gelu"}, "'swiglu' or 'relu2'"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"layers": 10**9}, "layers=1000000000 must be at most 4096"),
-        ({"hidden_size": 10**9}, "width=1000000000 must be at most"),
-        ({"num_heads": 10**9, "head_dim": 2}, "heads=1000000000 must be at most"),
+        ({"hidden_size": 10**9}, "hidden_size=1000000000 must be at most"),
+        ({"num_heads": 10**9, "head_dim": 2}, "num_heads=1000000000 must be at most"),
         ({"head_dim": 10**9}, "head_dim=1000000000 must be at most"),
-        ({"ffn_hidden_size": 10**12}, "ffn=1000000000000 must be at most"),
+        ({"ffn_hidden_size": 10**12}, "ffn_hidden_size=1000000000000 must be at most"),
         ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )

@@ -37,7 +37,7 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
             {"mfu": 0.1, "batch": {"global_size": 16, "micro_size": 2}},
         ),
         ("precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
-        ("idle cores", "threads", "of 1 thread", {"threads": 1, "world": 1, "cores": 8}),
+        ("idle cores", "num_threads", "of 1 thread", {"num_threads": 1, "world": 1, "cores": 8}),
         ("still falling", "steps", "still falling at the end", {"falling": True}),
         ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
     ],

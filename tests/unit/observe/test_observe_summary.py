@@ -302,16 +302,22 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ({"replicate": 1, "schedule": "1f1b", "stages": None}, "one process"),
-        ({"tensor": 2, "overlap": False, "schedule": "1f1b"}, "tensor 2"),
-        ({"tensor": 2, "overlap": True, "schedule": "1f1b"}, "tensor 2 (overlap)"),
-        ({"replicate": 2, "tensor": 4, "schedule": "1f1b", "stages": None}, "replicate 2 x tensor 4"),
-        ({"replicate": 2, "pipeline": 2, "schedule": "gpipe", "stages": None}, "replicate 2 x pipeline 2 (gpipe)"),
-        ({"pipeline": 2, "schedule": "1f1b", "stages": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
+        ({"replicate": 1, "pipeline_schedule": "1f1b", "layers_per_stage": None}, "one process"),
+        ({"tensor": 2, "async_tp": False, "pipeline_schedule": "1f1b"}, "tensor 2"),
+        ({"tensor": 2, "async_tp": True, "pipeline_schedule": "1f1b"}, "tensor 2 (async_tp)"),
+        (
+            {"replicate": 2, "tensor": 4, "pipeline_schedule": "1f1b", "layers_per_stage": None},
+            "replicate 2 x tensor 4",
+        ),
+        (
+            {"replicate": 2, "pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": None},
+            "replicate 2 x pipeline 2 (gpipe)",
+        ),
+        ({"pipeline": 2, "pipeline_schedule": "1f1b", "layers_per_stage": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
     ],
 )
 def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, object], expected: str) -> None:
-    assert summary(healthy(tmp_path / "run", total=5, layout=layout)).what.layout == expected
+    assert summary(healthy(tmp_path / "run", total=5, parallelism=layout)).what.layout == expected
 
 
 def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards()
     [
         ({"optimizer": "sgd"}, 4.0),
         ({"state": "bf16"}, 4.0),
-        ({"state": "8bit"}, 2.06),
+        ({"state": "int8"}, 2.06),
         ({"offload": True}, 0.0),
         ({"optimizer": "lamb"}, 8.0),
     ],

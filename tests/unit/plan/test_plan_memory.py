@@ -50,13 +50,13 @@ def reasons(of: Recipe, found: Needs, memory: int = PLENTY, world: int = 1, **mo
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (8, 3)])
 def test_a_worker_takes_its_whole_share_at_once_where_it_fits(world: int, expected: int) -> None:
-    assert chosen(recipe(batch={"global_size": 24}), world=world)["micro"] == expected
+    assert chosen(recipe(batch={"global_size": 24}), world=world)["micro_size"] == expected
 
 
 def test_a_step_may_take_half_of_a_cpus_memory() -> None:
     of = recipe(batch={"global_size": 16})
-    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB))["micro"] == 4
-    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB) - 2)["micro"] == 2
+    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB))["micro_size"] == 4
+    assert chosen(of, needs(GB), 2 * (STATE + 4 * GB) - 2)["micro_size"] == 2
 
 
 def test_a_step_may_take_more_of_a_gpus_memory() -> None:
@@ -67,7 +67,7 @@ def test_a_step_may_take_more_of_a_gpus_memory() -> None:
 
 
 def test_a_micro_batch_that_fits_divides_the_share() -> None:
-    assert chosen(recipe(batch={"global_size": 18}), needs(GB), 2 * (STATE + 8 * GB))["micro"] == 6
+    assert chosen(recipe(batch={"global_size": 18}), needs(GB), 2 * (STATE + 8 * GB))["micro_size"] == 6
 
 
 def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
@@ -91,32 +91,32 @@ def test_where_full_recomputation_is_not_allowed_it_is_the_cure() -> None:
 @pytest.mark.parametrize("batch", [6, 8, 12, 16, 24, 48, 60])
 def test_under_replicas_the_choice_is_the_same_on_any_common_world(batch: int) -> None:
     worlds = [world for world in (1, 2, 3, 4, 6, 8) if batch % world == 0]
-    assert len({chosen(replicas(batch), world=world)["micro"] for world in worlds}) == 1
+    assert len({chosen(replicas(batch), world=world)["micro_size"] for world in worlds}) == 1
 
 
 @pytest.mark.parametrize(("batch", "world"), [(24, 6), (16, 8), (20, 5), (14, 7), (7, 7)])
 def test_under_replicas_the_workers_share_the_micro_batches(batch: int, world: int) -> None:
-    assert batch // chosen(replicas(batch), world=world)["micro"] % world == 0
+    assert batch // chosen(replicas(batch), world=world)["micro_size"] % world == 0
 
 
 @pytest.mark.parametrize("shard", [2, 16])
 def test_under_replicas_that_are_sharded_the_choice_is_the_same_for_any_number_of_them(shard: int) -> None:
     layouts = [{"replicate": replicate, "shard": shard} for replicate in (1, 2, 4)]
-    found = {chosen(replicas(64, parallelism=each), world=each["replicate"] * shard)["micro"] for each in layouts}
+    found = {chosen(replicas(64, parallelism=each), world=each["replicate"] * shard)["micro_size"] for each in layouts}
     assert len(found) == 1
     assert 64 // found.pop() % (4 * shard) == 0
 
 
 def test_under_replicas_memory_may_make_micro_batches_smaller() -> None:
-    assert chosen(replicas(24))["micro"] == 1
-    assert chosen(replicas(64))["micro"] == 8
-    assert chosen(replicas(64), needs(GB), 2 * (STATE + 5 * GB))["micro"] == 4
+    assert chosen(replicas(24))["micro_size"] == 1
+    assert chosen(replicas(64))["micro_size"] == 8
+    assert chosen(replicas(64), needs(GB), 2 * (STATE + 5 * GB))["micro_size"] == 4
 
 
 def test_a_given_micro_batch_may_fill_all_of_the_memory() -> None:
     of = recipe(batch={"global_size": 16, "micro_size": 8}, memory={"activation_checkpointing": "none"})
-    assert chosen(of, needs(GB), 8 * GB + STATE)["micro"] == 8
-    assert reasons(of, needs(GB), 8 * GB + STATE)["micro"] == "given"
+    assert chosen(of, needs(GB), 8 * GB + STATE)["micro_size"] == 8
+    assert reasons(of, needs(GB), 8 * GB + STATE)["micro_size"] == "given"
 
 
 def test_a_micro_batch_beyond_all_of_the_memory_is_refused_with_one_that_fits() -> None:
@@ -138,44 +138,47 @@ def test_a_model_too_large_for_any_micro_batch_is_told_so(peak: int) -> None:
 )
 def test_as_little_is_recomputed_as_lets_one_sample_fit(memory: int, expected: tuple[str, int]) -> None:
     found = chosen(recipe(batch={"global_size": 16}), needs(10 * GB, 6 * GB, 2 * GB), memory * GB)
-    assert (found["recompute"], found["micro"]) == expected
+    assert (found["activation_checkpointing"], found["micro_size"]) == expected
 
 
 def test_a_way_that_the_model_does_not_go_with_is_not_taken() -> None:
     found = Needs(1000, 0, {"whole": {"none": 10 * GB, "selective": None, "full": 2 * GB}})
-    assert chosen(recipe(), found, 10 * GB)["recompute"] == "full"
+    assert chosen(recipe(), found, 10 * GB)["activation_checkpointing"] == "full"
 
 
 def test_a_given_way_of_recomputing_is_taken() -> None:
     of = recipe(memory={"activation_checkpointing": "full"})
-    assert chosen(of)["recompute"] == "full"
-    assert reasons(of, needs())["recompute"] == "given"
+    assert chosen(of)["activation_checkpointing"] == "full"
+    assert reasons(of, needs())["activation_checkpointing"] == "given"
 
 
 def test_a_given_micro_batch_decides_how_much_is_recomputed() -> None:
     of = recipe(batch={"global_size": 16, "micro_size": 8})
-    assert chosen(of, needs(10 * GB, 6 * GB, 2 * GB), 50 * GB)["recompute"] == "selective"
+    assert chosen(of, needs(10 * GB, 6 * GB, 2 * GB), 50 * GB)["activation_checkpointing"] == "selective"
 
 
 def test_reasons_say_what_was_too_much() -> None:
     why = reasons(recipe(), needs(10 * GB, 6 * GB, 2 * GB), 14 * GB)
-    assert why["recompute"] == "with less of it not even one sample would fit (a sample takes 10000 MB with none)"
-    assert why["loss"] == "all logits of a micro-batch take 0 MB in fp32, no more than 256"
+    assert (
+        why["activation_checkpointing"]
+        == "with less of it not even one sample would fit (a sample takes 10000 MB with none)"
+    )
+    assert why["chunked_loss"] == "all logits of a micro-batch take 0 MB in fp32, no more than 256"
 
 
 def test_what_a_trial_did_not_survive_is_not_taken_again() -> None:
     of = recipe(batch={"global_size": 16})
-    assert chosen(of, failed=[("none", "whole", 16)])["micro"] == 8
+    assert chosen(of, failed=[("none", "whole", 16)])["micro_size"] == 8
     why = reasons(of, needs(), failed=[("none", "whole", 16), ("none", "whole", 8)])
-    assert why["micro"].endswith("; a trial of 8 ran out of memory")
+    assert why["micro_size"].endswith("; a trial of 8 ran out of memory")
 
 
 def test_when_no_micro_batch_survives_its_trial_more_is_recomputed() -> None:
     of = recipe(batch={"global_size": 2})
     failed = [("none", "whole", 2), ("none", "whole", 1)]
     found = chosen(of, failed=failed)
-    assert (found["recompute"], found["micro"]) == ("selective", 2)
-    assert "a trial ran out of memory" in reasons(of, needs(), failed=failed)["recompute"]
+    assert (found["activation_checkpointing"], found["micro_size"]) == ("selective", 2)
+    assert "a trial ran out of memory" in reasons(of, needs(), failed=failed)["activation_checkpointing"]
 
 
 def test_when_nothing_survives_the_error_says_so() -> None:
@@ -200,28 +203,30 @@ CHUNKS = {"whole": dict.fromkeys(["none", "selective", "full"], 40 * MB)} | {
 
 def test_the_loss_is_in_chunks_where_all_logits_would_be_large() -> None:
     found = Needs(1000, 0, CHUNKS, 100 * MB)
-    assert chosen(recipe(batch={"global_size": 4}), found)["loss"] == "chunked"
-    assert reasons(recipe(batch={"global_size": 4}), found)["loss"].endswith("take 400 MB in fp32, more than 256")
+    assert chosen(recipe(batch={"global_size": 4}), found)["chunked_loss"] is True
+    assert reasons(recipe(batch={"global_size": 4}), found)["chunked_loss"].endswith(
+        "take 400 MB in fp32, more than 256"
+    )
 
 
 def test_the_loss_is_whole_where_all_logits_are_small() -> None:
-    assert chosen(recipe(batch={"global_size": 2}), Needs(1000, 0, CHUNKS, 100 * MB))["loss"] == "whole"
+    assert chosen(recipe(batch={"global_size": 2}), Needs(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
 
 
 def test_chunks_are_judged_by_the_micro_batch_that_they_allow() -> None:
     """Whole, only two samples would fit, whose logits are not large."""
     found = chosen(recipe(batch={"global_size": 8}), Needs(0, 0, CHUNKS, 100 * MB), 160 * MB + 2)
-    assert (found["loss"], found["micro"]) == ("chunked", 8)
+    assert (found["chunked_loss"], found["micro_size"]) == (True, 8)
 
 
 def test_a_given_loss_is_taken() -> None:
     of = recipe(batch={"global_size": 4}, memory={"chunked_loss": False})
-    assert chosen(of, Needs(1000, 0, CHUNKS, 100 * MB))["loss"] == "whole"
+    assert chosen(of, Needs(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
 
 
 def test_a_model_without_a_loss_in_chunks_says_so() -> None:
     why = reasons(recipe(batch={"global_size": 4}), needs(logits=100 * MB))
-    assert why["loss"].endswith("but this model's output layer cannot be computed in chunks")
+    assert why["chunked_loss"].endswith("but this model's output layer cannot be computed in chunks")
 
 
 @pytest.mark.parametrize(
@@ -358,5 +363,5 @@ def test_under_replicas_the_next_smaller_can_be_shared_as_well() -> None:
 def test_selective_recomputation_is_not_chosen_where_a_backward_comes_in_two_parts() -> None:
     layout = {"pipeline": 2, "schedule": "zero-bubble"}
     tight = needs(100 * PLENTY, PLENTY // 100, PLENTY // 200)
-    assert chosen(recipe(parallelism=layout), tight, world=2)["recompute"] == "full"
-    assert chosen(recipe(parallelism={"pipeline": 2}), tight, world=2)["recompute"] == "selective"
+    assert chosen(recipe(parallelism=layout), tight, world=2)["activation_checkpointing"] == "full"
+    assert chosen(recipe(parallelism={"pipeline": 2}), tight, world=2)["activation_checkpointing"] == "selective"

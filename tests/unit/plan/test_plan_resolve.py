@@ -152,7 +152,9 @@ def test_resolving_leaves_everything_else_as_given() -> None:
     assert resolved.determinism == "elastic"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("auto", False), (False, False), (True, True), ("graphs", "graphs")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("auto", False), (False, False), (True, True), ("cuda-graphs", "cuda-graphs")]
+)
 def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
     assert resolve(recipe(compile=given), CHOSEN, 1).compile == expected
 
@@ -228,9 +230,9 @@ def test_a_run_that_goes_on_for_longer_parts_where_it_would_have() -> None:
         ("auto", "fixed-world", 3, 8),
         ("auto", "fixed-world", 4, 6),
         ("auto", "fixed-world", 12, 2),
-        ("auto", "world", 5, 8),  # cannot be: `check` says what can
-        ("auto", "replicas", 4, 8),
-        (8, "world", 4, 8),
+        ("auto", "fixed-world", 5, 8),  # cannot be: `check` says what can
+        ("auto", "elastic", 4, 8),
+        (8, "fixed-world", 4, 8),
     ],
 )
 def test_a_micro_batch_that_nobody_gave_shrinks_when_more_workers_have_to_share(
@@ -332,7 +334,7 @@ def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
         ({}, "cuda", 0, False),
         ({"steps": 20}, "cuda", 12, False),
         ({}, "cpu", 12, False),
-        ({"compile": "cuda-graphs"}, "cpu", 0, "graphs"),
+        ({"compile": "cuda-graphs"}, "cpu", 0, "cuda-graphs"),
         ({"parallelism": {"pipeline_schedule": "zero-bubble"}}, "cuda", 12, True),
     ],
 )

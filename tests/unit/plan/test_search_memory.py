@@ -84,7 +84,7 @@ def setup(of: Profile, batch: int, cluster: Cluster = CLUSTER) -> Setup:
 WAYS_TO_TRAIN = st.fixed_dictionaries(
     {
         "optimizer": st.sampled_from(["adamw", "sgd", "lamb", "lars", "muon"]),
-        "state": st.sampled_from(["fp32", "bf16", "8bit"]),
+        "state": st.sampled_from(["fp32", "bf16", "int8"]),
         "offload": st.booleans(),
         "momentum": st.sampled_from([0.0, 0.9]),
     }

@@ -70,7 +70,8 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.shard=2", "parallelism.tensor=3", "data.seq_len=240"],
             4,
-            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or parallelism=auto",
+            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or "
+            r"parallelism=auto",
         ),
         (
             ["parallelism.shard=2", "parallelism.context=2", "parallelism.expert=3"],
@@ -80,12 +81,13 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.tensor=2", "determinism=elastic"],
             2,
-            "parallelism: determinism = elastic goes with replicate and shard only: give these, or determinism: fixed-world",
+            "parallelism: determinism: elastic goes with replicate and shard only: give these, or "
+            "determinism: fixed-world",
         ),
         (
             ["parallelism.shard=2", "parallelism.expert=2", "determinism=elastic"],
             2,
-            "parallelism: determinism = elastic goes with replicate and shard only",
+            "parallelism: determinism: elastic goes with replicate and shard only",
         ),
         (
             ["parallelism.tensor=2", "optimizer.name=muon"],
@@ -97,22 +99,26 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.tensor=2", "optimizer.state_dtype=int8"],
             2,
-            "parallelism.tensor: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16$",
+            "parallelism.tensor: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
+            "bf16$",
         ),
         (
             ["parallelism.shard=2", "parallelism.expert=2", "optimizer.state_dtype=int8"],
             2,
-            "parallelism.expert: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16$",
+            "parallelism.expert: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
+            "bf16$",
         ),
         (
             ["parallelism.shard=2", "compile=cuda-graphs"],
             2,
-            "compile: cuda-graphs cannot hold the communication of a divided model: give parallelism.replicate only, or true$",
+            "compile: cuda-graphs cannot hold the communication of a divided model: give "
+            "parallelism.replicate only, or true$",
         ),
         (
             ["parallelism.pipeline=2", "parallelism.pipeline_schedule=zero-bubble", "compile=true"],
             2,
-            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or parallelism.pipeline_schedule=1f1b$",
+            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or "
+            "parallelism.pipeline_schedule=1f1b$",
         ),
         (
             [
@@ -121,7 +127,8 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
                 "memory.activation_checkpointing=selective",
             ],
             2,
-            "memory.activation_checkpointing: a zero-bubble pipeline's backward comes in two parts, of which selective repeats one; "
+            "memory.activation_checkpointing: a zero-bubble pipeline's backward comes in two parts, of which "
+            "selective repeats one; "
             "use full or none, or parallelism.pipeline_schedule=1f1b$",
         ),
         (
@@ -132,17 +139,20 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["grad_sync.compression=bf16", "determinism=elastic"],
             2,
-            "grad_sync.algorithm: found bf16, but determinism: elastic has a way of its own to add up: use auto, or exact: ",
+            "grad_sync.compression: found bf16, but determinism: elastic has an order of addition of its own: use "
+            "none, or "
+            "determinism: off",
         ),
         (
             ["grad_sync.compression=bf16", "determinism=off", "parallelism.shard=2"],
             2,
-            "grad_sync.compression: bf16 is for replicas, and layout has none: give parallelism.replicate, or allreduce",
+            "grad_sync.compression: bf16 is for replicas, and there are none: give parallelism.replicate, or use none",
         ),
         (
             ["grad_sync.compression=bf16", "determinism=off", "parallelism.replicate=2", "parallelism.context=2"],
             4,
-            "grad_sync.compression: bf16 goes with replicate and shard, or replicate and tensor: give these, or allreduce",
+            "grad_sync.compression: bf16 goes with replicate and shard, or replicate and tensor: give these, or use "
+            "none",
         ),
         (
             ["grad_sync.compression=int8", "determinism=off", "precision=fp16"],
@@ -152,7 +162,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["grad_sync.compression=powersgd", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
             4,
-            "grad_sync.compression: powersgd projects whole gradients: give parallelism.replicate only, or int8",
+            "grad_sync.compression: powersgd projects whole gradients: give parallelism.replicate only, or use int8",
         ),
         (
             ["grad_sync.compression=powersgd"],
@@ -162,47 +172,69 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["local_sgd.method=average"],
             2,
-            "local_sgd.method: average has workers train apart, which determinism: fixed-world forbids: use allreduce, or determinism: off",
+            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids: use local_sgd: null, "
+            "or "
+            "determinism: off",
         ),
         (
             ["local_sgd.method=diloco", "determinism=elastic"],
             2,
-            "local_sgd.method: diloco has workers train apart, which determinism: elastic forbids: use allreduce",
+            "local_sgd: workers take steps of their own, which determinism: elastic forbids: use local_sgd: null",
         ),
         (
             ["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
             4,
-            "local_sgd.method: diloco is for workers that hold the whole model: give parallelism.replicate only, or",
+            "local_sgd: is for workers that hold the whole model: give parallelism.replicate only, or",
         ),
         (
             ["local_sgd.method=average", "determinism=off", "local_sgd.outer_optimizer.lr=0.5"],
             2,
-            "local_sgd.outer_optimizer: is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco",
+            "local_sgd.outer_optimizer: is for method: diloco, and average takes the plain mean: leave it out, or "
+            "use diloco",
         ),
         (
             ["local_sgd.method=average", "determinism=off", "optimizer.state_dtype=int8"],
             2,
-            "optimizer.state_dtype: int8 state has no mean over workers, which local may have to take: use bf16",
+            "optimizer.state_dtype: int8 state has no mean over workers, which local_sgd may have to take: use bf16",
         ),
         (
             ["local_sgd.sync_every=50"],
             2,
-            "local_sgd.sync_every: is for strategy: local or diloco, and the strategy is auto: leave it out",
+            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids",
         ),
         (
             ["grad_sync.compression=int8", "determinism=off", "local_sgd.sync_dtype=bf16"],
             2,
-            "local_sgd.sync_dtype: is for strategy: local or diloco, and the strategy is int8: leave it out",
+            "grad_sync.compression: int8 is for gradients, and local_sgd sends weights: use none, or local_sgd: null",
         ),
         (
-            ["local_sgd.num_fragments=2"],
+            ["grad_sync.algorithm=ring", "determinism=off", "local_sgd.method=average"],
             2,
-            "local_sgd.num_fragments: is for strategy: local or diloco, and the strategy is auto: leave it out",
+            "grad_sync.algorithm: ring is for gradients, and local_sgd sends weights: use all-reduce, or local_sgd: "
+            "null",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "determinism=off", "grad_sync.compression=int8"],
+            2,
+            "grad_sync.compression: int8 goes with algorithm: auto or all-reduce, and the algorithm is ring: use one "
+            "of "
+            "these, or compression: none",
+        ),
+        (
+            ["grad_sync.warmup_steps=7"],
+            2,
+            "grad_sync.warmup_steps: is for compression: powersgd, and the compression is none: leave it out",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "determinism=elastic"],
+            2,
+            "grad_sync.algorithm: found ring, but determinism: elastic has an order of addition of its own: use "
+            "all-reduce, or determinism: fixed-world",
         ),
         (
             ["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=3", "local_sgd.num_fragments=4"],
             2,
-            "local_sgd.num_fragments: found 4, but at most one leaves after a step: at most every = 3",
+            "local_sgd.num_fragments: found 4, but at most one leaves after a step: at most sync_every = 3",
         ),
         (
             ["local_sgd.method=diloco", "determinism=off", "local_sgd.num_fragments=4", "local_sgd.sync_delay=6"],
@@ -258,7 +290,7 @@ def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
             2,
         )
     keys = [line.split(":")[0] for line in str(caught.value).splitlines()]
-    assert keys == ["layout", "parallelism.expert", "parallelism.tensor", "parallelism.context"]
+    assert keys == ["parallelism", "parallelism.expert", "parallelism.tensor", "parallelism.context"]
 
 
 def test_a_list_of_numbers_is_told_as_one() -> None:
@@ -294,7 +326,7 @@ def test_differences_name_the_deepest_keys() -> None:
     found = differences(
         recipe("model.args.a=1", "parallelism=auto"), recipe("model.args.b=2", "optimizer.lr=1", "parallelism.shard=1")
     )
-    assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optimizer.lr", "layout"}
+    assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optimizer.lr", "parallelism"}
     assert Difference("optimizer.lr", 0.001, 1.0) in found
     assert str(Difference("optimizer.lr", 0.001, 1.0)) == "optimizer.lr: 0.001 -> 1.0"
 
@@ -616,7 +648,8 @@ def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
         ["grad_sync.compression=powersgd", "determinism=off", "grad_sync.powersgd_rank=8"],
         ["data.source={images: ., image_size: [8, 8]}"],
         [
-            "optimizer={name: muon, betas: [0.9, 0.99], momentum: 0.95, schedule: {decay: poly, power: 2, min_lr_ratio: 0}}"
+            "optimizer={name: muon, betas: [0.9, 0.99], momentum: 0.95}",
+            "optimizer.schedule={decay: poly, power: 2, min_lr_ratio: 0}",
         ],
     ],
 )

@@ -130,7 +130,7 @@ def test_an_unknown_key_that_stands_elsewhere_is_found_there(folder: Path) -> No
 
 
 def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
-    assert "known are every, keep" in refusal("checkpoint: {zzz: 3}\n")
+    assert "known are every, keep, in_memory_every" in refusal("checkpoint: {zzz: 3}\n")
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ def test_what_is_dumped_loads_to_the_same_recipe(folder: Path) -> None:
 def test_a_dump_keeps_the_order_of_the_schema_and_the_names_of_files() -> None:
     text = dump_recipe(load_recipe(None).recipe)
     assert text.startswith("name: gpt-python\nmodel:\n")
-    assert "batch: {global_size: 16, micro_size: auto}" in text
-    assert "exact: auto" in text
+    assert "batch: {global_size: 16, scale_with_workers: false, micro_size: auto}" in text
+    assert "determinism: auto" in text
 
 
 @pytest.mark.parametrize(

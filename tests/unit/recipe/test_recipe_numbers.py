@@ -110,7 +110,7 @@ def test_a_refusal_tells_the_value_and_both_bounds(given: str, said: str) -> Non
         ("optimizer.lr='1e-3'", "optimizer.lr", 1e-3),
         ("optimizer.lr=1", "optimizer.lr", 1.0),
         ("seed=9223372036854775807", "seed", 2**63 - 1),
-        ("num_threads=1024", "threads", 1024),
+        ("num_threads=1024", "num_threads", 1024),
     ],
 )
 def test_numbers_within_bounds_may_be_written_as_before(given: str, name: str, value: Any) -> None:
@@ -123,7 +123,7 @@ def test_numbers_within_bounds_may_be_written_as_before(given: str, name: str, v
 
 def test_python_may_not_give_truth_for_a_number_either() -> None:
     with pytest.raises(ValueError, match="expected a number"):
-        Recipe.model_validate(json.loads('{"threads": true}'))
+        Recipe.model_validate(json.loads('{"num_threads": true}'))
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "{a: [1, {b: -.inf}]}"])

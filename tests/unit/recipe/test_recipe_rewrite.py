@@ -12,8 +12,8 @@ TEXT = """\
 # mine
 name: a  # short
 batch:
-  global: 8 # of all
-  micro: auto # of one
+  global_size: 8 # of all
+  micro_size: auto # of one
 
 # how fast
 optimizer: {lr: 1.0e-3}
@@ -23,12 +23,12 @@ compile: auto
 
 def test_a_key_on_its_own_line_keeps_its_comment_and_gets_a_remark_above() -> None:
     text = rewritten(TEXT, [], {"batch.micro_size": 4}, {"batch.micro_size": "1.2 x"})
-    assert "  # 1.2 x\n  micro: 4 # of one\n" in text
-    assert text.replace("  # 1.2 x\n  micro: 4", "  micro: auto") == TEXT
+    assert "  # 1.2 x\n  micro_size: 4 # of one\n" in text
+    assert text.replace("  # 1.2 x\n  micro_size: 4", "  micro_size: auto") == TEXT
 
 
 def test_a_key_that_was_not_there_is_added_with_its_mapping() -> None:
-    text = rewritten(TEXT, [], {"memory.activation_checkpointing": "none", "threads": 2}, {"threads": "two"})
+    text = rewritten(TEXT, [], {"memory.activation_checkpointing": "none", "num_threads": 2}, {"num_threads": "two"})
     assert text.startswith(TEXT)
     assert text.endswith("memory: {activation_checkpointing: none}\n# two\nnum_threads: 2\n")
 

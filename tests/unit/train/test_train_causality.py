@@ -96,7 +96,7 @@ def packed(length: int = 8) -> dict[str, Tensor]:
 @pytest.mark.parametrize("build", [transformer, moe])
 def test_our_models_keep_documents_separate(build: Any) -> None:
     torch.manual_seed(0)
-    check_documents(build(vocab=16, sequence=8, layers=2, width=16, heads=2), TASK, packed())
+    check_documents(build(vocab_size=16, seq_len=8, layers=2, hidden_size=16, num_heads=2), TASK, packed())
 
 
 def test_a_model_that_carries_on_from_document_to_document_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What `exchange: auto` decides, on made-up numbers and on those that were measured over limited links."""
+"""What `grad_sync.algorithm: auto` decides, on made-up numbers and on those that were measured over limited links."""
 
 import json
 from collections.abc import Mapping

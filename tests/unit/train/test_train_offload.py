@@ -30,7 +30,7 @@ def run(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps:
         optimizer.step()
 
 
-@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state="8bit")])
+@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="int8")])
 def test_without_a_gpu_it_is_the_same_optimizer(spec: OptimizerConfig) -> None:
     one, other = model(), model()
     plain, offloaded = Optimizer(one, spec), Optimizer(other, spec, offload=True)
@@ -106,14 +106,14 @@ def on_the_host(network: nn.Module, spec: OptimizerConfig, monkeypatch: pytest.M
         return Optimizer(network, spec, offload=True)
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
 def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, other = model(), model(seed=1)
-    optimizer = on_the_host(network, optim(state=state), monkeypatch)
+    optimizer = on_the_host(network, optim(state_dtype=state), monkeypatch)
     assert isinstance(optimizer.parts[0], Offloaded)
     train(network, optimizer, range(3), 1e-2)
     other.load_state_dict(network.state_dict())
-    fresh = on_the_host(other, optim(state=state), monkeypatch)
+    fresh = on_the_host(other, optim(state_dtype=state), monkeypatch)
     train(other, fresh, range(1), 0.0)  # a state that loading replaces
     other.load_state_dict(network.state_dict())
     fresh.load(copied(optimizer), "here")
@@ -124,7 +124,7 @@ def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytes
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state="bf16")])
+@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="bf16")])
 def test_on_a_gpu_the_state_is_in_host_memory_and_the_steps_are_those_of_the_cpu(spec: OptimizerConfig) -> None:
     here, there = matrices(), [nn.Parameter(p.detach().cuda()) for p in matrices()]
     plain = Optimizer(nn.ParameterList(here), spec)

@@ -172,9 +172,9 @@ def test_only_the_ways_that_are_asked_for_are_tried(folder: Path) -> None:
     assert peaks["full"] > 0
 
 
-@pytest.mark.parametrize(("recompute", "loss"), [("full", "whole"), ("selective", "chunked")])
-def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, loss: str) -> None:
-    found = race(payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, loss=loss))
+@pytest.mark.parametrize(("recompute", "chunked"), [("full", False), ("selective", True)])
+def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, chunked: bool) -> None:
+    found = race(payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, chunked_loss=chunked))
     assert set(found) == {"fp32", "update"}
 
 

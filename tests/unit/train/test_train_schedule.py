@@ -12,7 +12,7 @@ DECAYS = ["cosine", "linear", "poly", "step", "constant"]
 
 
 def schedule(decay: str, warmup: int = 10, final: float = 0.1) -> LrScheduleConfig:
-    return LrScheduleConfig.model_validate({"decay": decay, "warmup": warmup, "final": final})
+    return LrScheduleConfig.model_validate({"decay": decay, "warmup_steps": warmup, "min_lr_ratio": final})
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -80,8 +80,8 @@ def test_steps_drop_where_caffes_policy_drops() -> None:
 
 
 def scaled(batch: int, **scaling: object) -> Recipe:
-    values = {"base_batch": 64, "warmup": 100, **scaling}
-    optim = {"lr": 0.01, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": values}
+    values = {"base_batch_size": 64, "warmup_steps": 100, **scaling}
+    optim = {"lr": 0.01, "schedule": {"warmup_steps": 0, "decay": "constant"}, "lr_scaling": values}
     return Recipe.model_validate({"batch": {"global_size": batch}, "steps": 1000, "optimizer": optim})
 
 
@@ -102,7 +102,7 @@ def test_its_warm_up_is_a_line_from_the_given_rate_to_that_of_the_batch() -> Non
 
 
 def test_without_warm_up_the_first_step_has_the_whole_rate() -> None:
-    assert learning_rate(scaled(1024, warmup=0), 1) == pytest.approx(0.16)
+    assert learning_rate(scaled(1024, warmup_steps=0), 1) == pytest.approx(0.16)
 
 
 def test_a_smaller_batch_has_its_smaller_rate_from_the_first_step_on() -> None:

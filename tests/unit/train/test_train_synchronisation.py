@@ -91,7 +91,7 @@ def test_a_step_waits_once(precision: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "optim",
     [{"name": name} for name in ("adamw", "sgd", "muon", "lars", "lamb")]
-    + [{"state": state} for state in ("bf16", "8bit")],
+    + [{"state_dtype": state} for state in ("bf16", "int8")],
     ids=lambda optim: next(iter(optim.values())),
 )
 def test_no_optimizer_waits(optim: dict[str, str], tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
     source = DataSource(text="*.txt")
     prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", workers=1)
     data = DataConfig(source=DataSource(prepared=str(tmp_path / "data")), seq_len=SEQUENCE)
-    args = {**RECIPE.model.args, "vocab": VOCAB}
+    args = {**RECIPE.model.args, "vocab_size": VOCAB}
     recipe = RECIPE.model_copy(update={"data": data, "model": RECIPE.model.model_copy(update={"args": args})})
     save(run, 6, recipe)
     run.resolved.unlink()

@@ -94,7 +94,7 @@ def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_
     found = profile(asked)
     assert found["changed_by_forward"] == expected
     for layout in ({"replicate": 2}, {"replicate": 2, "shard": 2}, {"context": 2}):
-        given = Recipe.model_validate({"layout": layout})
+        given = Recipe.model_validate({"parallelism": layout})
         if not expected or layout == {"replicate": 2}:
             check_forward(given, found)
         else:

@@ -151,8 +151,8 @@ def foretold(name: str, seen: Mapping[str, Seen]) -> float:
 
 
 def gain_of_no(seen: Seen) -> tuple[str, float]:
-    """What `determinism: off` would offer to a run that sends fp32: the most accurate strategy that may stay within the limit,
-    else the one with the fewest bytes; and the efficiency that it could have at best."""
+    """What `determinism: off` would offer to a run that sends fp32: the most accurate strategy that may stay within the
+    limit, else the one with the fewest bytes; and the efficiency that it could have at best."""
     alone = seen.seconds - seen.exposed
     found, efficiency = "all-reduce", 1.0 - seen.share
     for name in ("bf16", "int8"):

@@ -61,7 +61,8 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
     found = experts_in(model)
     if not found:
         raise RecipeError(
-            f"parallelism.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); expected 1"
+            f"parallelism.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); "
+            f"expected 1"
         )
     experts = {name: _experts_of(name, module) for name, module in found.items()}
     for name, count in experts.items():
@@ -79,7 +80,8 @@ def _experts_of(name: str, module: nn.Module) -> int:
     counts = {key: len(p) if p.dim() else 0 for key, p in module.named_parameters()}
     if len(set(counts.values())) != 1:
         raise RecipeError(
-            f"parallelism.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the expert as "
+            f"parallelism.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the "
+            f"expert as "
             f"first dimension; found first dimensions {counts}"
         )
     return next(iter(counts.values()))

@@ -137,7 +137,8 @@ def build_mesh(
     opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> Mesh:
     """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; the
-    `recipe` says who sums between sharded replicas. What `opening` gives for a dimension is entered while its group opens connections."""
+    `recipe` says who sums between sharded replicas. What `opening` gives for a dimension is entered while its group
+    opens connections."""
     at = coordinates(layout, place.rank)
     world = dist.group.WORLD if layout.world > 1 else None
     if layout.replicate == layout.world:

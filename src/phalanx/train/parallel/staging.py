@@ -28,7 +28,8 @@ def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Paral
     owners(layout.pipeline_schedule, count, layout.pipeline)
     if len(found.blocks) < count:
         raise RecipeError(
-            f"parallelism.pipeline: {count} stages ({layout.pipeline_schedule} on {layout.pipeline} ranks) need as many blocks, and "
+            f"parallelism.pipeline: {count} stages ({layout.pipeline_schedule} on {layout.pipeline} ranks) need as "
+            f"many blocks, and "
             f"the model has {len(found.blocks)}"
         )
     seen = survey(model, found.blocks, _flat(scoring), batch)
@@ -150,7 +151,8 @@ def _ties(division: Division, places: Sequence[int], mesh: Mesh, place: Place) -
         if len(members) == 1:
             if mesh.fsdp is not None:
                 raise RecipeError(
-                    f"parallelism.pipeline: {names[0]} is shared (tied) by two stages of one rank, which cannot both be "
+                    f"parallelism.pipeline: {names[0]} is shared (tied) by two stages of one rank, which cannot both "
+                    f"be "
                     "sharded; use another schedule, or untie it"
                 )
             continue
@@ -185,6 +187,7 @@ def need_one_keeper(division: Division, mine: Sequence[int], models: Sequence[nn
         having = [stage for stage, model in zip(mine, models, strict=True) if name in dict(model.named_buffers())]
         if len(having) > 1:
             raise RecipeError(
-                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {having[0]} and {having[1]} of one rank "
+                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {having[0]} and {having[1]} "
+                f"of one rank "
                 "would each have their own; use a schedule with one stage a rank, such as 1f1b"
             )

@@ -173,7 +173,8 @@ class _Watch:
         idle = self._outside.difference(*self._needs)
         if hidden := sorted(idle & self._blind):
             raise RecipeError(
-                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which stages "
+                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which "
+                f"stages "
                 f"need it; compute it inside a block, or use parallelism.pipeline=1"
             )
         return Survey(
