@@ -138,11 +138,24 @@ def with_layers_that_fit(case: Case, memory: int) -> Case:
 # ---- one contender, in a process of its own
 
 
+def sizes_of(case: Case) -> dict[str, Any]:
+    """The arguments of `transformer`, but for those that are filled in from the data."""
+    return {
+        "layers": case.layers,
+        "hidden_size": case.width,
+        "num_heads": case.heads,
+        "num_kv_heads": case.kv_heads,
+        "ffn_hidden_size": case.ffn,
+        "activation": case.activation,
+        "vocab_size": case.vocab,
+        "tie_embeddings": case.tie,
+    }
+
+
 def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool, deterministic: bool = False) -> Recipe:
-    names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "vocab", "tie")
     return Recipe.model_validate(
         {
-            "model": {"args": {name: getattr(case, name) for name in names}},
+            "model": {"args": sizes_of(case)},
             "data": {"source": {"prepared": str(dataset)}, "seq_len": case.sequence},
             "batch": {"global_size": case.samples * case.micro_batches, "micro_size": case.samples},
             "optimizer": {"lr": 3e-4, "schedule": {"warmup_steps": 100, "decay": "constant"}},

@@ -61,10 +61,8 @@ def bytes_of_a_step(case: gpu.Case) -> float:
         return run(self, *args, **options)
 
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor  # nothing reads it, and it would take minutes on a CPU
-    names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "tie")
-    sizes = {name: getattr(case, name) for name in names}
     with torch.device("cuda"):
-        model = transformer(vocab_size=SMALL_VOCABULARY, seq_len=case.sequence, **sizes)
+        model = transformer(seq_len=case.sequence, **gpu.sizes_of(case) | {"vocab_size": SMALL_VOCABULARY})
     for layer in cast_once(model, linear_in(model, find_blocks(model)), torch.bfloat16):
         layer.add_up(True)
     compile_blocks(model, list(model.blocks))

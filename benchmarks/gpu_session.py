@@ -371,15 +371,16 @@ def kernels(session: Session) -> dict[str, Any]:
 def default(session: Session) -> dict[str, Any]:
     """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
     case = gpt2(session)
-    args = {name: getattr(case, name) for name in ("layers", "width", "heads", "activation", "vocab", "tie")}
+    names = ("layers", "hidden_size", "num_heads", "activation", "vocab_size", "tie_embeddings")
+    args = {name: size for name, size in gpu.sizes_of(case).items() if name in names}
     recipe = session.folder / "default.yaml"
     samples = case.samples * case.micro_batches
-    data = f"data: {{source: {{prepared: {session.dataset}}}, sequence: {case.sequence}}}"
+    data = f"data: {{source: {{prepared: {session.dataset}}}, seq_len: {case.sequence}}}"
     steps = 8 if session.emulated else DEFAULT_STEPS
     recipe.write_text(
-        f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global: {samples}}}\nsteps: {steps}\n"
-        "evaluation: {every: null, holdout_fraction: 0}\ncheckpoint: {every: null}\noptimizer: "
-        "{schedule: {warmup_steps: 10}}\n"
+        f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global_size: {samples}}}\n"
+        f"steps: {steps}\nevaluation: {{every: null, holdout_fraction: 0}}\ncheckpoint: {{every: null}}\n"
+        "optimizer: {schedule: {warmup_steps: 10}}\n"
     )
     where = session.folder / "default"
     begun = time.monotonic()

@@ -150,7 +150,7 @@ def starting(
         with loaded.locating():
             ready = make_ready(loaded, run, machine, world, trial, force, progress, nodes)
             if begins and ready.recipe.init_from is not None:
-                kept = {**trial_recipe(ready.recipe), "init": ready.recipe.init_from}
+                kept = {**trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 call("phalanx.train.trial:begins", {"recipe": kept, "folder": str(ready.folder)})
             return ready
 
@@ -341,7 +341,7 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
     if old.batch.micro_size != new.batch.micro_size:
         notes.append(
             f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the "
-            f"batch"
+            "batch"
         )
     if new.determinism == "elastic":
         if _replica(old) != _replica(new):

@@ -374,8 +374,7 @@ def _check_loop(loaded: Loaded) -> None:
             if getattr(loaded.recipe.parallelism, name) > 1:
                 raise RecipeError(
                     f"{loaded.at(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
-                    f"recipe's "
-                    "task can; use replicate, shard or tensor"
+                    "recipe's task can; use replicate, shard or tensor"
                 )
 
 

@@ -246,8 +246,7 @@ def _searched(
     if best[0].valid == 0:
         raise RecipeError(
             f"batch.global_size: {recipe.batch.global_size} samples and {profile.blocks} blocks cannot be divided "
-            f"among "
-            f"{devices} devices; a multiple of {devices} samples can"
+            f"among {devices} devices; a multiple of {devices} samples can"
         )
     return best[0], best[1], room
 

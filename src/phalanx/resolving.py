@@ -142,9 +142,8 @@ def check_batch(given: Recipe, memory: int, nodes: int) -> None:
     if given.batch.global_size > most:
         raise RecipeError(
             f"batch.global_size: found {given.batch.global_size:,}, but the samples of a step and those read ahead "
-            f"would take "
-            f"{STEPS_READ * sample * given.batch.global_size / nodes / 1e9:,.1f} GB on each node, which has "
-            f"{memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
+            f"would take {STEPS_READ * sample * given.batch.global_size / nodes / 1e9:,.1f} GB on each node, which "
+            f"has {memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
         )
 
 
@@ -273,15 +272,13 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     if given.memory.chunked_loss is True and profile and "chunked" not in profile["peaks"]:
         raise RecipeError(
             "memory.chunked_loss: true needs a language model whose logits are what an nn.Linear without bias and "
-            "adapter "
-            "gives, and nothing else; use auto or whole"
+            "adapter gives, and nothing else; use auto or false"
         )
     layout, changed = given.parallelism, profile.get(WRITES)
     if changed and isinstance(layout, Parallelism) and layout.shard * layout.context > 1:
         raise RecipeError(
             f"parallelism.shard: forwards of the model change parameter {changed[0]!r}, and of a sharded one the "
-            f"change is "
-            "lost; keep it in a buffer, or use parallelism.replicate"
+            "change is lost; keep it in a buffer, or use parallelism.replicate"
         )
 
 

@@ -114,7 +114,7 @@ def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
 
 def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) -> None:
     given = recipe(memory={"chunked_loss": True}, data={"source": {"prepared": str(prepared)}})
-    with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or whole$"):
+    with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or false$"):
         measured_needs(given, Room("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
 
 

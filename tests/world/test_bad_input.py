@@ -46,7 +46,11 @@ BAD: dict[str, Case] = {
         ["recipe.yaml:", "data.source", "no/such/*.txt"],
     ),
     "source with too little text": ({"data": {"seq_len": 100_000}}, [], ["recipe.yaml:", "data.seq_len", "100000"]),
-    "checkpoint to start from that is not there": ({"init": "runs/none"}, [], ["recipe.yaml:", "init", "runs/none"]),
+    "checkpoint to start from that is not there": (
+        {"init_from": "runs/none"},
+        [],
+        ["recipe.yaml:", "init_from", "runs/none"],
+    ),
 }
 
 

@@ -130,7 +130,7 @@ def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_th
 
 def switched(rank: int, world: int, *, way: list[str]) -> list[float]:
     """After two steps with each strategy: the most that is in the gradients so far and not in the sums so far."""
-    worker, found = Rank(rank, world, "world"), []
+    worker, found = Rank(rank, world, "fixed-world"), []
     for strategy in way:
         worker.exchange.switch(strategy)
         for _ in range(2):

@@ -226,7 +226,7 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
     kind, changes, nproc = KINDS[name], {}, 1
     if kind.moves is not None:
         with pytest.raises(
-            RecipeError, match=f"replicas cannot be kept, because forwards of the model change {kind.moves}"
+            RecipeError, match=f"determinism: elastic cannot be kept, because forwards of the model change {kind.moves}"
         ):
             train(kinds, kind, 2, {})
         changes, nproc = {"determinism": "fixed-world"}, 2
@@ -247,7 +247,9 @@ def test_synchronised_batch_norm_is_refused_where_there_are_several_workers_on_c
 
 def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refused_under_replicas(kinds: Lab) -> None:
     kind, changed = words("Forgetful"), "history, mean, seen"
-    with pytest.raises(RecipeError, match=f"replicas cannot be kept, because forwards of the model change {changed},"):
+    with pytest.raises(
+        RecipeError, match=f"determinism: elastic cannot be kept, because forwards of the model change {changed},"
+    ):
         train(kinds, kind, 1, {})
     ended = train(kinds, kind, 1, {"determinism": "fixed-world"})
     assert ended.digest

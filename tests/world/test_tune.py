@@ -14,7 +14,7 @@ from phalanx.recipe import Recipe, differences, load_recipe
 from phalanx.tuning import Tuned, Watcher, text_of, tune
 
 TRIED = {
-    "shares": Candidate({"parallelism": {"replicate": 2}, "batch.micro_size": 6, "threads": 1}, 1.5, "two workers"),
+    "shares": Candidate({"parallelism": {"replicate": 2}, "batch.micro_size": 6, "num_threads": 1}, 1.5, "two workers"),
     "refused": Candidate({"batch.micro_size": 5}, 1.4, "does not divide the batch"),
     "fails": Candidate({"parallelism": {"tensor": 3}}, 1.3, "two heads cannot be cut in three"),
 }

@@ -181,8 +181,8 @@ def idle_cores(summary: Summary, history: History) -> Advice | None:
         return None
     return Advice(
         "idle cores",
-        f"{used:.0f} of the machine's {what.cores} cores were used"
-        f" ({units.times(what.world, 'worker')} of {units.times(what.threads, 'thread')})",
+        f"{used:.0f} of the machine's {what.cores} cores were used ({units.times(what.world, 'worker')} of "
+        f"{units.times(what.threads, 'thread')})",
         "give each worker more threads, or start more workers with --nproc",
         "num_threads",
         gain=1 - used / what.cores,

@@ -138,9 +138,8 @@ def sizes(recipe: Recipe, world: int) -> list[int]:
             return enough
     raise RecipeError(
         f"batch.micro_size: no micro-batch lets {layout.pipeline_schedule} run {stages} stages on {layout.pipeline} "
-        f"ranks with the "
-        f"{share} samples of a step; raise batch.global_size, to {stages * (recipe.batch.global_size // share)} or a "
-        f"multiple"
+        f"ranks with the {share} samples of a step; raise batch.global_size, to "
+        f"{stages * (recipe.batch.global_size // share)} or a multiple"
     )
 
 

@@ -34,8 +34,7 @@ def growth_told(given: Recipe, resolved: Recipe, peak: float) -> list[str]:
         late = f" at step {scaling.warmup_steps}" if peak > given.optimizer.lr and scaling.warmup_steps else ""
         told.append(
             f"optimizer.lr_scaling: {scaling.rule}: learning rate {given.optimizer.lr:.3g} for "
-            f"{scaling.base_batch_size} samples, "
-            f"{peak:.3g}{late} for {batch}"
+            f"{scaling.base_batch_size} samples, {peak:.3g}{late} for {batch}"
         )
         if late and scaling.warmup_steps > resolved.steps:
             told.append(

@@ -89,8 +89,7 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         if others:
             raise RecipeError(
                 f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
-                f"folded "
-                f"into it; leave {name} out, or build a model that does not tie them"
+                f"folded into it; leave {name} out, or build a model that does not tie them"
             )
 
 

@@ -82,8 +82,6 @@ def check_documents(model: nn.Module, task: Task, batch: TensorBatch) -> None:
     if off.float().mean() > SOME:
         raise RecipeError(
             f"data.document_masking: {name} does not keep documents separate: a sample of two gives other outputs "
-            f"than each "
-            f"by itself, at {int(off.sum())} of {length} tokens; use data.document_masking=false, or a model whose "
-            f"masks and "
-            "positions follow `documents`"
+            f"than each by itself, at {int(off.sum())} of {length} tokens; use data.document_masking=false, or a "
+            "model whose masks and positions follow `documents`"
         )

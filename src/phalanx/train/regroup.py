@@ -3,9 +3,8 @@
 When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
 all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
 gets the state from one that is not. Under `determinism: elastic` nothing else depends on how many they are. Here are
-the
-meeting and replicas that are whole; those that are sharded are `rebuild.py`'s. A checkpoint that is being written goes
-along (`saving.py`).
+the meeting and replicas that are whole; those that are sharded are `rebuild.py`'s. A checkpoint that is being written
+goes along (`saving.py`).
 """
 
 from collections.abc import Callable, Iterable

@@ -232,7 +232,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
 
 
 def test_an_input_longer_than_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence=24"):
+    with pytest.raises(ValueError, match="seq_len=24"):
         build()(tokens(1, 25))
 
 

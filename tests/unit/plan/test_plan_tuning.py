@@ -84,7 +84,7 @@ def test_a_precision_that_is_slower_here_is_not_tried() -> None:
 
 def test_processes_share_cores_and_batch() -> None:
     (candidate,) = (one for one in candidates(resolved(), CPU) if "processes" in one.label)
-    assert candidate.changes == {"parallelism": {"replicate": 2}, "batch.micro_size": 8, "threads": 1}
+    assert candidate.changes == {"parallelism": {"replicate": 2}, "batch.micro_size": 8, "num_threads": 1}
 
 
 @pytest.mark.parametrize("facts", [replace(CPU, processes=False), GPU, replace(CPU, memory_bytes=10**8)])
@@ -95,7 +95,7 @@ def test_processes_are_not_tried_where_given_on_gpus_or_without_memory(facts: Fa
 def test_under_replicas_threads_stay_and_every_promised_world_can_share_the_batch() -> None:
     recipe = resolved(determinism="elastic", num_threads=1, batch={"global_size": 24, "micro_size": 1})
     found = candidates(recipe, CPU)
-    assert not any("threads" in one.changes or "shard" in str(one.changes) for one in found)
+    assert not any("num_threads" in one.changes or "shard" in str(one.changes) for one in found)
     assert all(one.changes.get("batch.micro_size", 1) == 1 for one in found)
 
 

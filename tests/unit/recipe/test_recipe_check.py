@@ -128,8 +128,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             ],
             2,
             "memory.activation_checkpointing: a zero-bubble pipeline's backward comes in two parts, of which "
-            "selective repeats one; "
-            "use full or none, or parallelism.pipeline_schedule=1f1b$",
+            "selective repeats one; use full or none, or parallelism.pipeline_schedule=1f1b$",
         ),
         (
             ["grad_sync.compression=int8"],
@@ -140,8 +139,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             ["grad_sync.compression=bf16", "determinism=elastic"],
             2,
             "grad_sync.compression: found bf16, but determinism: elastic has an order of addition of its own: use "
-            "none, or "
-            "determinism: off",
+            "none, or determinism: off",
         ),
         (
             ["grad_sync.compression=bf16", "determinism=off", "parallelism.shard=2"],
@@ -173,8 +171,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             ["local_sgd.method=average"],
             2,
             "local_sgd: workers take steps of their own, which determinism: fixed-world forbids: use local_sgd: null, "
-            "or "
-            "determinism: off",
+            "or determinism: off",
         ),
         (
             ["local_sgd.method=diloco", "determinism=elastic"],
@@ -189,8 +186,8 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["local_sgd.method=average", "determinism=off", "local_sgd.outer_optimizer.lr=0.5"],
             2,
-            "local_sgd.outer_optimizer: is for method: diloco, and average takes the plain mean: leave it out, or "
-            "use diloco",
+            "local_sgd.outer_optimizer: is for method: diloco, and average takes the plain mean: leave it out, or use "
+            "diloco",
         ),
         (
             ["local_sgd.method=average", "determinism=off", "optimizer.state_dtype=int8"],
@@ -217,8 +214,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
             ["grad_sync.algorithm=ring", "determinism=off", "grad_sync.compression=int8"],
             2,
             "grad_sync.compression: int8 goes with algorithm: auto or all-reduce, and the algorithm is ring: use one "
-            "of "
-            "these, or compression: none",
+            "of these, or compression: none",
         ),
         (
             ["grad_sync.warmup_steps=7"],
@@ -362,7 +358,7 @@ def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
         "batch.micro_size",
         "evaluation.holdout_fraction",
         "precision",
-        "threads",
+        "num_threads",
         "names",
     ],
 )

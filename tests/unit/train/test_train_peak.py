@@ -28,11 +28,11 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(nn.functional.gelu(self.up(x))))
 
 class Net(nn.Module):
-    def __init__(self, vocab, width=32, layers=16):
+    def __init__(self, vocab_size, width=32, layers=16):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)
+        self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocab, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -45,14 +45,14 @@ class InPlace(Block):
         return x + self.down(torch.relu_(self.up(x)))
 
 class Changing(Net):
-    def __init__(self, vocab):
-        super().__init__(vocab)
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
         self.blocks = nn.ModuleList(InPlace(32) for _ in range(4))
 
 class Biased(Net):
-    def __init__(self, vocab):
-        super().__init__(vocab, layers=2)
-        self.head = nn.Linear(32, vocab)
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, layers=2)
+        self.head = nn.Linear(32, vocab_size)
 
 class Huge(Net):
     def forward(self, tokens):

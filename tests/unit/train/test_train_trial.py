@@ -190,7 +190,7 @@ def test_a_model_that_asks_for_values_cannot_be_imagined(tmp_path: Path, folder:
         "class Asks(nn.Embedding):\n"
         "    def forward(self, tokens):\n"
         "        return super().forward(tokens % (2 + int(tokens.max())))\n"
-        "def make(vocab): return Asks(vocab, vocab)\n"
+        "def make(vocab_size): return Asks(vocab_size, vocab_size)\n"
     )
     given = payload(folder)
     given["recipe"]["model"]["build"], given["folder"] = "own_trial_values:make", str(tmp_path)
@@ -231,7 +231,7 @@ def test_an_operation_of_loss_or_metrics_without_a_deterministic_kernel_is_named
     (tmp_path / "own_trial_strict.py").write_text(STRICT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(trial, "set_kernels", lambda device, precision, strict: set_determinism(strict))
-    given = payload(folder, micro=2, precisions=["fp32"], exact="world")
+    given = payload(folder, micro=2, precisions=["fp32"], determinism="fixed-world")
     given["recipe"]["task"] = f"own_trial_strict:{task}"
     try:
         found = race(given)
@@ -267,7 +267,7 @@ def test_a_model_that_fails_in_backward_is_refused(kind: str, folder: Path, tmp_
     output, why = BACKWARDS[kind]
     name = f"own_trial_{kind.replace(' ', '_')}"
     lines = ["import torch", "from torch import nn", "class Own(nn.Embedding):", "    def forward(self, tokens):"]
-    lines += [f"        return {output}", "def make(vocab): return Own(vocab, vocab)"]
+    lines += [f"        return {output}", "def make(vocab_size): return Own(vocab_size, vocab_size)"]
     (tmp_path / f"{name}.py").write_text("\n".join(lines))
     given = payload(folder)
     given["recipe"]["model"]["build"] = f"{name}:make"

@@ -161,7 +161,7 @@ def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
-    prepare_torch(Recipe.model_validate({"threads": 2}), Place())
+    prepare_torch(Recipe.model_validate({"num_threads": 2}), Place())
     assert torch.get_num_threads() == 2
 
 

@@ -182,8 +182,7 @@ def _rounds(rng: random.Random, count: int, kinds: set[str], course: Course) -> 
         raise UsageError(
             f"{count} faults are too many: in {course.steps} steps the run saves {course.saves} times on its way, and "
             f"fault_tolerance.max_restarts={course.attempts} lets it go on after {fits} faults; give it more steps, "
-            f"save more "
-            f"often (checkpoint.every) or ask for fewer (--faults)"
+            "save more often (checkpoint.every) or ask for fewer (--faults)"
         )
     sizes: list[int] = []
     while sum(sizes) < count:

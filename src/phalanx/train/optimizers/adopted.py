@@ -22,8 +22,7 @@ OURS = ("params", "lr", "initial_lr")
 """Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
 OWN_SCHEDULE = (
     "the recipe's optimizer.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: "
-    "leave "
-    "the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
+    "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
 

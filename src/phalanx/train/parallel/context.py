@@ -54,8 +54,7 @@ def slice_batch(batch: dict[str, Tensor], group: Group, way: Way) -> dict[str, T
         fitting = max(-(-length // count), -(-2 * n // count)) * count
         raise RecipeError(
             f"parallelism.context: sequences of {length} tokens cannot be split over {n} workers by {way}, which "
-            f"needs a "
-            f"multiple of {count}; data.seq_len={fitting} would do"
+            f"needs a multiple of {count}; data.seq_len={fitting} would do"
         )
     own = positions_of(length, way, group, tokens.device)
     parts = {
@@ -172,20 +171,17 @@ class ContextParallel:
         if dropout_p > 0:
             raise RecipeError(
                 f"parallelism.context: the model drops out attention (dropout_p={dropout_p}), which cannot be split "
-                f"along "
-                "the sequence; set the model's attention dropout to 0"
+                "along the sequence; set the model's attention dropout to 0"
             )
         if query.dim() != 4 or query.shape[2] != key.shape[2]:
             raise RecipeError(
-                f"parallelism.context: only self-attention over [b, h, s, d] can be split, not queries "
-                f"{list(query.shape)} "
-                f"with keys {list(key.shape)}"
+                "parallelism.context: only self-attention over [b, h, s, d] can be split, not queries "
+                f"{list(query.shape)} with keys {list(key.shape)}"
             )
         if attn_mask is not None and self.masks is None and not self.replace_masks:
             raise RecipeError(
                 "parallelism.context: the model gives attention a mask of its own part of the sequence; only causal, "
-                "full "
-                "and document attention can be split"
+                "full and document attention can be split"
             )
         causal = is_causal or attn_mask is not None
         if self.replace_masks and key.shape[1] != query.shape[1]:

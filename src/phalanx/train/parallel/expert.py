@@ -62,7 +62,7 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
     if not found:
         raise RecipeError(
             f"parallelism.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); "
-            f"expected 1"
+            "expected 1"
         )
     experts = {name: _experts_of(name, module) for name, module in found.items()}
     for name, count in experts.items():
@@ -81,8 +81,7 @@ def _experts_of(name: str, module: nn.Module) -> int:
     if len(set(counts.values())) != 1:
         raise RecipeError(
             f"parallelism.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the "
-            f"expert as "
-            f"first dimension; found first dimensions {counts}"
+            f"expert as first dimension; found first dimensions {counts}"
         )
     return next(iter(counts.values()))
 

@@ -73,8 +73,7 @@ def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: i
             valid = f"no batch.micro_size fits the {samples} samples of a step; raise batch.global_size"
     raise RecipeError(
         f"batch.micro_size: {schedule} with {stages} stages on {ranks} ranks cannot run {micro_batches} micro-batches "
-        f"a "
-        f"step; {valid}"
+        f"a step; {valid}"
     )
 
 

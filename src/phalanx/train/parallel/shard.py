@@ -98,8 +98,7 @@ def _look_once(module: nn.Module, prefix: str) -> None:
         if changed := [name for name, weight in before.items() if name in after and after[name] != weight]:
             raise RecipeError(
                 f"parallelism.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a "
-                f"sharded "
-                "one the change is lost; keep it in a buffer, or use parallelism.replicate"
+                "sharded one the change is lost; keep it in a buffer, or use parallelism.replicate"
             )
 
     # FSDP's own hooks gather before the one and let go after the other
@@ -196,8 +195,7 @@ def check_hooks(model: nn.Module) -> None:
             raise RecipeError(
                 f"layout: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
                 "cut into stages or experts; put it into a forward (torch.autograd.Function), or use "
-                "parallelism.replicate "
-                "alone"
+                "parallelism.replicate alone"
             )
 
 
@@ -213,8 +211,7 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = Tru
         if parameter.requires_grad and not parameter.numel():
             raise RecipeError(
                 f"parallelism.shard: parameter {name!r} of shape {list(parameter.shape)} has nothing to shard; freeze "
-                f"it by "
-                "requires_grad_(False), or use parallelism.replicate"
+                "it by requires_grad_(False), or use parallelism.replicate"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -230,6 +227,5 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = Tru
             found = " and ".join(f"{names[p]!r} ({str(kind).removeprefix('torch.')})" for kind, p in first.items())
             raise RecipeError(
                 f"parallelism.shard: {found} are sharded together and have different dtypes; give them one (precision "
-                f"says "
-                "in which they are computed), or use parallelism.replicate"
+                "says in which they are computed), or use parallelism.replicate"
             )

@@ -58,8 +58,7 @@ def cut_points(
         if len(counts) != stages or sum(counts) != blocks or min(counts) < 1:
             raise RecipeError(
                 f"parallelism.pipeline: blocks per stage {list(counts)} must be {stages} numbers of at least 1 that "
-                f"add up "
-                f"to the {blocks} blocks of the model"
+                f"add up to the {blocks} blocks of the model"
             )
         return tuple(sum(counts[:stage]) for stage in range(stages + 1))
     if weights is None:
@@ -168,8 +167,8 @@ def keepers(model: nn.Module, division: Division) -> dict[str, int]:
         if len(stages) > 1:
             raise RecipeError(
                 f"parallelism.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and "
-                f"neither "
-                "has what the other does to it; use parallelism.pipeline=1, or a buffer for each of the two places"
+                "neither has what the other does to it; use parallelism.pipeline=1, or a buffer for each of the two "
+                "places"
             )
         found[name] = (stages or there)[-1]
     return found

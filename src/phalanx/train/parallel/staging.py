@@ -29,8 +29,7 @@ def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Paral
     if len(found.blocks) < count:
         raise RecipeError(
             f"parallelism.pipeline: {count} stages ({layout.pipeline_schedule} on {layout.pipeline} ranks) need as "
-            f"many blocks, and "
-            f"the model has {len(found.blocks)}"
+            f"many blocks, and the model has {len(found.blocks)}"
         )
     seen = survey(model, found.blocks, _flat(scoring), batch)
     inside = {
@@ -152,8 +151,7 @@ def _ties(division: Division, places: Sequence[int], mesh: Mesh, place: Place) -
             if mesh.fsdp is not None:
                 raise RecipeError(
                     f"parallelism.pipeline: {names[0]} is shared (tied) by two stages of one rank, which cannot both "
-                    f"be "
-                    "sharded; use another schedule, or untie it"
+                    "be sharded; use another schedule, or untie it"
                 )
             continue
         group = group_of_stages(mesh, place, members)
@@ -188,6 +186,5 @@ def need_one_keeper(division: Division, mine: Sequence[int], models: Sequence[nn
         if len(having) > 1:
             raise RecipeError(
                 f"parallelism.pipeline_schedule: forwards change {name}, of which stages {having[0]} and {having[1]} "
-                f"of one rank "
-                "would each have their own; use a schedule with one stage a rank, such as 1f1b"
+                "of one rank would each have their own; use a schedule with one stage a rank, such as 1f1b"
             )

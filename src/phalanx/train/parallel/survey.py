@@ -174,8 +174,7 @@ class _Watch:
         if hidden := sorted(idle & self._blind):
             raise RecipeError(
                 f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which "
-                f"stages "
-                f"need it; compute it inside a block, or use parallelism.pipeline=1"
+                "stages need it; compute it inside a block, or use parallelism.pipeline=1"
             )
         return Survey(
             self._blocks,
