@@ -37,6 +37,7 @@ from phalanx.plan import (
     resolve,
 )
 from phalanx.plan.memory import Forecast
+from phalanx.plan.resolve import LOSSES
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, WRITES, not_kept
@@ -309,7 +310,7 @@ def tried_memory(
             return choices, seconds
         if divides_state(given):  # that one worker cannot hold alone what all hold together proves nothing
             return choices, {}
-        failed.append((recompute, loss, micro))
+        failed.append((recompute, LOSSES[loss], micro))
 
 
 def trial_recipe(given: Recipe) -> dict[str, Any]:

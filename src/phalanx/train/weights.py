@@ -80,9 +80,8 @@ class Checkpoint:
 
 def origin(where: str, folder: Path, model: nn.Module, adapters_follow: bool = False) -> Origin:
     """What `init_from` names, for a whole model (its parameters may be on meta): `hf:PATH`, a checkpoint, or a run,
-    whose
-    newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape, and
-    for adapters that the model has not, unless it is still to get its own."""
+    whose newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape,
+    and for adapters that the model has not, unless it is still to get its own."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return files(directory, model)
     path = newest(folder / where)
