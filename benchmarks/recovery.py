@@ -6,8 +6,7 @@ Two workers train the same transformer on the CPU and save every ten steps; the 
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
 noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
 Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other
-worker
-goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
+worker goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
 torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
 its own prefix in torchrun's store: without it the second or third restart hangs.
 """
@@ -37,12 +36,13 @@ from phalanx.run.event_types import StepDone, WorkerStarted
 
 EVERY = 10
 """Steps between two checkpoints."""
+SAVING = {"every": EVERY, "keep": 2}
 BETWEEN = (25, 34)
 """Steps between two kills, in turns so that they strike at any distance from a checkpoint."""
 PATIENCE = 120.0
 OURS: dict[str, dict[str, object]] = {
-    "phalanx train, from the checkpoint": {"checkpoint": {"in_memory_every": None}},
-    "phalanx train, from a hot copy": {"checkpoint": {"in_memory_every": 2}},
+    "phalanx train, from the checkpoint": {"checkpoint": {**SAVING, "in_memory_every": None}},
+    "phalanx train, from a hot copy": {"checkpoint": {**SAVING, "in_memory_every": 2}},
     "phalanx train, determinism: elastic": {"determinism": "elastic"},
     "phalanx train, determinism: elastic of two workers": {
         "determinism": "elastic",
@@ -55,7 +55,7 @@ RECIPE = {
     "model": {"build": "phalanx.models:transformer"},
     "data": {"source": {"text": "text.txt"}, "seq_len": 64},
     "evaluation": {"every": None},
-    "checkpoint": {"every": EVERY, "keep": 2},
+    "checkpoint": SAVING,
     "batch": {"global_size": 8, "micro_size": 4},
     "precision": "fp32",
     "num_threads": 1,

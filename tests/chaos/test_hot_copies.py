@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_found_and_the_copy_before_is_used(lab: Lab, file: str)
 
 @pytest.mark.slow
 def test_copies_that_are_torn_leave_the_checkpoint(lab: Lab) -> None:
-    changes = {**QUIET, "checkpoint": {"every": 5}}
+    changes = {**QUIET, "checkpoint": {"every": 5, "in_memory_every": 2}}
     run = lab.place()
     lab.lose(changes, 1, run, [SLOW, fault(9, ranks=[0])])
     for step, token in list_copies(memory_of(run)):
@@ -139,7 +139,7 @@ def test_a_run_that_is_stopped_or_given_up_leaves_nothing(lab: Lab) -> None:
     assert stopped.code == ExitCode.UNFINISHED
     assert stopped.kind(InMemoryCheckpointSaved)
     nothing_left(stopped.run)
-    changes = {**QUIET, "checkpoint": {"in_memory_every": 2}, "fault_tolerance": {"max_restarts": 1}}
+    changes = {**QUIET, "fault_tolerance": {"max_restarts": 1}}
     given_up = lab.train(changes, 2, faults=[SLOW, fault(7, ranks=[0]), fault(7, ranks=[0], attempt=1)])
     assert given_up.code == ExitCode.GAVE_UP
     nothing_left(given_up.run)

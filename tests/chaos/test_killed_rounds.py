@@ -117,7 +117,9 @@ def saved(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("streams", [{}, pytest.param({"fragments": 2, "delay": 1}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "streams", [{}, pytest.param({"num_fragments": 2, "sync_delay": 1}, marks=pytest.mark.slow)], ids=str
+)
 def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Values, workers: int) -> None:
     """Those who were two were stopped in the middle of a round."""
     run = lab.place()

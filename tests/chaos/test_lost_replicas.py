@@ -101,7 +101,7 @@ def test_killed_at_the_end_of_the_run(lab: Lab, seed: int) -> None:
 @pytest.mark.parametrize("hot", [None, 3])
 def test_killed_again_and_again(lab: Lab, hot: int | None) -> None:
     """Whoever is youngest, as soon as it has worked; with hot copies, one of which may be under way."""
-    ended = lab.train({**LONG, "checkpoint": {"in_memory_every": hot}}, 2, show=killing_the_youngest(2, 6))
+    ended = lab.train({**LONG, "checkpoint": {"every": 40, "in_memory_every": hot}}, 2, show=killing_the_youngest(2, 6))
     assert ended.digest == lab.reference(LONG, 1).digest
     assert len(ended.kind(WorkerFailure)) >= 4
 

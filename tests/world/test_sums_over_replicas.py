@@ -161,7 +161,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
     model, plain = Stages(), Stages()
     plain.load_state_dict(model.state_dict())
     task, place = Squares(), Place(rank, world, rank)
-    layout = Parallelism.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "schedule": schedule})
+    layout = Parallelism.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "pipeline_schedule": schedule})
     with as_before_2_13(old):
         mesh = build_mesh(layout, place)
         own = mesh.own(MICRO_BATCHES)

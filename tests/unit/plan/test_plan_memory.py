@@ -325,11 +325,11 @@ def test_an_odd_sequence_is_not_divided_among_tensor_ranks() -> None:
         ({"pipeline": 2}, 16, 4),  # four micro-batches for two stages
         ({"pipeline": 2}, 2, 1),  # no more than stages
         ({"pipeline": 4}, 8, 1),
-        ({"pipeline": 2, "schedule": "interleaved"}, 16, 2),  # four stages
+        ({"pipeline": 2, "pipeline_schedule": "interleaved"}, 16, 2),  # four stages
         ({"pipeline": 2, "pipeline_schedule": "gpipe"}, 3, 1),
         ({"pipeline": 2, "pipeline_schedule": "gpipe"}, 1, 1),
-        ({"pipeline": 4, "schedule": "interleaved"}, 48, 3),
-        ({"pipeline": 2, "schedule": "zero-bubble", "stages": [1, 1, 1, 1]}, 16, 2),
+        ({"pipeline": 4, "pipeline_schedule": "interleaved"}, 48, 3),
+        ({"pipeline": 2, "pipeline_schedule": "zero-bubble", "layers_per_stage": [1, 1, 1, 1]}, 16, 2),
         ({"pipeline": 2, "replicate": 2}, 16, 2),
     ],
 )
@@ -361,7 +361,7 @@ def test_under_replicas_the_next_smaller_can_be_shared_as_well() -> None:
 
 
 def test_selective_recomputation_is_not_chosen_where_a_backward_comes_in_two_parts() -> None:
-    layout = {"pipeline": 2, "schedule": "zero-bubble"}
+    layout = {"pipeline": 2, "pipeline_schedule": "zero-bubble"}
     tight = needs(100 * PLENTY, PLENTY // 100, PLENTY // 200)
     assert chosen(recipe(parallelism=layout), tight, world=2)["activation_checkpointing"] == "full"
     assert chosen(recipe(parallelism={"pipeline": 2}), tight, world=2)["activation_checkpointing"] == "selective"

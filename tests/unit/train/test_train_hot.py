@@ -41,7 +41,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
-    return make_parts(path, checkpoint={"in_memory_every": hot}, **changes)
+    return make_parts(
+        path, checkpoint={"every": None, **changes.pop("checkpoint", {}), "in_memory_every": hot}, **changes
+    )
 
 
 def events(parts: SmallParts, kind: type[E]) -> list[E]:
