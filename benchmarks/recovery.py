@@ -6,7 +6,8 @@ Two workers train the same transformer on the CPU and save every ten steps; the 
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
 noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
 Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other
-worker goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
+worker goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica
+together.
 torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
 its own prefix in torchrun's store: without it the second or third restart hangs.
 """

@@ -351,11 +351,11 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
             )
     elif old.parallelism != new.parallelism and new.local_sgd is not None:
         mean = "each goes on from the mean of what all had"
-        notes.append(f"the number of workers changed under local_sgd: {mean}")
+        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean}")
     elif old.parallelism != new.parallelism:
         worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
         what = "layout" if len(worlds) == 1 else "number of workers"
-        notes.append(f"the {what} changed under determinism: fixed-world: the digest will differ by rounding")
+        notes.append(f"the {what} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 

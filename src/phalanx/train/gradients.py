@@ -183,8 +183,8 @@ class DividedGradients:
 
 class ShardedReplicas:
     """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
-    round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree in
-    which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
+    round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
+    in which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
     bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
 
     slots = None
