@@ -271,18 +271,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
 
 def case_of(link: str, **efficiencies: float) -> dict[str, Any]:
     """As run.py writes it."""
-    rows = [{"name": f"{name}-1mib", "efficiency": value} for name, value in efficiencies.items()]
+    rows = [{"name": f"{name.replace('_', '-')}-1mib", "efficiency": value} for name, value in efficiencies.items()]
     return {"workload": "gpt-1024", "told": "GPT", "nodes": 4, "link": link, "rows": rows}
 
 
 def test_a_picture_has_a_point_for_each_link_and_contender() -> None:
     from exchange_picture import by_workload, picture
 
-    results = [{"cases": [case_of("1gbit", allreduce=0.9, ddp=0.8), case_of("100mbit", allreduce=0.2, ring=0.1)]}]
-    ((workload, cases),) = by_workload([*results, {"cases": [case_of("none", allreduce=1.0)]}]).items()
+    results = [{"cases": [case_of("1gbit", all_reduce=0.9, ddp=0.8), case_of("100mbit", all_reduce=0.2, ring=0.1)]}]
+    ((workload, cases),) = by_workload([*results, {"cases": [case_of("none", all_reduce=1.0)]}]).items()
     drawn = picture(cases)
     assert workload == "gpt-1024"
-    assert drawn.count("<circle") == 3  # allreduce twice, DDP once; the ring is not among those shown
+    assert drawn.count("<circle") == 3  # all-reduce twice, DDP once; the ring is not among those shown
     assert "torch&#x27;s DDP" in drawn
 
 
@@ -291,11 +291,11 @@ def test_a_picture_of_a_link_without_a_speed_is_refused(link: str) -> None:
     from exchange_picture import picture
 
     with pytest.raises(ValueError, match=r"expected a number and mbit or gbit|could not convert"):
-        picture([case_of(link, allreduce=0.5)])
+        picture([case_of(link, all_reduce=0.5)])
 
 
 def test_results_of_several_numbers_of_nodes_are_not_drawn_as_one() -> None:
     from exchange_picture import picture
 
     with pytest.raises(ValueError, match="several numbers of nodes"):
-        picture([case_of("1gbit", allreduce=0.9), case_of("1gbit", allreduce=0.8) | {"nodes": 8}])
+        picture([case_of("1gbit", all_reduce=0.9), case_of("1gbit", all_reduce=0.8) | {"nodes": 8}])
