@@ -231,12 +231,12 @@ class BatchConfig(Part):
     global_size: Samples = 16
     """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` shows how far it may
     grow: the gradient noise scale."""
-    scale_with_workers: bool = False
-    """Whether `global_size` is for each worker: the batch is that times the workers of the run's first start, and stays
-    so when the run resumes on another number; `optimizer.lr_scaling` lets the learning rate follow."""
     micro_size: Samples | Literal["auto"] = "auto"
     """Samples computed at once by one worker. Changes speed, memory and rounding only. `auto`: as many as fit, by
     prediction and a trial; when memory runs out all the same, the run resumes with fewer."""
+    scale_with_workers: bool = False
+    """Whether `global_size` is for each worker: the batch is that times the workers of the run's first start, and stays
+    so when the run resumes on another number; `optimizer.lr_scaling` lets the learning rate follow."""
 
 
 class LrScheduleConfig(Part):
@@ -288,11 +288,11 @@ class OptimizerConfig(Part):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
     momentum: Fraction = Field(0.9, description="Of sgd, muon and lars.")
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER] | None = 1.0
+    """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """How adamw keeps its moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes blocks. The lower two
     round stochastically."""
-    max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER] | None = 1.0
-    """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
     offload: bool = False
     """Whether the state of adamw or sgd is kept in host memory and updated by the CPU. Without a GPU it changes
     nothing."""

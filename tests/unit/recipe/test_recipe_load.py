@@ -294,7 +294,7 @@ def test_what_is_dumped_loads_to_the_same_recipe(folder: Path) -> None:
 def test_a_dump_keeps_the_order_of_the_schema_and_the_names_of_files() -> None:
     text = dump_recipe(load_recipe(None).recipe)
     assert text.startswith("name: gpt-python\nmodel:\n")
-    assert "batch: {global_size: 16, scale_with_workers: false, micro_size: auto}" in text
+    assert "batch: {global_size: 16, micro_size: auto, scale_with_workers: false}" in text
     assert "determinism: auto" in text
 
 
