@@ -92,7 +92,7 @@ def first_resolution(
         given = given.model_copy(update={"parallelism": layout[0].value})
     threads = choose_threads(given, machine.cores, world)
     payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
-    # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
+    # Workers share the memory of a CPU; under `elastic` the choice must not depend on how many there are.
     sharing = max(world, *COMMON_WORLDS) if given.determinism == "elastic" else world
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
     bf16 = has_bf16(machine.capability)

@@ -307,7 +307,7 @@ def _fits(recipe: Recipe, micro: int, way: str, facts: Facts) -> bool:
 
 
 def _next_micro(recipe: Recipe, most: int) -> int | None:
-    """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `replicas`
+    """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `elastic`
     promises to allow."""
     batch = recipe.batch.global_size
     return max((size for size in divisors(batch // shared_among(recipe, 1)) if size <= most), default=None)

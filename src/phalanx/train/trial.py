@@ -255,7 +255,7 @@ def fits(payload: dict[str, Any]) -> None:
 
 
 def begins(payload: dict[str, Any]) -> None:
-    """DataError unless the weights that `init` names fit the recipe's model."""
+    """DataError unless the weights that `init_from` names fit the recipe's model."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     model, _, _ = _open(payload, load=False)
     assert recipe.init_from is not None
@@ -276,7 +276,8 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
 
 def importable(payload: dict[str, Any]) -> str:
     """RecipeError unless everything that a recipe names by import path exists, and a Hugging Face directory has what
-    its model needs; DataError when `init` does not fit that, or has adapters that the recipe has not. Returns a hash of
+    its model needs; DataError when `init_from` does not fit that, or has adapters that the recipe has not. Returns a
+    hash of
     the source files of model and task and of what they imported from the recipe's folder, and of config.json, by which
     one knows that earlier trials still hold."""
     folder = Path(payload["folder"])
