@@ -193,7 +193,7 @@ def check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
             raise RecipeError(
-                f"layout: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
+                f"parallelism: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
                 "cut into stages or experts; put it into a forward (torch.autograd.Function), or use "
                 "parallelism.replicate alone"
             )
