@@ -282,7 +282,7 @@ def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
     assert "auto" not in resolved.model_dump_json()
     assert (resolved.memory.activation_checkpointing, resolved.memory.chunked_loss, resolved.batch.micro_size) == (
         "none",
-        "whole",
+        False,
         8,
     )
 
