@@ -64,7 +64,7 @@ def data_wait(summary: Summary, history: History) -> Advice | None:
         f"data wait is {units.percent(share)} of the step",
         "give the reader a core of its own (one thread less for training), or prepare the data once with `phalanx data"
         " prepare`, onto a fast local disk, and name that directory",
-        "threads, data.source.prepared",
+        "num_threads, data.source.prepared",
         gain=share,
     )
 

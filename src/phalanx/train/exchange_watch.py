@@ -1,4 +1,4 @@
-"""Watches how much of a step the exchange of gradients leaves exposed, and has `exchange: auto` act on it.
+"""Watches how much of a step the exchange of gradients leaves exposed, and has `grad_sync.algorithm: auto` act on it.
 
 It takes the seconds that every step tells anyway. Workers agree on them once when a strategy has had its first steps,
 and then every so many; what follows from them (`exchange/choice.py`) is alike on all. What counts as exposed is what

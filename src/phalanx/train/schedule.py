@@ -23,8 +23,8 @@ def peak(recipe: Recipe) -> float:
 def factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
     """What the learning rate is multiplied with at `step` (1 is the first) of `steps`.
 
-    Linear warm-up over `schedule.warmup` steps, reaching 1 at the last of them, then decay that reaches
-    `schedule.final` at the last step. `poly` and `step` are the policies of these names in Caffe.
+    Linear warm-up over `schedule.warmup_steps` steps, reaching 1 at the last of them, then decay that reaches
+    `schedule.min_lr_ratio` at the last step. `poly` and `step` are the policies of these names in Caffe.
     """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
@@ -40,11 +40,11 @@ def factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
 
 
 def growth(scaling: LrScalingConfig, batch: int, step: int) -> float:
-    """What the learning rate of `scaling.base_batch` samples is multiplied with for `batch` samples.
+    """What the learning rate of `scaling.base_batch_size` samples is multiplied with for `batch` samples.
 
-    `linear`: k = batch / base_batch (Krizhevsky 2014; Goyal et al. 2017); `sqrt`: its root (Hoffer et al. 2017 for
-    SGD; Malladi et al. 2022 for Adam). It rises from 1 in a straight line over `scaling.warmup` steps (Goyal, sec.
-    2.2); a smaller batch has its smaller rate from the first step on. `base_batch` must be resolved.
+    `linear`: k = batch / base_batch_size (Krizhevsky 2014; Goyal et al. 2017); `sqrt`: its root (Hoffer et al. 2017
+    for SGD; Malladi et al. 2022 for Adam). It rises from 1 in a straight line over `scaling.warmup_steps` steps (Goyal,
+    sec. 2.2); a smaller batch has its smaller rate from the first step on. `base_batch_size` must be resolved.
     """
     assert scaling.base_batch_size is not None
     ratio = batch / scaling.base_batch_size
