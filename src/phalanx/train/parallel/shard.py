@@ -193,8 +193,8 @@ def check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
             raise RecipeError(
-                f"parallelism: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded "
-                "or cut into stages or experts; put it into a forward (torch.autograd.Function), or use "
+                f"parallelism: parameter {name!r} has a hook (register_hook), which is lost when parameters are "
+                "sharded or cut into stages or experts; put it into a forward (torch.autograd.Function), or use "
                 "parallelism.replicate alone"
             )
 
