@@ -116,10 +116,12 @@ def _source(
     if ((jsonl or parquet) and not globs) or (jsonl and parquet):
         raise UsageError("--jsonl or --parquet says what kind of files the globs name; give one of them, and globs")
     kind = "idx" if idx else "images" if images is not None else "jsonl" if jsonl else "parquet" if parquet else "text"
+    options = {"text_field": "field", "image_size": "size", "exclude": "exclude"}
     set_here = {"field": field != "text", "exclude": bool(exclude), "size": size is not None}
-    for name, kinds in SOURCES_WITH.items():
-        if set_here[name] and kind not in kinds:
-            raise UsageError(f"--{name} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
+    for key, kinds in SOURCES_WITH.items():
+        option = options[key]
+        if set_here[option] and kind not in kinds:
+            raise UsageError(f"--{option} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
     if idx is not None:
         return DataSource(idx=IdxFiles(images=idx[0], labels=idx[1]))
     if images is not None:

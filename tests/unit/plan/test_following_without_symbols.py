@@ -11,7 +11,7 @@ from phalanx.compat import without_symbols
 from phalanx.models import moe, transformer
 from phalanx.plan.tracing import build, language_loss, profile
 
-SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+SIZES = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
 
 def dense():
     return profile(build(lambda: transformer(100, 16, **SIZES)), language_loss(100, 16), 16)

@@ -304,7 +304,7 @@ def predicted(of: Profile, micro: int, recompute: str = "none") -> float:
 @pytest.mark.parametrize("kind", [transformer, moe])
 def test_a_real_step_of_a_decoder_takes_what_is_predicted(kind: type, recompute: str) -> None:
     def make() -> nn.Module:
-        model: nn.Module = kind(256, 128, layers=3, width=128, heads=4)
+        model: nn.Module = kind(256, 128, layers=3, hidden_size=128, num_heads=4)
         return model
 
     model, tokens = make(), torch.randint(0, 256, (8, 128))
