@@ -71,6 +71,11 @@ class Faults:
             if fault.get("when") == "evaluation" and event.step >= fault["step"]:
                 strike(fault)
 
+    def end(self, run, event):
+        for fault in self.faults:
+            if fault.get("when") == "end":
+                strike(fault)
+
 
 def later(work):
     threading.Thread(target=work, daemon=True).start()

@@ -247,6 +247,8 @@ def measured_needs(
     asked = {**payload, "losses": losses_to_try(given, logits, Room(alone.device, alone.memory, world))}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
     asked["precision"] = likely_precision(given, alone.device, alone.bf16)
+    if isinstance(given.parallelism, Parallelism) and given.parallelism.context > 1:
+        asked["context"] = given.parallelism.context
 
     def needs_of(profile: dict[str, Any]) -> Needs:
         return Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)

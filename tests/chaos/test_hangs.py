@@ -3,6 +3,7 @@
 import pytest
 
 from lab import Lab, fault
+from phalanx.errors import ExitCode
 from phalanx.jobs.watch import HEARTBEAT
 from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
 
@@ -17,6 +18,13 @@ def test_a_worker_that_is_held_still_is_started_again(lab: Lab, nproc: int) -> N
     (told,) = ended.kind(WorkerFailure)
     assert (told.rank, told.what) == (nproc - 1, "hang")
     assert ended.result["restarts"] == 1
+
+
+def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_for(lab: Lab) -> None:
+    ended = lab.train({}, 2, faults=[fault(0, "freeze", ranks=[1], when="end")])
+    assert ended.digest == lab.reference({}, 2).digest
+    assert (ended.code, ended.result["restarts"]) == (ExitCode.DONE, 1)
+    assert ended.kind(HangDetected)[0].rank == 1
 
 
 def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: Lab) -> None:

@@ -93,3 +93,20 @@ def test_a_queue_of_other_columns_or_kinds_is_refused(queue: Path, tmp_path: Pat
     db.close()
     with pytest.raises(UsageError, match=said):
         Store(tmp_path / "queue").rows()
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed"])
+def test_a_queue_whose_file_is_lost_does_not_start_over_beside_the_folders_of_its_jobs(
+    queue: Path, tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "queue"
+    shutil.copytree(queue, folder)
+    for name in ("queue.db", "queue.db-wal", "queue.db-shm"):
+        (folder / name).unlink(missing_ok=True)
+    if how == "emptied":
+        (folder / "queue.db").touch(mode=0o600)
+    with pytest.raises(
+        UsageError, match=r"queue.db: is empty or was removed, and .*jobs has the folders of 4 jobs; put"
+    ):
+        Store(folder)
+    assert len(list((folder / "jobs").iterdir())) == 4

@@ -6,7 +6,7 @@ keeps its tokenizer.json, so that a run's data can be decoded wherever it is mov
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -92,7 +92,7 @@ class FileTokenizer:
         except FileNotFoundError:
             raise RecipeError(f"{path}: no such tokenizer; give `bytes`, `bpe:SIZE` or a tokenizer.json") from None
         except BaseException as error:  # the library raises nothing more special, and its panics are no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            if not _is_theirs(error):
                 raise
             raise RecipeError(f"{path}: not a tokenizer.json that `tokenizers` can read ({error})") from None
         # Truncation and padding are for models with fixed inputs; here they would lose or invent text.
@@ -106,21 +106,43 @@ class FileTokenizer:
         self._dtype = token_dtype(self.vocab)
 
     def encode(self, text: str) -> Values:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, self._dtype)
+        return np.array(self._encoded(text).ids, self._dtype)
 
     def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
         text = data.decode(errors="replace")
         if not before and not behind:
             return self.encode(text)
         left = before.decode(errors="replace")
-        whole = self._tokenizer.encode(left + text + behind.decode(errors="replace"), add_special_tokens=False)
+        whole = self._encoded(left + text + behind.decode(errors="replace"))
         start, stop = (len(left) if before else -1), len(left) + len(text)
         inside = [number for number, (at, _) in zip(whole.ids, whole.offsets, strict=True) if start <= at < stop]
         return np.array(inside, self._dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
         kept = [int(token) for token in tokens if token != self.separator]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+        with self._working():
+            return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def _encoded(self, text: str) -> Any:
+        with self._working():
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """DataError where the library fails: at an expression that takes too long for this text, say."""
+        try:
+            yield
+        except BaseException as error:
+            if not _is_theirs(error):
+                raise
+            raise DataError(
+                f"data.tokenizer: {self.name} fails at a text ({error}); use another one, or leave that text out"
+            ) from None
+
+
+def _is_theirs(error: BaseException) -> bool:
+    """Whether the library may have raised it: its panics are no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
 def train_bpe(texts: Iterator[str], vocab: int, path: Path) -> None:

@@ -488,7 +488,8 @@ class Agent:
             attempt.hung = None
             return
         suspect = None if attempt.hung is None else attempt.hung.rank
-        found = stuck(beats, now, attempt.step_seconds, held(), suspect)
+        others_ended = bool(attempt.codes.keys() & attempt.members)
+        found = stuck(beats, now, attempt.step_seconds, held(), suspect, others_ended)
         if found is None:
             attempt.hung = None
         elif attempt.hung is None or attempt.hung.rank != found.rank:

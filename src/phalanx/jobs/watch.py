@@ -62,10 +62,12 @@ def stuck(
     usual: float | None,
     stopped: Collection[int],
     suspect: int | None = None,
+    others_ended: bool = False,
 ) -> Stuck | None:
     """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
     are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
-    other nodes were given is known to some milliseconds only. None before all have begun, before the first step has
+    other nodes were given is known to some milliseconds only. `others_ended`: some workers of this attempt have. None
+    before all have begun, before the first step has
     ended (`usual` is None), and where the one that is waited for is preparing something, unless it is held still."""
     known = {rank: beat for rank, beat in beats.items() if beat is not None}
     if len(known) < len(beats) or not known:
@@ -75,7 +77,7 @@ def stuck(
         return None
     rank = min(known, key=lambda each: (known[each].count, each not in stopped, each != suspect, known[each].t))
     held = set(stopped) & set(known)
-    certain = bool(held) and len(held) < len(known)
+    certain = bool(held) and (others_ended or len(held) < len(known))
     if certain and rank not in held:
         rank = min(held, key=lambda each: (known[each].count, each != suspect))
     beat = known[rank]

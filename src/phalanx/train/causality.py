@@ -4,8 +4,11 @@ those of another document.
 Tried, not read off. The last token is changed, and what the model says about those before it must stay. And a sample of
 two documents must give what each of them gives by itself, so that masks, windows, positions and recurrent layers are
 judged by what they do. So a mask that was forgotten in a model of one's own is found as well as an encoder, such as
-BERT, that was never meant for it.
+BERT, that was never meant for it. Whether a sequence can be split over workers (`parallelism.context`) is tried in the same
+way.
 """
+
+import itertools
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 from phalanx.errors import RecipeError
 from phalanx.recipe import told
 from phalanx.train.head import evaluating
-from phalanx.train.huggingface_calls import logits_of
+from phalanx.train.huggingface_calls import adapt, logits_of
+from phalanx.train.parallel.context import position_argument, without_attention
 from phalanx.train.tasks import Task, TensorBatch
 
 SEEN = 1e-3
@@ -21,6 +25,8 @@ SEEN = 1e-3
 OTHER, SOME = 5e-3, 0.01
 """The same between samples of different lengths, for which kernels differ; and the share of positions at which it must
 show: a router of experts may decide otherwise by rounding, at one or another."""
+PARTS, MANY = 4, 1
+"""Parts into which a sequence is cut to try whether it can be, and at how many positions rounding may do the same."""
 
 
 @torch.no_grad()
@@ -84,4 +90,36 @@ def check_documents(model: nn.Module, task: Task, batch: TensorBatch) -> None:
             f"data.document_masking: {name} does not keep documents separate: a sample of two gives other outputs "
             f"than each by itself, at {int(off.sum())} of {length} tokens; use data.document_masking=false, or a "
             "model whose masks and positions follow `documents`"
+        )
+
+
+@torch.no_grad()
+def check_split(model: nn.Module, task: Task, batch: TensorBatch) -> None:
+    """RecipeError where a model looks at other positions of `batch["tokens"]` [b, s] by other means than
+    torch.nn.functional.scaled_dot_product_attention: without that, the parts of a sequence must give the outputs
+    [1, s, v] that the whole gives. Models whose outputs change by themselves, even when evaluated, are not judged."""
+    tokens = batch["tokens"][:1]
+    adapts = any(hook is adapt for hook in model._forward_pre_hooks.values())
+    argument = "positions" if adapts else position_argument(model)
+    if (length := tokens.shape[1]) < 2 * PARTS or argument is None:
+        return
+    where = torch.arange(length, device=tokens.device)[None]
+
+    def outputs(start: int, end: int) -> Tensor:
+        args, kwargs = task.inputs({"tokens": tokens[:, start:end]})
+        return logits_of(model(*args, **{**kwargs, argument: where[:, start:end]})).float()
+
+    cuts = [length * part // PARTS for part in range(PARTS + 1)]
+    with evaluating(model), without_attention():
+        whole, again = outputs(0, length), outputs(0, length)
+        parts = torch.cat([outputs(start, end) for start, end in itertools.pairwise(cuts)], 1)
+    if not torch.equal(whole, again):
+        return
+    off = (whole - parts).abs().amax(-1)[0] > OTHER * whole.abs().max()
+    if off.sum() > MANY:
+        raise RecipeError(
+            f"parallelism.context: {type(model).__name__} looks at other positions by something else than "
+            "torch.nn.functional.scaled_dot_product_attention (attention of its own, a convolution, a shift, a state "
+            "that it carries along), so each part of a sequence would be trained as a sequence of its own; call that "
+            "function as F.scaled_dot_product_attention, or use parallelism.context=1"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.errors import RecipeError
 from phalanx.train.head import bypassed
 from phalanx.train.huggingface_calls import adapt, logits_of
 from phalanx.train.parallel.attention import Way, choose
@@ -104,8 +105,14 @@ class Scoring:
             return
         mine = slice_batch(batch, self.sequences.group, self.sequences.way)
         documents = batch.get("documents")
-        with ContextParallel(self.sequences.group, self.sequences.way, documents, replace_masks=True):
+        with ContextParallel(self.sequences.group, self.sequences.way, documents, replace_masks=True) as context:
             yield mine
+            if not context.attended:  # a trial looks closer (causality.py), where one process can hold the model
+                raise RecipeError(
+                    "parallelism.context: the model's forward never calls torch.nn.functional.scaled_dot_product_attention, "
+                    "so each part of a sequence would be trained as a sequence of its own; call it by that name, as "
+                    "F.scaled_dot_product_attention, or use parallelism.context=1"
+                )
 
 
 def _head_loss(

@@ -157,7 +157,9 @@ class Saving:
         claim = _Claim(held=held, share=self._saver.share(self._pieces(state)))
         if not self._place.leads:
             say_to(0, claim.model_dump(mode="json"), None)
-        problem = said_by_leader(self._place, self._not_whole(claim) if self._place.leads else None)
+        problem = self._not_whole(claim) if self._place.leads else None
+        if self._place.world > 1:
+            problem = said_by_leader(self._place, problem)
         if problem:
             raise UsageError(
                 f"step {step}: a checkpoint would not hold the state of all workers: {problem}; let the model and the "

@@ -40,7 +40,7 @@ from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.cast_once import CastLinear, cast_once, linear_in
-from phalanx.train.causality import check_causal, check_documents
+from phalanx.train.causality import check_causal, check_documents, check_split
 from phalanx.train.forward_state import listed, weights_now, what_changes
 from phalanx.train.head import evaluating
 from phalanx.train.memory import is_out_of_memory
@@ -131,6 +131,8 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     if values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
         with computing(counting, device):
             check_causal(model, task, to_device(data.train(0, 1), device))
+            if payload.get("context", 1) > 1:
+                check_split(model, task, to_device(data.train(0, 1), device))
     parameters = sum(p.numel() for p in trainable(model).values())
     scorings = _scorings(payload, model, task, data, device)
     return {

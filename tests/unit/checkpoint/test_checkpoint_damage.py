@@ -234,6 +234,14 @@ def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces: list[tuple[tuple
         manifest(pieces, (3, 3))
 
 
+def test_tensors_that_are_the_same_bytes_of_a_file_are_refused() -> None:
+    value = record([((0,), (4,))], (4,))
+    tensors = value["tensors"]
+    assert isinstance(tensors, dict)
+    with pytest.raises(ValueError, match=r"tensors t and u are the same bytes of rank-00000.safetensors"):
+        Manifest.model_validate({**value, "tensors": {**tensors, "u": tensors["t"]}, "chunk_bytes": 1024, "meta": {}})
+
+
 @pytest.mark.parametrize("file", ["../../etc/hostname", "/etc/hostname", "a/b", "..", ""])
 def test_a_manifest_names_no_file_outside_of_its_folder(file: str) -> None:
     value = {**record([((0,), (4,))], (4,)), "files": {file: {"bytes": 4, "chunks": ["0"]}}}

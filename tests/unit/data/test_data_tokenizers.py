@@ -353,6 +353,16 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
         load_tokenizer(tmp_path / TOKENIZER)
 
 
+def test_a_text_at_which_the_tokenizer_fails_is_told_with_its_name(tmp_path, bpe, capfd):
+    described = json.loads(bpe.read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tok.json").write_text(json.dumps({**described, "pre_tokenizer": pattern}))
+    (tmp_path / "a.txt").write_text("a" * 5000 + "!")
+    with pytest.raises(DataError, match=r"data.tokenizer: tokenizer.json fails at a text \(Onig: Regex search error"):
+        prepare(tmp_path, tmp_path / "out", {"text": "a.txt"}, "tok.json")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_panic_of_the_library_is_told_as_any_other_error(tmp_path, monkeypatch):
     class PanicException(BaseException):
         pass

@@ -41,6 +41,12 @@ def test_when_all_are_held_still_somebody_means_it() -> None:
     assert not found.certain
 
 
+def test_the_last_worker_is_stuck_when_it_is_held_still_after_the_others_have_ended() -> None:
+    found = stuck({1: beat(place="ending")}, NOW, 0.1, {1}, others_ended=True)
+    assert found is not None
+    assert (found.rank, found.certain) == (1, True)
+
+
 @pytest.mark.parametrize("usual", [None, 0.1, 1.0])
 def test_short_steps_are_allowed_a_heartbeat(usual: float | None) -> None:
     assert heartbeat(usual) == HEARTBEAT

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
-from phalanx.train.causality import check_causal, check_documents
+from phalanx.train.causality import check_causal, check_documents, check_split
+from phalanx.train.huggingface_calls import install
 from phalanx.train.tasks import LanguageModeling
 
 TASK = LanguageModeling()
@@ -123,3 +125,73 @@ def test_where_documents_are_joined_or_outputs_change_by_themselves_nothing_is_s
             return {"logits": logits + torch.rand_like(logits)}
 
     check_documents(Noisy(follow=False), TASK, packed())
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def taken_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def by_name_after_a_shift(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_name(q, torch.cat([torch.zeros_like(k[:, :, :1]), k[:, :, :-1]], 2), v)
+
+
+def by_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q * (k * v).cumsum(2)
+
+
+class Attending(nn.Module):
+    """One layer of attention of two heads, as `attend` has it, and learned positions."""
+
+    def __init__(self, attend: Any, length: int = 64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.embedding, self.where = attend, nn.Embedding(16, 8), nn.Embedding(length, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.where(positions)
+        q, k, v = self.qkv(x).view(*tokens.shape, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        logits: Tensor = self.head(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return logits
+
+
+@pytest.mark.parametrize("attend", [taken_before, by_softmax, by_name_after_a_shift, by_sums])
+def test_a_model_whose_sequences_cannot_be_split_is_refused(attend: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=r"parallelism.context: Attending looks at other positions by something else than"
+    ):
+        check_split(Attending(attend), TASK, batch(32))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Attending(by_name),
+        transformer(vocab_size=16, seq_len=32, layers=2, hidden_size=16, num_heads=2, num_kv_heads=1),
+        moe(vocab_size=16, seq_len=32, layers=2, hidden_size=16, num_heads=2, num_experts=4, top_k=2),
+    ],
+    ids=["of one's own", "transformer", "moe"],
+)
+def test_a_model_that_mixes_positions_in_attention_only_can_be_split(model: nn.Module) -> None:
+    check_split(model, TASK, batch(32))
+    assert nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
+
+
+def test_a_hugging_face_model_can_be_split() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=1.0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    install(model)
+    check_split(model, TASK, batch(32))

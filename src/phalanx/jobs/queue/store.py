@@ -162,6 +162,11 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._changing():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version == 0 and (left := [path for path in folder.glob("jobs/*") if path.name.isdecimal()]):
+                    raise UsageError(
+                        f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of {len(left)} "
+                        "jobs; put the file back, or move that folder away to start with an empty queue"
+                    )
                 if version < FORMAT:
                     kept = f"{_KEPT}, reason, cancelled" + (", early" if version == 2 else "")
                     script = _TABLE if version == 0 else _OVER.format(table=_TABLE, kept=kept)

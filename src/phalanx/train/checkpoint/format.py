@@ -198,7 +198,20 @@ class Manifest(Share):
                 self._check_piece(name, tensor, piece)
             if not _covered(tensor):
                 raise ValueError(f"tensor {name}: its pieces do not hold each element exactly once")
+        self._check_bytes()
         return self
+
+    def _check_bytes(self) -> None:
+        """No two pieces of a file are the same bytes."""
+        spans: dict[str, list[tuple[int, int, str]]] = {}
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                if piece.bytes[0] < piece.bytes[1]:
+                    spans.setdefault(piece.file, []).append((*piece.bytes, name))
+        for file, found in spans.items():
+            for (_, end, first), (start, _, second) in itertools.pairwise(sorted(found)):
+                if start < end:
+                    raise ValueError(f"tensors {first} and {second} are the same bytes of {file}")
 
     def _check_piece(self, name: str, tensor: TensorRecord, piece: PieceRecord) -> None:
         start, end = piece.bytes

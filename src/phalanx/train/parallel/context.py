@@ -16,7 +16,7 @@ positions. The attention itself is in attention.py.
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,11 +173,7 @@ class ContextParallel:
                 f"parallelism.context: the model drops out attention (dropout_p={dropout_p}), which cannot be split "
                 "along the sequence; set the model's attention dropout to 0"
             )
-        if query.dim() != 4 or query.shape[2] != key.shape[2]:
-            raise RecipeError(
-                "parallelism.context: only self-attention over [b, h, s, d] can be split, not queries "
-                f"{list(query.shape)} with keys {list(key.shape)}"
-            )
+        _check_shapes(query, key)
         if attn_mask is not None and self.masks is None and not self.replace_masks:
             raise RecipeError(
                 "parallelism.context: the model gives attention a mask of its own part of the sequence; only causal, "
@@ -196,6 +192,32 @@ class ContextParallel:
             masks=self.masks if causal else None,
             scale=scale,
         )
+
+
+def _check_shapes(query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4 or query.shape[2] != key.shape[2]:
+        raise RecipeError(
+            f"parallelism.context: only self-attention over [b, h, s, d] can be split, not queries {list(query.shape)} "
+            f"with keys {list(key.shape)}"
+        )
+
+
+@contextlib.contextmanager
+def without_attention() -> Iterator[None]:
+    """Within it, scaled_dot_product_attention looks at one position at a time, as the rest of a model does that can be
+    split: it gives a function of the query, key and value there."""
+
+    def alone(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _check_shapes(query, key)
+        if query.shape[1] != key.shape[1]:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return value * (1 + (query * key).sum(-1, keepdim=True).tanh())
+
+    setattr(F, NAME, alone)
+    try:
+        yield
+    finally:
+        _activate(_active)
 
 
 _active: ContextParallel | None = None
