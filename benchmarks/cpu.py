@@ -80,7 +80,7 @@ class Contender:
 
     def recipe(self, size: str, dataset: Path, cores: int) -> Recipe:
         recipe = recipe_of(SIZES[size], self.precision, self.processes, dataset, cores)
-        return recipe.model_copy(update={"compile": self.compile, "threads": self.threads})
+        return recipe.model_copy(update={"compile": self.compile, "num_threads": self.threads})
 
 
 def ladder(cores: int) -> list[Contender]:
@@ -126,15 +126,15 @@ def train_peer(payload: dict[str, Any]) -> None:
     folder = Path(payload["folder"])
     recipe = load_recipe(Run(folder).resolved).recipe
     place = from_environment()
-    assert isinstance(recipe.threads, int)
-    torch.set_num_threads(recipe.threads)
+    assert isinstance(recipe.num_threads, int)
+    torch.set_num_threads(recipe.num_threads)
     join(place)
     if place.world == 1:  # peers would take a launcher's variables for a world
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     job = Job(recipe, place.world, place.rank, place.device)
     report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS"])
-    facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
     numbers = itertools.count(1)
     last = time.perf_counter()
@@ -154,7 +154,7 @@ def train_peer(payload: dict[str, Any]) -> None:
                     breakdown_s=StepPhases(),
                 )
             )
-        if torch.get_num_threads() != recipe.threads:
+        if torch.get_num_threads() != recipe.num_threads:
             raise RuntimeError(f"{payload['name']} changed the number of threads")
         last = now
         return True

@@ -143,13 +143,13 @@ def make_dataset(folder: Path, megabytes: int) -> Path:
             lines = random.integers(32, 127, 1 << 20, dtype=np.uint8)
             lines[::64] = 10
             file.write(lines.tobytes())
-    source = schema.Source(text="text.txt")
-    return prepare_source(source, schema.Data(), folder, folder / "dataset")
+    source = schema.DataSource(text="text.txt")
+    return prepare_source(source, schema.DataConfig(), folder, folder / "dataset")
 
 
 def open_at(dataset: Path, sequence: int) -> Data:
-    data = schema.Data(source=schema.Source(prepared=str(dataset)), sequence=sequence)
-    return open_data(data, schema.Evaluate(), 0)
+    data = schema.DataConfig(source=schema.DataSource(prepared=str(dataset)), seq_len=sequence)
+    return open_data(data, schema.EvaluationConfig(), 0)
 
 
 def first_epoch(data: Data, sequence: int) -> float:

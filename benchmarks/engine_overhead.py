@@ -99,7 +99,7 @@ class Job:
     @property
     def micro_batches(self) -> int:
         """Of this process, in a step: gradients are accumulated over them."""
-        micro = self.recipe.batch.micro
+        micro = self.recipe.batch.micro_size
         return self.samples // micro if isinstance(micro, int) else 1
 
     def micro(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -114,15 +114,15 @@ class Job:
     @property
     def samples(self) -> int:
         """Of this process, in a step."""
-        return self.recipe.batch.global_ // self.world
+        return self.recipe.batch.global_size // self.world
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Random windows, the usual way."""
         source = self.recipe.data.source
-        assert isinstance(source, schema.Source)
+        assert isinstance(source, schema.DataSource)
         assert source.prepared is not None
         tokens = np.memmap(Path(source.prepared) / "shard-00000.bin", np.uint8, mode="r")
-        chance, length = np.random.default_rng(self.rank), self.recipe.data.sequence
+        chance, length = np.random.default_rng(self.rank), self.recipe.data.seq_len
         while True:
             starts = chance.integers(0, len(tokens) - length - 1, self.samples)
             x = np.stack([tokens[i : i + length].astype(np.int64) for i in starts])
@@ -131,7 +131,7 @@ class Job:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The same groups and settings as the recipe's."""
-        optim, parameters = self.recipe.optim, list(model.parameters())
+        optim, parameters = self.recipe.optimizer, list(model.parameters())
         matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay}
         vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
         return torch.optim.AdamW([matrices, vectors], lr=optim.lr, betas=optim.betas, fused=True)
@@ -218,7 +218,7 @@ def phalanx(job: Job, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]
 
     recipe, run = job.recipe, Run(folder)
     place = Place(job.rank, job.world, job.rank, 0, job.device)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     parts, objective = assemble(run, recipe, folder, place, data, report, StopRequest())
     if place.leads:
         report.event(
@@ -379,7 +379,7 @@ def contend(payload: dict[str, Any]) -> None:
             os.environ.pop(name, None)
     job = Job(recipe, place.world, place.rank, place.device)
     report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS"])
-    facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
     bout = bout_of(job, copy.deepcopy(model), payload["seconds"], payload["bout"])
     names = [PLAIN, PHALANX, *(name for name in PEERS if can_run(name))]
@@ -394,7 +394,7 @@ def contend(payload: dict[str, Any]) -> None:
     turns.start(None if trainer is None else trainer.train)
     report.close()
     threads = torch.get_num_threads()
-    assert threads == recipe.threads, "a peer changed the number of threads"
+    assert threads == recipe.num_threads, "a peer changed the number of threads"
     losses = {name: score(job, models[name]) for name in names}
     if place.leads:
         parameters = sum(p.numel() for p in model.parameters())
@@ -442,25 +442,25 @@ def make_dataset(folder: Path, megabytes: int = 8) -> Path:
     words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(1, 9))) for _ in range(4096)]
     weights = [1 / (rank + 1) for rank in range(len(words))]
     (folder / "text.txt").write_text(" ".join(chance.choices(words, weights, k=megabytes * 180_000)))
-    return prepare_source(schema.Source(text="text.txt"), schema.Data(), folder, folder / "dataset")
+    return prepare_source(schema.DataSource(text="text.txt"), schema.DataConfig(), folder, folder / "dataset")
 
 
 def recipe_of(size: Size, precision: str, world: int, dataset: Path, cores: int) -> Recipe:
     return Recipe.model_validate(
         {
-            "model": {"args": {"layers": size.layers, "width": size.width, "heads": size.heads}},
-            "data": {"source": {"prepared": str(dataset)}, "sequence": size.sequence},
-            "batch": {"global": size.batch, "micro": size.batch // world},
-            "optim": {"lr": 3e-4, "schedule": {"warmup": 0, "decay": "constant"}},
+            "model": {"args": {"layers": size.layers, "hidden_size": size.width, "num_heads": size.heads}},
+            "data": {"source": {"prepared": str(dataset)}, "seq_len": size.sequence},
+            "batch": {"global_size": size.batch, "micro_size": size.batch // world},
+            "optimizer": {"lr": 3e-4, "schedule": {"warmup_steps": 0, "decay": "constant"}},
             "steps": 10**9,
-            "evaluate": {"every": None, "share": 0},
+            "evaluation": {"every": None, "holdout_fraction": 0},
             "checkpoint": {"every": None},
             "precision": precision,
-            "threads": max(1, cores // world),
+            "num_threads": max(1, cores // world),
             "compile": False,
-            "layout": {"replicate": world},
-            "memory": {"recompute": "none", "loss": "whole"},
-            "exchange": {"strategy": "allreduce"},
+            "parallelism": {"replicate": world},
+            "memory": {"activation_checkpointing": "none", "chunked_loss": False},
+            "grad_sync": {"algorithm": "all-reduce"},
         }
     )
 

@@ -1,4 +1,4 @@
-"""What `exchange.exact: replicas` costs over `world`: step time of the same run under both, in turns.
+"""What `determinism: elastic` costs over `fixed-world`: step time of the same run under both, in turns.
 
 Runs of the same recipe alternate (world, replicas, world, ...), each a real `phalanx train` under the agent; a run's
 figure is the median of its `step` events after the first ten, and the table gives the median over rounds with the
@@ -37,15 +37,18 @@ def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: 
     return Recipe.model_validate(
         {
             "name": "exact",
-            "model": {"build": "phalanx.models:transformer", "args": {"layers": 4, "width": width, "heads": 4}},
-            "data": {"source": {"text": str(text)}, "sequence": 128},
-            "evaluate": {"every": None},
+            "model": {
+                "build": "phalanx.models:transformer",
+                "args": {"layers": 4, "hidden_size": width, "num_heads": 4},
+            },
+            "data": {"source": {"text": str(text)}, "seq_len": 128},
+            "evaluation": {"every": None},
             "checkpoint": {"every": None},
-            "batch": {"global": processes * own * 2, "micro": 2},
+            "batch": {"global_size": processes * own * 2, "micro_size": 2},
             "precision": "fp32",
-            "threads": 1,
+            "num_threads": 1,
             "steps": steps,
-            "exchange": {"exact": exact},
+            "determinism": exact,
         }
     )
 
@@ -64,17 +67,17 @@ def measure(rounds: int, steps: int) -> list[str]:
         text = Path(folder, "text.py")
         text.write_bytes(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))))
         for processes, own, width in CASES:
-            seconds: dict[str, list[float]] = {"world": [], "replicas": []}
-            exchange: dict[str, list[float]] = {"world": [], "replicas": []}
+            seconds: dict[str, list[float]] = {"fixed-world": [], "elastic": []}
+            exchange: dict[str, list[float]] = {"fixed-world": [], "elastic": []}
             for number in range(rounds):
-                for exact in ("world", "replicas") if number % 2 == 0 else ("replicas", "world"):
+                for exact in ("fixed-world", "elastic") if number % 2 == 0 else ("elastic", "fixed-world"):
                     run = Path(folder, f"{processes}-{own}-{width}-{exact}-{number}")
                     phalanx.train(recipe(text, processes, own, width, exact, steps), run=run, nproc=processes)
                     total, parts = step_seconds(run)
                     seconds[exact].append(total)
                     exchange[exact].append(parts["grad_sync"] + parts["backward"])
-            ratios = [b / a for a, b in zip(seconds["world"], seconds["replicas"], strict=True)]
-            world, replicas = (statistics.median(seconds[exact]) * 1e3 for exact in ("world", "replicas"))
+            ratios = [b / a for a, b in zip(seconds["fixed-world"], seconds["elastic"], strict=True)]
+            world, replicas = (statistics.median(seconds[exact]) * 1e3 for exact in ("fixed-world", "elastic"))
             rows.append(
                 f"| {processes} | {own} | {width} | {world:.1f} | {replicas:.1f} | {statistics.median(ratios):.3f} "
                 f"({min(ratios):.3f} to {max(ratios):.3f}) |"
@@ -91,7 +94,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = this_machine()
     page = [
-        "# What `exact: replicas` costs over `exact: world`",
+        "# What `determinism: elastic` costs over `determinism: fixed-world`",
         "",
         f"`python benchmarks/exact.py --rounds {arguments.rounds} --steps {arguments.steps}`, {machine.name}, "
         f"{machine.cores} cores, torch {torch.__version__}, Python {platform.python_version()}, "

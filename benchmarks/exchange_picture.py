@@ -18,9 +18,9 @@ SHOWN = {
     "diloco-late3": "diloco, rounds of 10 steps",
     "int8-1mib": "int8",
     "bf16-1mib": "bf16",
-    "allreduce-1mib": "allreduce",
+    "all-reduce-1mib": "all-reduce",
     "ddp-1mib": "torch's DDP",
-    "tree-1mib": "reduction tree",
+    "binomial-tree-1mib": "reduction tree",
 }
 """Contenders by name, and what they are called in the picture, which has as many colours."""
 UNITS = {"mbit": 1.0, "gbit": 1e3}

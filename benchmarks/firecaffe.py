@@ -32,12 +32,16 @@ from phalanx.errors import UsageError
 RUN = Path(__file__).resolve().parent / "exchange" / "run.py"
 MEASURED = ("nin-8", "googlenet-8")
 LINK = "1gbit"
-WAY_OF = {"server-whole": "server", "tree-whole": "tree", "allreduce-1mib": "allreduce"}
+WAY_OF = {
+    "parameter-server-whole": "parameter-server",
+    "binomial-tree-whole": "binomial-tree",
+    "all-reduce-1mib": "all-reduce",
+}
 """Ways by `planner_validation.exchanges` of the contenders that run.py measures."""
 TOLD = {
-    "server": "parameter server",
-    "tree": "reduction tree",
-    "allreduce": "all-reduce in buckets, beside backward",
+    "parameter-server": "parameter server",
+    "binomial-tree": "reduction tree",
+    "all-reduce": "all-reduce in buckets, beside backward",
 }
 NODES = tuple(2**power for power in range(8))
 """1 to 128."""
@@ -113,7 +117,7 @@ def formula(found: Measured, way: str, nodes: Sequence[int] = NODES) -> list[tup
     """(nodes, speed-up) by the planner's formula: computing, then the exchange, nothing hidden, as the paper has it.
     What is exchanged beside backward is hidden behind that, which is taken to be two thirds of computing."""
     compute = median(point.compute_seconds for point in found.points)
-    hidden = 2 / 3 * compute if way == "allreduce" else 0.0
+    hidden = 2 / 3 * compute if way == "all-reduce" else 0.0
     steps = [(n, iteration(compute, WAYS[way](found.bytes, n, found.bandwidth, 0.0), hidden)) for n in nodes]
     return [(n, n * compute / step.seconds) for n, step in steps]
 

@@ -138,23 +138,37 @@ def with_layers_that_fit(case: Case, memory: int) -> Case:
 # ---- one contender, in a process of its own
 
 
+def sizes_of(case: Case) -> dict[str, Any]:
+    """The arguments of `transformer`, but for those that are filled in from the data."""
+    return {
+        "layers": case.layers,
+        "hidden_size": case.width,
+        "num_heads": case.heads,
+        "num_kv_heads": case.kv_heads,
+        "ffn_hidden_size": case.ffn,
+        "activation": case.activation,
+        "vocab_size": case.vocab,
+        "tie_embeddings": case.tie,
+    }
+
+
 def recipe_of(case: Case, precision: str, dataset: Path, compiled: bool, deterministic: bool = False) -> Recipe:
-    names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "vocab", "tie")
     return Recipe.model_validate(
         {
-            "model": {"args": {name: getattr(case, name) for name in names}},
-            "data": {"source": {"prepared": str(dataset)}, "sequence": case.sequence},
-            "batch": {"global": case.samples * case.micro_batches, "micro": case.samples},
-            "optim": {"lr": 3e-4, "schedule": {"warmup": 100, "decay": "constant"}},
+            "model": {"args": sizes_of(case)},
+            "data": {"source": {"prepared": str(dataset)}, "seq_len": case.sequence},
+            "batch": {"global_size": case.samples * case.micro_batches, "micro_size": case.samples},
+            "optimizer": {"lr": 3e-4, "schedule": {"warmup_steps": 100, "decay": "constant"}},
             "steps": 10**9,
-            "evaluate": {"every": None, "share": 0},
+            "evaluation": {"every": None, "holdout_fraction": 0},
             "checkpoint": {"every": None},
             "precision": precision,
-            "threads": max(1, (os.cpu_count() or 1) // 2),
+            "num_threads": max(1, (os.cpu_count() or 1) // 2),
             "compile": compiled,
-            "layout": {"replicate": 1},
-            "memory": {"recompute": "none", "loss": "whole"},
-            "exchange": {"strategy": "allreduce", "exact": "world" if deterministic else "no"},
+            "parallelism": {"replicate": 1},
+            "memory": {"activation_checkpointing": "none", "chunked_loss": False},
+            "determinism": "fixed-world" if deterministic else "off",
+            "grad_sync": {"algorithm": "all-reduce"},
         }
     )
 
@@ -236,8 +250,8 @@ def contend(task: dict[str, Any]) -> dict[str, Any]:
         _, steps = phalanx(job, folder, ToRun(Run(folder), leads=True))
     else:
         torch.set_float32_matmul_precision("high")
-        assert isinstance(recipe.threads, int)
-        torch.set_num_threads(recipe.threads)
+        assert isinstance(recipe.num_threads, int)
+        torch.set_num_threads(recipe.num_threads)
         join(place)  # for the same allocator, with segments that expand
         model = WithLoss(plain_model(recipe, place.device))
         job.has_loss = True
@@ -312,7 +326,7 @@ def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     with device:
-        return transformer(sequence=recipe.data.sequence, **recipe.model.args)
+        return transformer(seq_len=recipe.data.seq_len, **recipe.model.args)
 
 
 def result_of(meter: Meter, case: Case) -> dict[str, Any]:

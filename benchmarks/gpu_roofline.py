@@ -61,10 +61,8 @@ def bytes_of_a_step(case: gpu.Case) -> float:
         return run(self, *args, **options)
 
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor  # nothing reads it, and it would take minutes on a CPU
-    names = ("layers", "width", "heads", "kv_heads", "ffn", "activation", "tie")
-    sizes = {name: getattr(case, name) for name in names}
     with torch.device("cuda"):
-        model = transformer(vocab=SMALL_VOCABULARY, sequence=case.sequence, **sizes)
+        model = transformer(seq_len=case.sequence, **gpu.sizes_of(case) | {"vocab_size": SMALL_VOCABULARY})
     for layer in cast_once(model, linear_in(model, find_blocks(model)), torch.bfloat16):
         layer.add_up(True)
     compile_blocks(model, list(model.blocks))
@@ -118,7 +116,7 @@ def planned(case: gpu.Case, folder: Path) -> float | None:
     """Milliseconds of a step that `phalanx plan` predicts for the catalogue's H100; None where it refuses."""
     recipe = gpu.recipe_of(case, "bf16", folder / "dataset", True)
     path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_unset=True)))
     command = [sys.executable, "-m", "phalanx", "plan", str(path), "--cluster", "h100:1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

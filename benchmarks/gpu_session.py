@@ -170,38 +170,38 @@ class BitsCase:
 
 
 COMPILED = ("compile=true",)
-REPLICAS = ("exchange.exact=replicas", "batch.micro=4", "compile=false")
+REPLICAS = ("determinism=elastic", "batch.micro_size=4", "compile=false")
 WIDE = "model.args={layers: 4, width: 2048, heads: 16}"
 """A run takes fp8 only for products that are faster in it: a narrow model has none."""
-FP8 = ("precision=fp8", *COMPILED, WIDE, "batch.global=32", "data.sequence=512")
+FP8 = ("precision=fp8", *COMPILED, WIDE, "batch.global_size=32", "data.seq_len=512")
 FP32 = ("precision=fp32", f"steps={FP32_STEPS}", "compile=false")
 BITS = (
     BitsCase("eager", "eager", ("compile=false",)),
     BitsCase("eager", "eager, again", ("compile=false",)),
     BitsCase("eager", "eager, killed", ("compile=false",), kill=True),
-    BitsCase("offload", "eager, optimizer offloaded", ("compile=false", "memory.offload=optimizer")),
+    BitsCase("offload", "eager, optimizer offloaded", ("compile=false", "optimizer.offload=true")),
     BitsCase("compiled", "compiled", COMPILED),
     BitsCase("compiled", "compiled, killed", COMPILED, kill=True),
-    BitsCase("replicas", "exact: replicas", REPLICAS),
-    BitsCase("replicas", "exact: replicas, killed", REPLICAS, kill=True),
+    BitsCase("replicas", "determinism: elastic", REPLICAS),
+    BitsCase("replicas", "determinism: elastic, killed", REPLICAS, kill=True),
     BitsCase("fp8", "fp8", FP8),
     BitsCase("fp8", "fp8, killed", FP8, kill=True),
-    BitsCase("chunked", "chunked loss", ("memory.loss=chunked", *COMPILED)),
-    BitsCase("documents", "documents", ("data.documents=separate", *COMPILED)),
-    BitsCase("graphs", "CUDA graphs", ("compile=graphs",)),
+    BitsCase("chunked", "chunked loss", ("memory.chunked_loss=true", *COMPILED)),
+    BitsCase("documents", "documents", ("data.document_masking=true", *COMPILED)),
+    BitsCase("graphs", "CUDA graphs", ("compile=cuda-graphs",)),
     BitsCase("fp16", "fp16", ("precision=fp16",)),
     BitsCase("gpu fp32", "fp32 on the GPU", FP32),
-    BitsCase("cpu fp32", "fp32 on the CPU", (*FP32, "threads=4"), cpu=True),
+    BitsCase("cpu fp32", "fp32 on the CPU", (*FP32, "num_threads=4"), cpu=True),
 )
 TINY = (
     "model.args={layers: 4, width: 256, heads: 4}",
-    "batch.global=8",
-    "data.sequence=256",
+    "batch.global_size=8",
+    "data.seq_len=256",
     "checkpoint.every=10 steps",
-    "evaluate.every=30 steps",
-    "evaluate.samples=32",
-    f"optim.schedule.warmup={STEPS // 4}",
-    "optim.lr=1e-3",
+    "evaluation.every=30 steps",
+    "evaluation.max_samples=32",
+    f"optimizer.schedule.warmup_steps={STEPS // 4}",
+    "optimizer.lr=1e-3",
 )
 
 
@@ -234,7 +234,7 @@ def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
     where = session.folder / "bits" / case.name.replace(" ", "-").replace(",", "").replace(":", "")
     where.parent.mkdir(exist_ok=True)
     steps = () if any(each.startswith("steps=") for each in case.overrides) else (f"steps={STEPS}",)
-    exact = () if case.group == "replicas" else ("exchange.exact=world",)
+    exact = () if case.group == "replicas" else ("determinism=fixed-world",)
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where), *TINY, *exact, *steps]
     environment = {**session.environment, **({"CUDA_VISIBLE_DEVICES": ""} if case.cpu else {}), COMPILE_THREADS: "2"}
     begun = time.monotonic()
@@ -371,14 +371,16 @@ def kernels(session: Session) -> dict[str, Any]:
 def default(session: Session) -> dict[str, Any]:
     """What a user gets who says nothing: GPT-2 by `phalanx train`, every key `auto`."""
     case = gpt2(session)
-    args = {name: getattr(case, name) for name in ("layers", "width", "heads", "activation", "vocab", "tie")}
+    names = ("layers", "hidden_size", "num_heads", "activation", "vocab_size", "tie_embeddings")
+    args = {name: size for name, size in gpu.sizes_of(case).items() if name in names}
     recipe = session.folder / "default.yaml"
     samples = case.samples * case.micro_batches
-    data = f"data: {{source: {{prepared: {session.dataset}}}, sequence: {case.sequence}}}"
+    data = f"data: {{source: {{prepared: {session.dataset}}}, seq_len: {case.sequence}}}"
     steps = 8 if session.emulated else DEFAULT_STEPS
     recipe.write_text(
-        f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global: {samples}}}\nsteps: {steps}\n"
-        "evaluate: {every: null, share: 0}\ncheckpoint: {every: null}\noptim: {schedule: {warmup: 10}}\n"
+        f"name: default\nmodel: {{args: {json.dumps(args)}}}\n{data}\nbatch: {{global_size: {samples}}}\n"
+        f"steps: {steps}\nevaluation: {{every: null, holdout_fraction: 0}}\ncheckpoint: {{every: null}}\n"
+        "optimizer: {schedule: {warmup_steps: 10}}\n"
     )
     where = session.folder / "default"
     begun = time.monotonic()
@@ -412,7 +414,7 @@ def planner(session: Session) -> dict[str, Any]:
     for key, case in session.cases().items():
         recipe = gpu.recipe_of(case, "bf16", session.dataset, True)
         path = session.folder / f"{key}.yaml"
-        path.write_text(json.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_unset=True)))
         for cluster in [*([str(out)] if status == 0 else []), "h100:1"]:
             if session.left() < 20:
                 break

@@ -5,7 +5,7 @@
 
 Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with its seed's weights,
 and decays its rate in a straight line to 0. Without scaling all have the learning rate of the smallest batch; with it
-that rises by optim.scaling, linear or sqrt, over the first quarter of the run. The network is that of
+that rises by optimizer.lr_scaling, linear or sqrt, over the first quarter of the run. The network is that of
 examples/firecaffe/nin.yaml, narrower. The gradient noise scale is what `phalanx report` tells of each run.
 
 One process and one thread, each run in a run directory of its own below --runs (default a temporary one). What the page
@@ -95,16 +95,26 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
     """One run from its beginning to its end, or what an earlier call left of it."""
     steps = given.samples // batch
     # Eight micro-batches or more: the noise scale compares one of them with the whole batch.
-    values = [f"batch.global={batch}", f"batch.micro={max(min(batch // 8, 32), batch // 16)}", f"steps={steps}"]
-    values += [f"model.args.size={SIZE}", f"model.args.width={given.width}", f"optim.lr={given.lr}"]
-    values += ["optim.schedule.decay=linear", "optim.schedule.final=0", f"seed={seed}"]
-    values += ["precision=fp32", "compile=false", "threads=1", "memory.recompute=none", "checkpoint.keep=1"]
-    values += [f"evaluate.every={steps}", "evaluate.samples=10000", "recovery.hot=null"]
+    values = [
+        f"batch.global_size={batch}",
+        f"batch.micro_size={max(min(batch // 8, 32), batch // 16)}",
+        f"steps={steps}",
+    ]
+    values += [f"model.args.size={SIZE}", f"model.args.base_channels={given.width}", f"optimizer.lr={given.lr}"]
+    values += ["optimizer.schedule.decay=linear", "optimizer.schedule.min_lr_ratio=0", f"seed={seed}"]
+    values += [
+        "precision=fp32",
+        "compile=false",
+        "num_threads=1",
+        "memory.activation_checkpointing=none",
+        "checkpoint.keep=1",
+    ]
+    values += [f"evaluation.every={steps}", "evaluation.max_samples=10000", "checkpoint.in_memory_every=null"]
     if way == "none":
-        values += ["optim.scaling=null"]
+        values += ["optimizer.lr_scaling=null"]
     else:
-        values += [f"optim.scaling.{key}={value}" for key, value in (("rule", way), ("base_batch", base))]
-        values += [f"optim.scaling.warmup={steps // 4}"]
+        values += [f"optimizer.lr_scaling.{key}={value}" for key, value in (("rule", way), ("base_batch_size", base))]
+        values += [f"optimizer.lr_scaling.warmup_steps={steps // 4}"]
     try:
         phalanx.train(RECIPE, values, run=run, nproc=1)
     except PhalanxError as error:  # a run that diverges is a result, and its events tell it

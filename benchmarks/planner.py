@@ -32,7 +32,7 @@ from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 DRAWS = 20
 """With five the median over sources still moved by half a percent from one handful to the next."""
@@ -163,7 +163,7 @@ def vtrain_setup(row: dict[str, str], cluster: Any) -> Setup:
         sequence=value["seq"],
         tie=True,
     )
-    layout = Layout(replicate=value["dp"], tensor=value["tp"], pipeline=value["pp"])
+    layout = Parallelism(replicate=value["dp"], tensor=value["tp"], pipeline=value["pp"])
     using = stack("megatron-2021")
     return Setup(
         profile_of(shape), cluster, layout, value["micro_batch"], value["global_batch"], "bf16", "full", 0, 1, using

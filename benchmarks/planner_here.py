@@ -28,7 +28,13 @@ from phalanx.run import read_events
 from phalanx.run.event_types import StepDone
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt-python.yaml"
-PLAIN = ("steps=20", "compile=false", "evaluate.every=null", "checkpoint.every=null", "memory.recompute=none")
+PLAIN = (
+    "steps=20",
+    "compile=false",
+    "evaluation.every=null",
+    "checkpoint.every=null",
+    "memory.activation_checkpointing=none",
+)
 SKIPPED = 5
 """Steps that warm up."""
 DRIFT = 0.05
@@ -39,16 +45,16 @@ ANSWER = 60.0
 PATIENCE = 200
 """How often one looks whether the machine is quiet before it is said that it is not."""
 TRIES = 3
-WIDE = ("model.args.layers=3", "model.args.width=512", "model.args.heads=8", "batch.global=8")
-DEEP = ("model.args.layers=8", "model.args.width=128", "data.sequence=128", "batch.global=32")
-LONG = ("model.args.layers=2", "data.sequence=1024", "batch.global=4")
+WIDE = ("model.args.layers=3", "model.args.hidden_size=512", "model.args.num_heads=8", "batch.global_size=8")
+DEEP = ("model.args.layers=8", "model.args.hidden_size=128", "data.seq_len=128", "batch.global_size=32")
+LONG = ("model.args.layers=2", "data.seq_len=1024", "batch.global_size=4")
 Case = tuple[str, tuple[str, ...], int]
 CASES: list[Case] = [
     ("the example, fp32", ("precision=fp32",), 1),
     ("the example, bf16", ("precision=bf16",), 1),
     ("the example, fp32, 2 processes", ("precision=fp32",), 2),
     ("the example, bf16, 2 processes", ("precision=bf16",), 2),
-    ("the example, fp32, 4 micro-batches", ("precision=fp32", "batch.micro=4"), 1),
+    ("the example, fp32, 4 micro-batches", ("precision=fp32", "batch.micro_size=4"), 1),
     ("wide, fp32", ("precision=fp32", *WIDE), 1),
     ("wide, bf16", ("precision=bf16", *WIDE), 1),
     ("deep and narrow, fp32", ("precision=fp32", *DEEP), 1),

@@ -5,8 +5,9 @@
 Two workers train the same transformer on the CPU and save every ten steps; the second one is killed by SIGKILL, again
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
 noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
-Ours is run without hot copies, so from the checkpoint; with them; and under `exact: replicas`, where the other worker
-goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica together.
+Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other
+worker goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica
+together.
 torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
 its own prefix in torchrun's store: without it the second or third restart hangs.
 """
@@ -36,28 +37,29 @@ from phalanx.run.event_types import StepDone, WorkerStarted
 
 EVERY = 10
 """Steps between two checkpoints."""
+SAVING = {"every": EVERY, "keep": 2}
 BETWEEN = (25, 34)
 """Steps between two kills, in turns so that they strike at any distance from a checkpoint."""
 PATIENCE = 120.0
 OURS: dict[str, dict[str, object]] = {
-    "phalanx train, from the checkpoint": {"recovery": {"hot": None}},
-    "phalanx train, from a hot copy": {"recovery": {"hot": 2}},
-    "phalanx train, exact: replicas": {"exchange": {"exact": "replicas"}},
-    "phalanx train, exact: replicas of two workers": {
-        "exchange": {"exact": "replicas"},
-        "layout": {"replicate": 2, "shard": 2},
-        "batch": {"global": 8, "micro": 2},
+    "phalanx train, from the checkpoint": {"checkpoint": {**SAVING, "in_memory_every": None}},
+    "phalanx train, from a hot copy": {"checkpoint": {**SAVING, "in_memory_every": 2}},
+    "phalanx train, determinism: elastic": {"determinism": "elastic"},
+    "phalanx train, determinism: elastic of two workers": {
+        "determinism": "elastic",
+        "parallelism": {"replicate": 2, "shard": 2},
+        "batch": {"global_size": 8, "micro_size": 2},
     },
 }
 RECIPE = {
     "name": "recovery",
     "model": {"build": "phalanx.models:transformer"},
-    "data": {"source": {"text": "text.txt"}, "sequence": 64},
-    "evaluate": {"every": None},
-    "checkpoint": {"every": EVERY, "keep": 2},
-    "batch": {"global": 8, "micro": 4},
+    "data": {"source": {"text": "text.txt"}, "seq_len": 64},
+    "evaluation": {"every": None},
+    "checkpoint": SAVING,
+    "batch": {"global_size": 8, "micro_size": 4},
     "precision": "fp32",
-    "threads": 1,
+    "num_threads": 1,
     "steps": 100_000,
     "compile": False,
 }
@@ -167,7 +169,7 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
         workers = [event for event in read_events(run.events) if isinstance(event, WorkerStarted) and event.rank == 1]
         return workers[-1].pid
 
-    count = 4 if "layout" in changes else 2
+    count = 4 if "parallelism" in changes else 2
     command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", str(count)]
     contender = Contender(command, folder, steps)
     try:
@@ -205,7 +207,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     given = parser.parse_args()
-    shape: Shape = {"layers": given.layers, "width": given.width, "heads": 4}
+    shape: Shape = {"layers": given.layers, "hidden_size": given.width, "num_heads": 4}
     starts = {name: partial(ours, changes=changes) for name, changes in OURS.items()} | {"torchrun": torchrun}
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as scratch:

@@ -37,18 +37,18 @@ E = TypeVar("E", bound=RunEvent)
 FAULTS = "faults:Faults"
 BASE: Values = {
     "name": "lab",
-    "model": {"args": {"layers": 1, "width": 32, "heads": 2}},
-    "data": {"source": {"text": "few.txt"}, "sequence": 32},
-    "evaluate": {"every": 5, "share": 0.05, "samples": 6},
-    "batch": {"global": 12, "micro": 1},
+    "model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}},
+    "data": {"source": {"text": "few.txt"}, "seq_len": 32},
+    "evaluation": {"every": 5, "holdout_fraction": 0.05, "max_samples": 6},
+    "batch": {"global_size": 12, "micro_size": 1},
     "steps": 12,
-    "optim": {"lr": 3e-3, "schedule": {"warmup": 3}},
+    "optimizer": {"lr": 3e-3, "schedule": {"warmup_steps": 3}},
     "precision": "fp32",
     "compile": False,
-    "checkpoint": {"every": 4},
-    "recovery": {"attempts": 5, "hot": None},
+    "checkpoint": {"every": 4, "in_memory_every": None},
+    "fault_tolerance": {"max_restarts": 5},
     "callbacks": [FAULTS],
-    "threads": 1,
+    "num_threads": 1,
 }
 """About 100 training samples: an epoch ends in step 9 of 12, so every run crosses the border of one. Whether a share of
 the time suffices for hot copies depends on the machine, so there are none where a test doesn't ask for them."""

@@ -15,12 +15,12 @@ class Words(nn.Module):
 
     width = 8
 
-    def __init__(self, vocab, sequence):
+    def __init__(self, vocab_size, seq_len):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, self.width)
-        self.sequence = sequence
+        self.embedding = nn.Embedding(vocab_size, self.width)
+        self.sequence = seq_len
         self.setup()
-        self.out = nn.Linear(self.width, vocab)
+        self.out = nn.Linear(self.width, vocab_size)
 
     def setup(self):
         self.body = nn.Linear(self.width, self.width)
@@ -181,9 +181,9 @@ class Mixture(Words):
 
 
 class Tied(Words):
-    def __init__(self, vocab, sequence):
-        super().__init__(vocab, sequence)
-        self.out = nn.Linear(self.width, vocab, bias=False)
+    def __init__(self, vocab_size, seq_len):
+        super().__init__(vocab_size, seq_len)
+        self.out = nn.Linear(self.width, vocab_size, bias=False)
         self.out.weight = self.embedding.weight
 
 
@@ -207,8 +207,8 @@ class UsedTwice(Words):
 
 
 class Frozen(Words):
-    def __init__(self, vocab, sequence):
-        super().__init__(vocab, sequence)
+    def __init__(self, vocab_size, seq_len):
+        super().__init__(vocab_size, seq_len)
         self.embedding.requires_grad_(False)
         self.body.weight.requires_grad_(False)
 
@@ -248,10 +248,10 @@ class Fourier(Words):
 class Bag(nn.Module):
     """The mean of what came so far, by embedding bags."""
 
-    def __init__(self, vocab, sequence):
+    def __init__(self, vocab_size, seq_len):
         super().__init__()
-        self.bag = nn.EmbeddingBag(vocab, 8, mode="mean")
-        self.out = nn.Linear(8, vocab)
+        self.bag = nn.EmbeddingBag(vocab_size, 8, mode="mean")
+        self.out = nn.Linear(8, vocab_size)
 
     def forward(self, tokens):
         seen = [self.bag(tokens[:, : end + 1].contiguous()) for end in range(tokens.shape[1])]
@@ -550,33 +550,33 @@ def small(kind=nn.Identity, channels=4):
     )
 
 
-def perceptron(classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, classes))
+def perceptron(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
-def batch_norm(classes):
-    return nn.Sequential(small(lambda: nn.BatchNorm2d(4)), nn.Linear(4, classes))
+def batch_norm(num_classes):
+    return nn.Sequential(small(lambda: nn.BatchNorm2d(4)), nn.Linear(4, num_classes))
 
 
-def synchronised(classes):
-    return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm(classes))
+def synchronised(num_classes):
+    return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm(num_classes))
 
 
-def group_norm(classes):
-    return nn.Sequential(small(lambda: nn.GroupNorm(2, 4)), nn.Linear(4, classes))
+def group_norm(num_classes):
+    return nn.Sequential(small(lambda: nn.GroupNorm(2, 4)), nn.Linear(4, num_classes))
 
 
-def instance_norm(classes):
+def instance_norm(num_classes):
     return nn.Sequential(
-        small(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), nn.Linear(4, classes)
+        small(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), nn.Linear(4, num_classes)
     )
 
 
 class FrozenNorm(nn.Sequential):
     """BatchNorm that stays as it is, as in fine-tuning."""
 
-    def __init__(self, classes):
-        super().__init__(small(lambda: nn.BatchNorm2d(4)), nn.Linear(4, classes))
+    def __init__(self, num_classes):
+        super().__init__(small(lambda: nn.BatchNorm2d(4)), nn.Linear(4, num_classes))
 
     def train(self, mode=True):
         super().train(mode)
@@ -587,7 +587,7 @@ class FrozenNorm(nn.Sequential):
 class Residual(nn.Module):
     """Depthwise convolutions and LayerNorm over channels, as ConvNeXt."""
 
-    def __init__(self, classes):
+    def __init__(self, num_classes):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 2, stride=2)
         self.depth = nn.Conv2d(4, 4, 3, padding=1, groups=4)
@@ -595,7 +595,7 @@ class Residual(nn.Module):
         self.wide = nn.Linear(4, 8)
         self.narrow = nn.Linear(8, 4)
         self.gamma = nn.Parameter(1e-2 * torch.ones(4))
-        self.out = nn.Linear(4, classes)
+        self.out = nn.Linear(4, num_classes)
 
     def forward(self, images):
         x = self.stem(images)
@@ -606,14 +606,14 @@ class Residual(nn.Module):
 class Patches(nn.Module):
     """A vision transformer: patches, a class token, positions."""
 
-    def __init__(self, classes, width=8):
+    def __init__(self, num_classes, width=8):
         super().__init__()
         self.patch = nn.Conv2d(1, width, 4, stride=4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.randn(1, 5, width))
         layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.out = nn.Linear(width, classes)
+        self.out = nn.Linear(width, num_classes)
 
     def forward(self, images):
         x = self.patch(images).flatten(2).transpose(1, 2)
@@ -622,11 +622,11 @@ class Patches(nn.Module):
 
 
 class Mixer(nn.Module):
-    def __init__(self, classes):
+    def __init__(self, num_classes):
         super().__init__()
         self.patch = nn.Conv2d(1, 8, 4, stride=4)
         self.across, self.within = nn.Linear(4, 4), nn.Linear(8, 8)
-        self.out = nn.Linear(8, classes)
+        self.out = nn.Linear(8, num_classes)
 
     def forward(self, images):
         x = self.patch(images).flatten(2)
@@ -638,10 +638,10 @@ class Mixer(nn.Module):
 class Unet(nn.Module):
     """Down and up again with a path across; a class for each pixel, of which the mean counts."""
 
-    def __init__(self, classes):
+    def __init__(self, num_classes):
         super().__init__()
         self.down, self.low = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)
-        self.up, self.out = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, classes, 1)
+        self.up, self.out = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, num_classes, 1)
 
     def forward(self, images):
         x = F.relu(self.down(images))
@@ -682,10 +682,10 @@ class Siamese(nn.Module):
 class TwoTowers(nn.Module):
     """Pictures and their classes in one space, with a learned temperature; all against all of a micro-batch."""
 
-    def __init__(self, classes):
+    def __init__(self, num_classes):
         super().__init__()
         self.pictures = nn.Sequential(small(), nn.Linear(4, 4))
-        self.labels = nn.Embedding(classes, 4)
+        self.labels = nn.Embedding(num_classes, 4)
         self.temperature = nn.Parameter(torch.zeros(()))
 
     def forward(self, images, labels):
@@ -709,7 +709,7 @@ class Denoiser(nn.Module):
         return self.leave(F.relu(self.enter(x) + self.time(when).view(-1, 4, 1, 1))), noise
 
 
-def broken(classes=2):
+def broken(num_classes=2):
     return {"width": 8}["depth"]
 
 

@@ -22,7 +22,7 @@ def work(payload: dict[str, Any]) -> None:
     place, run, out = from_environment(), Run(Path(payload["run"])), Run(Path(payload["out"]))
     recipe = load_recipe(Path(payload["recipe"])).recipe
     join(place)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     report = reporter(out, place.leads, os.environ["PHALANX_EVENTS"])
     parts, _ = assemble(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
     progress = resume(parts, data.fingerprint, force=False)

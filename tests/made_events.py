@@ -80,7 +80,7 @@ USUAL: dict[type[RunEvent], dict[str, Any]] = {
     GradSyncSelected: {
         "step": 1,
         "selected": "bf16",
-        "previous": "allreduce",
+        "previous": "all-reduce",
         "reason": "half the bytes",
         "exposed_fraction": 0.1,
         "efficiency_by_choice": {},

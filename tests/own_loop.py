@@ -113,7 +113,7 @@ def main(how, overrides, run=None):
         return
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
     if how == "discord" and os.environ["RANK"] == "1":
-        overrides = [*overrides, "exchange.strategy=ring"]
+        overrides = [*overrides, "grad_sync.algorithm=ring"]
     with phalanx.join(recipe, overrides, run=run) as gang:
         if MODELS:
             print(f"{sum(model() is not None for model in MODELS)} models of runs before are there", file=sys.stderr)

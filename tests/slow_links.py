@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.train.exchange.fixed_tree import FixedTree
 from phalanx.train.exchange.ways import WAYS
 
-SECONDS: Mapping[Any, float] = {FixedTree: 0.12, WAYS["allreduce"]: 0.12, WAYS["bf16"]: 0.06}
+SECONDS: Mapping[Any, float] = {FixedTree: 0.12, WAYS["all-reduce"]: 0.12, WAYS["bf16"]: 0.06}
 
 
 class SlowLinks:

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Outer
+from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.run import Event
 from phalanx.train.exchange import GradientExchange
 from phalanx.train.exchange.rounds import PLAIN, Rounds
@@ -36,7 +36,7 @@ from phalanx.train.state import Progress
 from phalanx.train.timing import HostStopwatch
 
 MIB = 2**20
-DILOCO = Outer(lr=0.7, momentum=0.9)
+DILOCO = OuterOptimizerConfig(lr=0.7, momentum=0.9)
 """The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
 
 
@@ -106,8 +106,9 @@ def ours(model: PacedModel, place: Place, **keywords: Any) -> Contender:
 
 
 def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
-    """What `exchange: auto` has chosen under `exact: no`, at this pace, before the steps that count."""
-    recipe = Recipe.model_validate({"exchange": {"exact": "no"}, "layout": {"replicate": place.world}})
+    """What `grad_sync.algorithm: auto` has chosen under `determinism: off`, at this pace, before the steps that
+    count."""
+    recipe = Recipe.model_validate({"determinism": "off", "parallelism": {"replicate": place.world}})
     exchange = GradientExchange(
         list(model.parameters()),
         rank=place.rank,
@@ -145,7 +146,12 @@ def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
 
 
 def rounds(
-    model: PacedModel, place: Place, outer: Outer = PLAIN, wire: str = "fp32", streams: bool = False, delay: int = 0
+    model: PacedModel,
+    place: Place,
+    outer: OuterOptimizerConfig = PLAIN,
+    wire: str = "fp32",
+    streams: bool = False,
+    delay: int = 0,
 ) -> Contender:
     """Steps of its own on each node, and `Rounds` after every so many; taken `delay` steps late; or in fragments, as
     many as leave each a step to travel in. What travels beside steps is never all agreed on: nothing is checked."""
@@ -291,12 +297,12 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
 
 NONE = "none"
 OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
-    "allreduce": ours,
-    "allreduce-1mib": partial(ours, capacity=MIB),
+    "all-reduce": ours,
+    "all-reduce-1mib": partial(ours, capacity=MIB),
     "auto-1mib": partial(auto, capacity=MIB),
     "replicas": partial(ours, replicas=True),
     "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
-    **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "allreduce"},
+    **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "all-reduce"},
     "int8-1.5mib": partial(ours, strategy="int8", capacity=1.5 * MIB),
     "powersgd-2mib": partial(ours, strategy="powersgd", capacity=2 * MIB),
     "local": rounds,
@@ -305,7 +311,7 @@ OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "diloco-streaming": partial(rounds, outer=DILOCO, wire="int8", streams=True),
     **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
     # as FireCaffe had it: all gradients in one, after backward
-    **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("server", "tree")},
+    **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("parameter-server", "binomial-tree")},
 }
 PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     "ddp": ddp,

@@ -1,12 +1,12 @@
 """What an exchange costs in accuracy: held-out loss after as many samples as synchronous fp32, paired by seed.
 
-    python benchmarks/exchange/loss.py --strategies bf16 local:every=10,wire=int8 [--also KEY=VALUE ...]
+    python benchmarks/exchange/loss.py --strategies bf16 average:sync_every=10,sync_dtype=int8 [--also KEY=VALUE ...]
         [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--set KEY=VALUE ...] [--steps 300]
         [--since 0] [--out loss.json]
 
 Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
-not matter here. The reference of each seed is `exchange.strategy=allreduce exchange.exact=world`; all others have
-`exchange.exact=no`, and what `--also` says. All have fp32, one thread a process, the same micro-batch, and what `--set`
+not matter here. The reference of each seed is `grad_sync.algorithm=all-reduce determinism=fixed-world`; all others have
+`determinism=off`, and what `--also` says. All have fp32, one thread a process, the same micro-batch, and what `--set`
 says. The loss is that of the last evaluation, at the last step. With `--since` all runs of a seed share the reference's
 steps until then, and its weights: where training only begins, one rounded number may decide whether a network learns at
 all for a while, and what that does to a loss hides what rounding costs.
@@ -25,16 +25,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from phalanx.recipe.schema import GradCompression, LocalSgdMethod
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, EvaluationDone
 from phalanx.train.checkpoint import checkpoint_name
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = "allreduce, exact: world"
-SAME = ("precision=fp32", "threads=1", "compile=false", "batch.micro=4")
+REFERENCE = "all-reduce, determinism: fixed-world"
+SAME = ("precision=fp32", "num_threads=1", "compile=false", "batch.micro_size=4")
 HOURS = 2.0
 """After which a run counts as hanging."""
 
@@ -44,13 +46,18 @@ class RunFailed(Exception):
 
 
 def overrides(strategy: str | None, also: Sequence[str]) -> list[str]:
-    """Those of a strategy, after whose name there may be other keys of the recipe's part: `local:every=10,wire=int8`;
-    None: the reference."""
+    """Those of an algorithm, a compression or a method of local SGD, after whose name there may be other keys of the
+    recipe's part: `average:sync_every=10,sync_dtype=int8`; None: the reference."""
     if strategy is None:
-        return ["exchange.strategy=allreduce", "exchange.exact=world"]
+        return ["grad_sync.algorithm=all-reduce", "determinism=fixed-world"]
     name, _, keys = strategy.partition(":")
-    own = [f"exchange.{key}" for key in keys.split(",") if key]
-    return [f"exchange.strategy={name}", "exchange.exact=no", *own, *also]
+    part, kind = "grad_sync", "algorithm"
+    if name in get_args(LocalSgdMethod):
+        part, kind = "local_sgd", "method"
+    elif name in get_args(GradCompression):
+        kind = "compression"
+    own = [f"{part}.{key}" for key in keys.split(",") if key]
+    return [f"{part}.{kind}={name}", "determinism=off", *own, *also]
 
 
 def loss_of(

@@ -1,7 +1,7 @@
 """How near to linear gradients travel over slow links: every exchange of ours and every peer, in turns, in one run.
 
     python benchmarks/exchange/run.py --links 100mbit 1gbit 10gbit --workloads gpt-1024 gpt-4096 gpt-16384 nin-64
-        [--strategies allreduce ddp ...] [--nodes 4] [--steps 5] [--rounds 5] [--paces FILE] [--out results.json]
+        [--strategies all-reduce ddp ...] [--nodes 4] [--steps 5] [--rounds 5] [--paces FILE] [--out results.json]
 
 Nodes are network namespaces of this machine with links limited by tc (links.py; needs root), TCP is real, computing is
 paced (paced.py): first the real model is measured alone on one thread, or `--paces` tells what an earlier run wrote

@@ -105,7 +105,7 @@ def exchange_of(run: Run, fit: Fit = Fit()) -> float:
     if way == "parameter_server" and network.a_node == 1:
         return parameter_server(size, nodes, *outer)
     # with several devices a node, frameworks that were measured had their servers spread over all nodes
-    between = "sharded-server" if way == "parameter_server" else way
+    between = "sharded-parameter-server" if way == "parameter_server" else way
     return hierarchical(size, nodes, network.a_node, inner, outer, WAYS[between])
 
 

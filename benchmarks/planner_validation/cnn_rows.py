@@ -160,8 +160,8 @@ def way_of(text: str) -> str:
     said = text.casefold()
     for match, way in (
         (r"parameter.?server|\bps\b", "parameter_server"),
-        (r"halving|doubling", "halving"),
-        (r"tree", "tree"),
+        (r"halving|doubling", "recursive-halving"),
+        (r"tree", "binomial-tree"),
         (r"butterfly", "butterfly"),
     ):
         if re.search(match, said):

@@ -110,15 +110,15 @@ def local_steps(size: float, ranks: int, bandwidth: float, latency: float, every
 
 
 WAYS: dict[str, Exchange] = {
-    "allreduce": ring,  # what the libraries do with large messages
+    "all-reduce": ring,  # what the libraries do with large messages
     "bf16": half,
     "int8": eighth,
     "powersgd": low_rank,  # for matrices that are no smaller as thin ones
     "ring": ring,
-    "tree": reduction_tree,
-    "halving": halving_doubling,
-    "server": serving_rank,
-    "sharded-server": sharded_parameter_server,
+    "binomial-tree": reduction_tree,
+    "recursive-halving": halving_doubling,
+    "parameter-server": serving_rank,
+    "sharded-parameter-server": sharded_parameter_server,
     "hierarchical": one_level,
     "parameter_server": parameter_server,
     "butterfly": butterfly,

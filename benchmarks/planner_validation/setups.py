@@ -18,7 +18,7 @@ from phalanx.plan.profile import Profile
 from phalanx.plan.setup import Setup, Stack
 from phalanx.plan.stacks import known, stack
 from phalanx.plan.tracing import build, language_loss, profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from planner_validation.cells import CannotPredict
 from planner_validation.rows import Run, Shape, largest_divisor
 
@@ -35,7 +35,7 @@ def setup_of(run: Run, source: str) -> Setup:
     if re.search(r"async", run.notes.get("technique", ""), re.IGNORECASE):
         using = replace(using, tensor_hidden=max(using.tensor_hidden, 0.6))
     sharded = run.zero == 3
-    layout = Layout(
+    layout = Parallelism(
         replicate=run.replicate if sharded else run.parts,
         shard=run.parts // run.replicate if sharded else 1,
         tensor=run.tensor,
@@ -92,26 +92,26 @@ def cluster_of(run: Run) -> Cluster:
 def profile_of(shape: Shape) -> Profile:
     """The profile of a decoder of this shape."""
     common = {
-        "vocab": shape.vocab,
-        "sequence": shape.sequence,
+        "vocab_size": shape.vocab,
+        "seq_len": shape.sequence,
         "layers": shape.layers,
-        "width": shape.width,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
+        "hidden_size": shape.width,
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "tie": shape.tie,
+        "tie_embeddings": shape.tie,
         "qk_norm": False,
     }
 
     def make() -> nn.Module:
         if not shape.experts:
-            return transformer(**common, ffn=shape.ffn, activation="swiglu" if shape.gated else "relu2")  # type: ignore[arg-type]
+            return transformer(**common, ffn_hidden_size=shape.ffn, activation="swiglu" if shape.gated else "relu2")  # type: ignore[arg-type]
         return moe(
             **common,  # type: ignore[arg-type]
-            experts=shape.experts,
+            num_experts=shape.experts,
             top_k=shape.top_k,
-            ffn=shape.expert_ffn,
-            shared=shape.shared_ffn,
+            expert_hidden_size=shape.expert_ffn,
+            shared_expert_hidden_size=shape.shared_ffn,
             dense_layers=shape.dense_layers,
         )
 

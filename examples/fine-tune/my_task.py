@@ -13,7 +13,7 @@ CLS, SEP = 101, 102  # tokens that BERT's kind expects around a text
 
 class Neighbours:
     """A batch holds `tokens`, int64 [passages, sequence]. The loss of a passage depends on the others of its
-    micro-batch, so here `batch.micro` is part of what is learned: the recipe gives it."""
+    micro-batch, so here `batch.micro_size` is part of what is learned: the recipe gives it."""
 
     temperature = 0.05
 

@@ -6,14 +6,14 @@ from phalanx.models import googlenet as whole_googlenet
 from phalanx.models import nin as whole_nin
 
 
-def nin(classes: int = 10, channels: int = 1, size: int = 51, width: int = 96) -> nn.Module:
+def nin(num_classes: int = 10, in_channels: int = 1, size: int = 51, base_channels: int = 96) -> nn.Module:
     """Network-in-Network on images enlarged to `size`, at least 43; the paper's has 96 maps in its first layer."""
-    return _enlarging(whole_nin(classes, channels, width), size)
+    return _enlarging(whole_nin(num_classes, in_channels, base_channels), size)
 
 
-def googlenet(classes: int = 10, channels: int = 1, size: int = 64) -> nn.Module:
+def googlenet(num_classes: int = 10, in_channels: int = 1, size: int = 64) -> nn.Module:
     """GoogLeNet on images enlarged to `size`, best a multiple of 32."""
-    return _enlarging(whole_googlenet(classes, channels), size)
+    return _enlarging(whole_googlenet(num_classes, in_channels), size)
 
 
 def _enlarging(model: nn.Module, size: int) -> nn.Module:

@@ -5,14 +5,14 @@ from torch import nn
 
 
 class Gru(nn.Module):
-    """Tokens [batch, sequence] -> scores [batch, sequence, vocab] of what comes next."""
+    """Tokens [batch, sequence] -> scores [batch, sequence, vocab_size] of what comes next."""
 
-    def __init__(self, vocab: int, sequence: int, width: int = 64, layers: int = 1):
+    def __init__(self, vocab_size: int, seq_len: int, width: int = 64, layers: int = 1):
         super().__init__()
-        self.sequence = sequence
-        self.embedding = nn.Embedding(vocab, width)
+        self.sequence = seq_len
+        self.embedding = nn.Embedding(vocab_size, width)
         self.recurrent = nn.GRU(width, width, num_layers=layers, batch_first=True)
-        self.output = nn.Linear(width, vocab)
+        self.output = nn.Linear(width, vocab_size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden, _ = self.recurrent(self.embedding(tokens))

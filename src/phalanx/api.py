@@ -43,7 +43,7 @@ from phalanx.recipe import (
 )
 from phalanx.recipe.checks import FP8, check_task
 from phalanx.recipe.load import Loaded
-from phalanx.recipe.schema import LOCAL, Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
 from phalanx.run import Event, Run, read_events, steps_of, training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
@@ -106,7 +106,7 @@ def train(
     if finished(where, loaded.recipe):
         return where.read_json(where.result) or {}
     with (
-        NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery,
+        NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
         starting(loaded, where, nproc, nursery.call, force, lambda progress: None, preload=nursery.preload) as ready,
     ):
         outcome = supervise(ready, nursery, show or (lambda event: None), force)
@@ -139,7 +139,7 @@ def starting(
     if write:
         check_place(run.path)
     importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    importable |= {"init": loaded.recipe.init if begins else None, "adapter": loaded.recipe.adapter is not None}
+    importable |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
     with loaded.locating():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.folder)
         if directory is not None:
@@ -150,8 +150,8 @@ def starting(
     def get_ready() -> Ready:
         with loaded.locating():
             ready = make_ready(loaded, run, machine, world, trial, force, progress, nodes)
-            if begins and ready.recipe.init is not None:
-                kept = {**trial_recipe(ready.recipe), "init": ready.recipe.init}
+            if begins and ready.recipe.init_from is not None:
+                kept = {**trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 call("phalanx.train.trial:begins", {"recipe": kept, "folder": str(ready.folder)})
             return ready
 
@@ -180,9 +180,9 @@ def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1, begins: bool 
     check_workers(machine, world, nodes)
     check(loaded.recipe, loaded.folder, world, loaded.at, begins)
     check_machine(loaded, machine)
-    if loaded.recipe.threads != "auto":
+    if loaded.recipe.num_threads != "auto":
         with loaded.locating():
-            check_threads(machine, loaded.recipe.threads, math.ceil(world / nodes))
+            check_threads(machine, loaded.recipe.num_threads, math.ceil(world / nodes))
     return machine, world
 
 
@@ -233,8 +233,8 @@ def make_ready(
             raise RecipeError(changed(run, differing))
         notes += [f"forced: {difference}" for difference in differing]
         old = None if differing else old
-    data, evaluate = prepare_all(given.data, given.evaluate, folder, progress=progress)
-    prepared = given.model_copy(update={"data": data, "evaluate": evaluate, "device": machine.device})
+    data, evaluate = prepare_all(given.data, given.evaluation, folder, progress=progress)
+    prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
     check_task(given, opened.facts.kind, loaded.at)
     first_attempt = last_attempt(run) + 1
@@ -253,16 +253,16 @@ def make_ready(
     recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
     notes += [*growth_told(given, recipe, peak(recipe)), *lost_state(plan)]
     check(recipe, folder, world, loaded.at, begins=not run.has_checkpoint())
-    if given.layout == "auto":
+    if given.parallelism == "auto":
         check_layout(recipe, folder, call)
     return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 
 def check_layout(recipe: Recipe, folder: Path, call: Call) -> None:
     """RecipeError when the recipe's model cannot be divided as its layout says."""
-    layout = recipe.layout
-    if isinstance(layout, Layout) and layout.replicate != layout.world:
-        spec = {**trial_recipe(recipe), "layout": layout.model_dump()}
+    layout = recipe.parallelism
+    if isinstance(layout, Parallelism) and layout.replicate != layout.world:
+        spec = {**trial_recipe(recipe), "parallelism": layout.model_dump()}
         call("phalanx.train.trial:fits", {"recipe": spec, "folder": str(folder)})
 
 
@@ -284,9 +284,9 @@ def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
         resolved = newest
     if run.recipe.is_file():
         return load_recipe(run.recipe).recipe, resolved
-    evaluate = resolved.evaluate.model_copy(update={"source": now.evaluate.source})
+    evaluate = resolved.evaluation.model_copy(update={"source": now.evaluation.source})
     data = resolved.data.model_copy(update={"source": now.data.source, "tokenizer": now.data.tokenizer})
-    return resolved.model_copy(update={"data": data, "evaluate": evaluate}), resolved
+    return resolved.model_copy(update={"data": data, "evaluation": evaluate}), resolved
 
 
 def lost(run: Run) -> list[str]:
@@ -309,8 +309,8 @@ def check_kept(run: Run) -> None:
 
 def check_whole(run: Run, resolved: Recipe) -> None:
     """RecipeError where a run's resolved recipe is cut short."""
-    found: dict[str, object] = {"threads": resolved.threads, "batch.micro": resolved.batch.micro}
-    found |= {"layout": resolved.layout, "precision": resolved.precision, "compile": resolved.compile}
+    found: dict[str, object] = {"num_threads": resolved.num_threads, "batch.micro_size": resolved.batch.micro_size}
+    found |= {"parallelism": resolved.parallelism, "precision": resolved.precision, "compile": resolved.compile}
     if unresolved := [key for key, value in found.items() if value == "auto"]:
         raise RecipeError(
             f"{run.resolved}: is empty or cut short: it leaves {unresolved[0]} open; put back what was there, or train "
@@ -339,25 +339,32 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
         )
     if old.device not in (new.device, "auto"):
         notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
-    if old.batch.micro != new.batch.micro:
-        notes.append(f"batch.micro {old.batch.micro} -> {new.batch.micro}: so that the workers can share the batch")
-    if new.exchange.exact == "replicas":
+    if old.batch.micro_size != new.batch.micro_size:
+        notes.append(
+            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the "
+            "batch"
+        )
+    if new.determinism == "elastic":
         if _replica(old) != _replica(new):
             what = "in more than the number of replicas"
-            notes.append(f"the layout changed {what}: the digest will differ by rounding, also under exact: replicas")
-    elif old.layout != new.layout and new.exchange.strategy in LOCAL:
+            notes.append(
+                f"the layout changed {what}: the digest will differ by rounding, also under determinism: elastic"
+            )
+    elif old.parallelism != new.parallelism and new.local_sgd is not None:
         mean = "each goes on from the mean of what all had"
-        notes.append(f"the number of workers changed under exchange.strategy = {new.exchange.strategy}: {mean}")
-    elif old.layout != new.layout:
-        worlds = {recipe.layout.world for recipe in (old, new) if isinstance(recipe.layout, Layout)}
+        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean}")
+    elif old.parallelism != new.parallelism:
+        worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
         what = "layout" if len(worlds) == 1 else "number of workers"
-        notes.append(f"the {what} changed under exchange.exact = world: the digest will differ by rounding")
+        notes.append(f"the {what} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 
-def _replica(recipe: Recipe) -> Layout | None:
+def _replica(recipe: Recipe) -> Parallelism | None:
     """How one replica is laid out."""
-    return recipe.layout.model_copy(update={"replicate": 1}) if isinstance(recipe.layout, Layout) else None
+    return (
+        recipe.parallelism.model_copy(update={"replicate": 1}) if isinstance(recipe.parallelism, Parallelism) else None
+    )
 
 
 def finished(run: Run, recipe: Recipe) -> str | None:
@@ -398,7 +405,7 @@ def supervise(
 ) -> Outcome:
     """Train a run that is ready, on this node or on those of `crew`, and write its result."""
     run, recipe = ready.run, ready.recipe
-    world = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+    world = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
     payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
     command = Command(function="phalanx.train.worker:work", payload=payload)
     machine = this_machine(device=recipe.device)
@@ -407,8 +414,8 @@ def supervise(
         run,
         nursery,
         show,
-        recipe.recovery.attempts,
-        recipe.recovery.silence,
+        recipe.fault_tolerance.max_restarts,
+        recipe.fault_tolerance.hang_timeout_s,
         crew=crew,
         preflight=lambda: quick(run.path, expected),
         replica=replica_that_can_be_lost(recipe, machine.device),
@@ -421,8 +428,8 @@ def replica_that_can_be_lost(recipe: Recipe, device: str) -> int | None:
     """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
     and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
     """
-    layout = recipe.layout
-    if isinstance(layout, str) or layout.replicate == 1 or recipe.exchange.exact != "replicas" or device != "cpu":
+    layout = recipe.parallelism
+    if isinstance(layout, str) or layout.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
         return None
     return layout.world // layout.replicate
 
@@ -467,20 +474,20 @@ def shrink_micro(run: Run) -> str | None:
     if not run.resolved.is_file():
         return None
     old = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
-    if old[0].batch.micro != "auto" or (micro := smaller_micro(old[1])) is None:
+    if old[0].batch.micro_size != "auto" or (micro := smaller_micro(old[1])) is None:
         return None
-    was, values = old[1].batch.micro, old[1].model_dump(by_alias=True)
-    values["batch"]["micro"] = micro
+    was, values = old[1].batch.micro_size, old[1].model_dump()
+    values["batch"]["micro_size"] = micro
     why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
     plan = run.read_lossy(run.plan)
     for choice in plan.get("chosen", []):
-        if choice["key"] == "batch.micro":
+        if choice["key"] == "batch.micro_size":
             choice |= {"value": micro, "why": why}
     write_whole(run.resolved, dump_recipe(Recipe.model_validate(values)))
     write_json(run.plan, plan)
     told = f"{why}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
-    if old[1].exchange.exact == "replicas":
-        return f"{told}, also under exact: replicas, which holds for one micro-batch only"
+    if old[1].determinism == "elastic":
+        return f"{told}, also under determinism: elastic, which holds for one micro-batch only"
     return f"{told} by rounding"
 
 

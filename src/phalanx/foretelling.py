@@ -16,18 +16,18 @@ from phalanx.planning import GIB, memory_of, plan_run
 from phalanx.profiling import numbers_of, profile_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.load import Loaded
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 
 def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> Parts | None:
     """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
     said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
-    measured, layout = cluster.measured, recipe.layout
-    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(layout, Layout):
+    measured, layout = cluster.measured, recipe.parallelism
+    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(layout, Parallelism):
         return None
     if layout.replicate != layout.world or recipe.compile is not False or recipe.precision not in ("fp32", "bf16"):
         return None
-    assert isinstance(recipe.batch.micro, int)
+    assert isinstance(recipe.batch.micro_size, int)
     loaded = Loaded(recipe, None, folder, {})
     profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
     ours = replace(stack(OURS), fused=False, computing=1.0, communicating=1.0, launch=0.0, step_seconds=0.0)
@@ -35,13 +35,15 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
         profile,
         cluster,
         layout,
-        recipe.batch.micro,
-        recipe.batch.global_,
+        recipe.batch.micro_size,
+        recipe.batch.global_size,
         recipe.precision,
-        recompute="none" if recipe.memory.recompute == "auto" else recipe.memory.recompute,
+        recompute="none"
+        if recipe.memory.activation_checkpointing == "auto"
+        else recipe.memory.activation_checkpointing,
         zero=0,
         stack=ours,
-        wire=wire_of(recipe.exchange, profile),
+        wire=wire_of(recipe, profile),
     )
     try:
         return step_here(setup, rates_of(cluster.node.accelerator, "fp32", ours), Here(measured, world))
@@ -58,7 +60,7 @@ def probed(machine: Machine) -> Cluster | None:
         return None
 
 
-def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> tuple[Layout, str] | None:
+def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int) -> tuple[Parallelism, str] | None:
     """The layout for so many workers of this machine, and why. On a CPU whole replicas, as long as these fit: what
     dividing a model costs there is not foretold. None where the model cannot be followed, or nothing is foretold to
     fit."""
@@ -67,8 +69,10 @@ def automatic_layout(recipe: Recipe, folder: Path, cluster: Cluster, world: int)
     try:
         if device.generation == "cpu":
             profile = profile_of(loaded, foretold(recipe.data, folder), numbers_of(recipe.precision))
-            micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1
-            base = Setup(profile, cluster, Layout(replicate=world), micro, recipe.batch.global_, "fp32", zero=0)
+            micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 1
+            base = Setup(
+                profile, cluster, Parallelism(replicate=world), micro, recipe.batch.global_size, "fp32", zero=0
+            )
             needed = memory_of(recipe, replace(base, recompute="full")).total
             share = device.memory_gib * GIB / world
             return (base.layout, "a replica fits into each worker's memory") if needed <= share else None

@@ -46,7 +46,7 @@ from phalanx.plan import choices_untried, go_on, resolve
 from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused, stays_told
 from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.load import Loaded
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.directory import check_place
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
@@ -62,9 +62,16 @@ MEETING = "PHALANX_MEETING"
 FORCE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
 WITHOUT_EFFECT = (
-    *("model.build", "model.args", "init", "adapter", "task", "data", "evaluate"),
-    *("optim.name", "optim.lr", "optim.weight_decay", "optim.betas", "optim.momentum", "optim.state"),
-    *("memory.loss", "memory.offload"),
+    *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation"),
+    *(
+        "optimizer.name",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "optimizer.betas",
+        "optimizer.momentum",
+        "optimizer.state_dtype",
+    ),
+    *("memory.chunked_loss", "optimizer.offload"),
 )
 """Keys that say what a loop of the user's own says itself."""
 ONLY_TRAINER = ("pipeline", "context")
@@ -209,8 +216,14 @@ def _join(
             meet(place, before=come_together)
         with naming_causes():
             # others would take the leading worker's for what they were told
-            exchange = given.recipe.exchange.model_dump_json()
-            agree(place, exchange, "exchange in the recipe", "join all workers with the same recipe", everywhere=True)
+            sync = given.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
+            agree(
+                place,
+                sync,
+                "gradient synchronization in the recipe",
+                "join all workers with the same recipe",
+                everywhere=True,
+            )
             return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
     except PhalanxError as error:
         _tell(report, error, events is not None)
@@ -220,7 +233,7 @@ def _join(
 def _given(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> Loaded:
     """The recipe that a loop was given."""
     if isinstance(recipe, Recipe):
-        given_keys = recipe.model_dump(exclude_defaults=True, by_alias=True)
+        given_keys = recipe.model_dump(exclude_defaults=True)
         return Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
     return load_recipe(None if recipe is None else Path(recipe), overrides)
 
@@ -357,12 +370,12 @@ def _check_loop(loaded: Loaded) -> None:
                 f"{loaded.at(key)}: has no effect in a training loop of your own, which has its own model, data, loss "
                 "and optimizer; leave it out, and say it in the script"
             )
-    if isinstance(loaded.recipe.layout, Layout):
+    if isinstance(loaded.recipe.parallelism, Parallelism):
         for name in ONLY_TRAINER:
-            if getattr(loaded.recipe.layout, name) > 1:
+            if getattr(loaded.recipe.parallelism, name) > 1:
                 raise RecipeError(
-                    f"{loaded.at(f'layout.{name}')}: a training loop of your own cannot be divided so, only a recipe's "
-                    "task can; use replicate, shard or tensor"
+                    f"{loaded.at(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
+                    "recipe's task can; use replicate, shard or tensor"
                 )
 
 
@@ -386,8 +399,8 @@ def train_script(
 
         def showing(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
-                recovery = load_recipe(run.resolved).recipe.recovery
-                agent.attempts, agent.silence = recovery.attempts, recovery.silence
+                recovery = load_recipe(run.resolved).recipe.fault_tolerance
+                agent.attempts, agent.silence = recovery.max_restarts, recovery.hang_timeout_s
             show(event)
 
         def judge(outcome: Outcome) -> Outcome:

@@ -29,6 +29,7 @@ from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
 from phalanx.plan.opening import Opening, opening_of
 from phalanx.plan.profile import Product, Profile
 from phalanx.plan.rates import SPREAD, Rates
+from phalanx.plan.resolve import LOSSES
 from phalanx.plan.search import Found, Option, Space, search
 from phalanx.plan.setup import Setup, wire_of
 from phalanx.plan.stacks import own_stack, rates_of
@@ -40,7 +41,7 @@ from phalanx.profiling import profile_of
 from phalanx.recipe import Recipe, check, expanded, grown, load_recipe
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
-from phalanx.recipe.schema import LOCAL, Layout
+from phalanx.recipe.schema import Parallelism
 
 GIB = 2.0**30
 USABLE = 0.95
@@ -124,7 +125,7 @@ def plan_run(
     loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
     recipe = loaded.recipe
     with loaded.locating():
-        check(recipe, loaded.folder, devices if isinstance(recipe.layout, Layout) else None, loaded.at)
+        check(recipe, loaded.folder, devices if isinstance(recipe.parallelism, Parallelism) else None, loaded.at)
     facts = foretold(recipe.data, loaded.folder)
     profile = profile_of(loaded, facts, beside=beside)
     found, rates, room = _searched(recipe, profile, where, devices)
@@ -206,33 +207,35 @@ def _searched(
     room = device.memory_gib * GIB * USABLE
     space = Space(
         devices=devices,
-        batch=recipe.batch.global_,
-        layout=recipe.layout if isinstance(recipe.layout, Layout) else None,
-        micro=recipe.batch.micro if isinstance(recipe.batch.micro, int) else None,
-        ways=("none", "selective", "full") if recipe.memory.recompute == "auto" else (recipe.memory.recompute,),
+        batch=recipe.batch.global_size,
+        layout=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
+        micro=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
+        ways=("none", "selective", "full")
+        if recipe.memory.activation_checkpointing == "auto"
+        else (recipe.memory.activation_checkpointing,),
         domain=cluster.domain,
-        replicas_only=recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL,
+        replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
         sequences=profile.tokens > 1,
     )
 
     def needed(setup: Setup) -> float:
         return memory_of(recipe, setup).total
 
-    offload = recipe.memory.offload == "optimizer"
-    kept = keeping(recipe.optim.name, recipe.optim.state, offload, recipe.optim.momentum)
+    offload = recipe.optimizer.offload
+    kept = keeping(recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum)
     best: tuple[Found, Rates] | None = None
     for precision in _precisions(recipe, device.tflops):
         rates = rates_of(device, precision, ours)
         base = Setup(
             profile,
             cluster,
-            space.layout or Layout(),
+            space.layout or Parallelism(),
             1,
-            recipe.batch.global_,
+            recipe.batch.global_size,
             precision,
             stack=ours,
-            optimizer=recipe.optim.name,
-            wire=wire_of(recipe.exchange, profile),
+            optimizer=recipe.optimizer.name,
+            wire=wire_of(recipe, profile),
         )
         if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
             continue  # nothing else differs but that it takes more memory
@@ -242,8 +245,8 @@ def _searched(
     assert best is not None
     if best[0].valid == 0:
         raise RecipeError(
-            f"batch.global: {recipe.batch.global_} samples and {profile.blocks} blocks cannot be divided among "
-            f"{devices} devices; a multiple of {devices} samples can"
+            f"batch.global_size: {recipe.batch.global_size} samples and {profile.blocks} blocks cannot be divided "
+            f"among {devices} devices; a multiple of {devices} samples can"
         )
     return best[0], best[1], room
 
@@ -269,19 +272,20 @@ def memory_of(recipe: Recipe, setup: Setup) -> Footprint:
 
 
 def trained_how(recipe: Recipe, setup: Setup) -> dict[str, Any]:
-    """What `footprint` must know beside a setup. Of logits that are too large for `memory.loss: auto`, chunks."""
-    loss = recipe.memory.loss
-    if loss == "auto":
+    """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`,
+    chunks."""
+    chunked = recipe.memory.chunked_loss
+    if chunked == "auto":
         head = setup.profile.segments[-1]
         heads = (op for op in head.of("forward") if isinstance(op, Product))
         logits = max((4.0 * op.m.at(setup.micro) * op.n.at(setup.micro) for op in heads), default=0.0)
-        loss = "chunked" if recipe.task == LANGUAGE and logits > LARGE_LOGITS else "whole"
+        chunked = recipe.task == LANGUAGE and logits > LARGE_LOGITS
     return {
-        "optimizer": recipe.optim.name,
-        "state": recipe.optim.state,
-        "offload": recipe.memory.offload == "optimizer",
-        "loss": loss,
-        "momentum": recipe.optim.momentum,
+        "optimizer": recipe.optimizer.name,
+        "state": recipe.optimizer.state_dtype,
+        "offload": recipe.optimizer.offload,
+        "loss": LOSSES[chunked],
+        "momentum": recipe.optimizer.momentum,
     }
 
 
@@ -311,16 +315,16 @@ def _outcome(
 ) -> Planned:
     nodes = -(-devices // cluster.node.count)
     saving = saving_of(cluster, nodes, profile.parameters, found.options[0].seconds)
-    read = sample_bytes * recipe.batch.global_
+    read = sample_bytes * recipe.batch.global_size
     options = tuple(
         replace(each, parts=stalled(each.parts, cluster.storage, nodes, read, saving)) for each in found.options
     )
     best = options[0]
     spread = SPREAD[rates.layer]
     low, high = (cap.low / cap.expected, cap.high / cap.expected) if cap is not None else (1.0, 1.0)
-    samples = float(recipe.batch.global_ * recipe.steps)
+    samples = float(recipe.batch.global_size * recipe.steps)
     peak = rates.peak * devices
-    flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_
+    flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_size
     # what checkpoints cost is in the step already
     productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
     if productive < LEAST_PRODUCTIVE:
@@ -331,10 +335,10 @@ def _outcome(
     load = _load(best.parts)
     opening = opening_of(recipe, best, rates)
     usual = best.seconds if opening is None else opening.mean(best.seconds, recipe.steps)
-    money = budget(samples, recipe.batch.global_, usual, devices, cluster.prices, productive)
+    money = budget(samples, recipe.batch.global_size, usual, devices, cluster.prices, productive)
     energy = run_energy(cluster, money.seconds, nodes, load)
     if energy is not None:
-        money = budget(samples, recipe.batch.global_, usual, devices, cluster.prices, productive, energy)
+        money = budget(samples, recipe.batch.global_size, usual, devices, cluster.prices, productive, energy)
     return Planned(
         recipe=recipe,
         cluster=cluster,
@@ -386,16 +390,16 @@ def chosen(planned: Planned) -> dict[str, Any]:
         layout["schedule"] = "interleaved"
         layout["stages"] = stages_of(setup)
     changes: dict[str, Any] = {}
-    if not isinstance(recipe.layout, Layout):
-        changes["layout"] = layout or {"replicate": 1}
-    if recipe.batch.micro == "auto":
-        changes["batch.micro"] = setup.micro
-    if recipe.memory.recompute == "auto":
-        changes["memory.recompute"] = setup.recompute
+    if not isinstance(recipe.parallelism, Parallelism):
+        changes["parallelism"] = layout or {"replicate": 1}
+    if recipe.batch.micro_size == "auto":
+        changes["batch.micro_size"] = setup.micro
+    if recipe.memory.activation_checkpointing == "auto":
+        changes["memory.activation_checkpointing"] = setup.recompute
     if recipe.precision == "auto":
         changes["precision"] = setup.precision
-    if recipe.exchange.bucket == "auto" and (bucket := best_bucket(setup, planned.rates)) is not None:
-        changes["exchange.bucket"] = bucket
+    if recipe.grad_sync.bucket_mib == "auto" and (bucket := best_bucket(setup, planned.rates)) is not None:
+        changes["grad_sync.bucket_mib"] = bucket
     return changes
 
 

@@ -33,14 +33,14 @@ def profile_of(loaded: Loaded, facts: "Facts", numbers: Numbers = "half", beside
         "follower": _follower(),
         "numbers": numbers,
         "model": recipe.model.model_dump(mode="json"),
-        "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
+        "adapter": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
         "facts": vars(facts),
         "code": _code(recipe.model.build, loaded.folder),
         "versions": [phalanx.__version__, version("torch")],
     }
 
     def follow() -> dict[str, Any]:
-        asked = {"recipe": loaded.recipe.model_dump(mode="json", by_alias=True), "folder": str(loaded.folder)}
+        asked = {"recipe": loaded.recipe.model_dump(mode="json"), "folder": str(loaded.folder)}
         asked |= {"facts": vars(facts), "numbers": numbers}
         found = None if beside is None else beside("phalanx.profiling:followed", asked)
         return _followed(loaded, facts, numbers) if found is None else found
@@ -73,19 +73,19 @@ def _followed(loaded: Loaded, facts: "Facts", numbers: Numbers) -> dict[str, Any
         preload(str(directory))  # its modules cannot be imported while the compiler is put aside
 
     def make() -> nn.Module:
-        if recipe.model.build.startswith("hf:") or recipe.adapter is not None:
+        if recipe.model.build.startswith("hf:") or recipe.lora is not None:
             from phalanx.train.huggingface import materialise
             from phalanx.train.model import build_model
 
             cpu = torch.device("cpu")
-            model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
+            model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.lora, load=False)
             if directory is not None:
                 _check_dense(model, recipe.model.build)
                 materialise(model, cpu)  # its parameters are where its buffers are
             return model
         # The trainer's way would import the trainer, which takes half a second.
         builder = import_object(recipe.model.build, folder, key="model.build")
-        known = {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
+        known = {"vocab_size": facts.vocab, "seq_len": facts.sequence, "num_classes": facts.classes}
         try:
             model = builder(**arguments(builder, recipe.model.args, known))
         except (TypeError, ValueError) as error:

@@ -37,10 +37,11 @@ from phalanx.plan import (
     resolve,
 )
 from phalanx.plan.memory import Forecast
+from phalanx.plan.resolve import LOSSES
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.exchanges import CHANGES, LOSES, ONLY_GPU, WRITES, not_kept
-from phalanx.recipe.schema import LOCAL, Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run.cache import remembered
 
 PROFILE, RACE = "phalanx.train.trial:profile", "phalanx.train.trial:race"
@@ -88,11 +89,11 @@ def first_resolution(
     here = known(machine, given, folder, call)
     layout = [] if here is None else planned_layout(given, folder, here, world)
     if layout:
-        given = given.model_copy(update={"layout": layout[0].value})
+        given = given.model_copy(update={"parallelism": layout[0].value})
     threads = choose_threads(given, machine.cores, world)
     payload = {"recipe": trial_recipe(given), "folder": str(folder), "threads": threads.value}
-    # Workers share the memory of a CPU; under `replicas` the choice must not depend on how many there are.
-    sharing = max(world, *COMMON_WORLDS) if given.exchange.exact == "replicas" else world
+    # Workers share the memory of a CPU; under `elastic` the choice must not depend on how many there are.
+    sharing = max(world, *COMMON_WORLDS) if given.determinism == "elastic" else world
     memory = machine.device_memory_bytes // (sharing if machine.device == "cpu" else 1)
     bf16 = has_bf16(machine.capability)
     room, alone = Room(machine.device, memory, world, bf16), Room(machine.device, machine.device_memory_bytes, 1, bf16)
@@ -135,15 +136,15 @@ def first_resolution(
 def check_batch(given: Recipe, memory: int, nodes: int) -> None:
     """RecipeError where the samples of a step do not fit into the memory of so many nodes: each reads those of its
     workers at once, and some ahead."""
-    sample = sum(values.nbytes for values in open_data(given.data, given.evaluate, given.seed).train(0, 1).values())
-    if isinstance(given.batch.micro, int):
-        sample += MICRO_BYTES // given.batch.micro
+    sample = sum(values.nbytes for values in open_data(given.data, given.evaluation, given.seed).train(0, 1).values())
+    if isinstance(given.batch.micro_size, int):
+        sample += MICRO_BYTES // given.batch.micro_size
     most = memory * nodes // (STEPS_READ * max(1, sample))
-    if given.batch.global_ > most:
+    if given.batch.global_size > most:
         raise RecipeError(
-            f"batch.global: found {given.batch.global_:,}, but the samples of a step and those read ahead would take "
-            f"{STEPS_READ * sample * given.batch.global_ / nodes / 1e9:,.1f} GB on each node, which has "
-            f"{memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
+            f"batch.global_size: found {given.batch.global_size:,}, but the samples of a step and those read ahead "
+            f"would take {STEPS_READ * sample * given.batch.global_size / nodes / 1e9:,.1f} GB on each node, which "
+            f"has {memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
         )
 
 
@@ -151,7 +152,7 @@ def check_state(given: Recipe, profile: Mapping[str, Any], world: int, device: s
     """RecipeError where the promise of the recipe cannot be kept with what forwards of its model change, or where the
     model has layers that so many workers cannot run on this device."""
     changed = " and ".join(filter(None, (profile.get(CHANGES), profile.get(LOSES))))
-    if given.exchange.exact == "replicas" and changed:
+    if given.determinism == "elastic" and changed:
         raise RecipeError(not_kept(changed))
     if (layers := profile.get(ONLY_GPU)) and world > 1 and device == "cpu":
         raise RecipeError(
@@ -183,7 +184,7 @@ def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster 
     here = probed(machine)
     if here is None:
         return None
-    payload = {"recipe": given.model_dump(mode="json", by_alias=True), "folder": str(folder)}
+    payload = {"recipe": given.model_dump(mode="json"), "folder": str(folder)}
     try:
         call("phalanx.profiling:follow", payload)
     except RecipeError:  # trials tell what is wrong with it, if anything is
@@ -193,11 +194,11 @@ def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster 
 
 def planned_layout(given: Recipe, folder: Path, here: Cluster, world: int) -> list[Choice]:
     """The layout that `auto` becomes for several workers, from what the probe measured."""
-    whole = given.exchange.exact == "replicas" or given.exchange.strategy in LOCAL
-    if given.layout != "auto" or world == 1 or whole:
+    whole = given.determinism == "elastic" or given.local_sgd is not None
+    if given.parallelism != "auto" or world == 1 or whole:
         return []
     found = automatic_layout(given, folder, here, world)
-    return [] if found is None else [Choice("layout", found[0], found[1])]
+    return [] if found is None else [Choice("parallelism", found[0], found[1])]
 
 
 def layout_choices(found: list[Choice]) -> list[Choice]:
@@ -209,14 +210,14 @@ def forecast_of(given: Recipe, folder: Path, here: Cluster | None, world: int) -
     """Seconds of a step by way of recomputing and micro-batch, where the probe's file can tell them."""
     if here is None:
         return None
-    layout = given.layout if isinstance(given.layout, Layout) else Layout(replicate=world)
+    layout = given.parallelism if isinstance(given.parallelism, Parallelism) else Parallelism(replicate=world)
     precision = likely_precision(given, "cpu")
 
     def forecast(way: str, micro: int) -> float | None:
-        values = {"layout": layout, "precision": precision, "compile": False}
+        values = {"parallelism": layout, "precision": precision, "compile": False}
         batch, memory = (
-            given.batch.model_copy(update={"micro": micro}),
-            given.memory.model_copy(update={"recompute": way}),
+            given.batch.model_copy(update={"micro_size": micro}),
+            given.memory.model_copy(update={"activation_checkpointing": way}),
         )
         recipe = given.model_copy(update={**values, "batch": batch, "memory": memory})
         parts = foretold_here(recipe, folder, here, world)
@@ -241,13 +242,13 @@ def measured_needs(
     """The profile of a model, and what it says of memory. Ways of recomputing that fill the memory that one process has
     `alone` with a sample or two are left out, the hungriest first. A model that the layout divides, and that is too
     large for one process, is not loaded for it. RecipeError when no way is left."""
-    facts = open_data(given.data, given.evaluate, given.seed).facts
+    facts = open_data(given.data, given.evaluation, given.seed).facts
     logits = 4 * (facts.sequence or 0) * (facts.vocab or 0)
     asked = {**payload, "losses": losses_to_try(given, logits, Room(alone.device, alone.memory, world))}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
     asked["precision"] = likely_precision(given, alone.device, alone.bf16)
-    if isinstance(given.layout, Layout) and given.layout.context > 1:
-        asked["context"] = given.layout.context
+    if isinstance(given.parallelism, Parallelism) and given.parallelism.context > 1:
+        asked["context"] = given.parallelism.context
 
     def needs_of(profile: dict[str, Any]) -> Needs:
         return Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)
@@ -271,16 +272,16 @@ def measured_needs(
 def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them; or
     where the loss is to be taken in chunks and cannot."""
-    if given.memory.loss == "chunked" and profile and "chunked" not in profile["peaks"]:
+    if given.memory.chunked_loss is True and profile and "chunked" not in profile["peaks"]:
         raise RecipeError(
-            "memory.loss: chunked needs a language model whose logits are what an nn.Linear without bias and adapter "
-            "gives, and nothing else; use auto or whole"
+            "memory.chunked_loss: true needs a language model whose logits are what an nn.Linear without bias and "
+            "adapter gives, and nothing else; use auto or false"
         )
-    layout, changed = given.layout, profile.get(WRITES)
-    if changed and isinstance(layout, Layout) and layout.shard * layout.context > 1:
+    layout, changed = given.parallelism, profile.get(WRITES)
+    if changed and isinstance(layout, Parallelism) and layout.shard * layout.context > 1:
         raise RecipeError(
-            f"layout.shard: forwards of the model change parameter {changed[0]!r}, and of a sharded one the change is "
-            "lost; keep it in a buffer, or use layout.replicate"
+            f"parallelism.shard: forwards of the model change parameter {changed[0]!r}, and of a sharded one the "
+            "change is lost; keep it in a buffer, or use parallelism.replicate"
         )
 
 
@@ -302,19 +303,19 @@ def tried_memory(
     while True:
         choices = choose_memory(given, needs, room, failed, forecast)
         recompute, loss, micro = (choice.value for choice in choices)
-        trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "loss": loss}
+        trial = {**payload, "micro": micro, "precisions": precisions, "recompute": recompute, "chunked_loss": loss}
         compiled = choose_compile(given, room.device, blocks, has_compiler()).value
-        trial |= {"compile": compiled, "exact": given.exchange.exact}
+        trial |= {"compile": compiled, "determinism": given.determinism}
         trial["alone"] = room.world == 1
-        seconds = call(RACE, {**trial, "offload": given.memory.offload})
+        seconds = call(RACE, {**trial, "offload": given.optimizer.offload})
         if OUT_OF_MEMORY not in seconds:
             return choices, seconds
         if divides_state(given):  # that one worker cannot hold alone what all hold together proves nothing
             return choices, {}
-        failed.append((recompute, loss, micro))
+        failed.append((recompute, LOSSES[loss], micro))
 
 
 def trial_recipe(given: Recipe) -> dict[str, Any]:
     """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
-    kept = given.model_dump(mode="json", by_alias=True)
-    return {key: kept[key] for key in ("device", "model", "adapter", "task", "data", "batch", "optim", "seed")}
+    kept = given.model_dump(mode="json")
+    return {key: kept[key] for key in ("device", "model", "lora", "task", "data", "batch", "optimizer", "seed")}

@@ -36,7 +36,7 @@ from phalanx.recipe import Recipe, check, dump_recipe, workers_for
 from phalanx.recipe.devices import kind_of
 from phalanx.recipe.load import Loaded
 from phalanx.recipe.rewrite import rewritten
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.messages import Command
 
@@ -80,7 +80,7 @@ class Tuned:
     @property
     def workers(self) -> int:
         """Processes of the tuned recipe."""
-        return self.best.layout.world if isinstance(self.best.layout, Layout) else 1
+        return self.best.parallelism.world if isinstance(self.best.parallelism, Parallelism) else 1
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Arena:
         run.resolved.write_text(dump_recipe(endless(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
         command = Command(function="phalanx.train.worker:work", payload=payload)
-        assert isinstance(recipe.layout, Layout)
-        return World(self._free.pop(), run, recipe.layout.world, command, patience=PATIENCE)
+        assert isinstance(recipe.parallelism, Parallelism)
+        return World(self._free.pop(), run, recipe.parallelism.world, command, patience=PATIENCE)
 
     def leave(self, world: World) -> None:
         """End a world, so that another can enter."""
@@ -146,9 +146,9 @@ class Arena:
 
 def endless(recipe: Recipe) -> Recipe:
     """The recipe with steps that never end, and nothing between them."""
-    values = recipe.model_dump(by_alias=True)
+    values = recipe.model_dump()
     values |= {"steps": 10**9, "callbacks": []}
-    values["evaluate"]["every"] = values["checkpoint"]["every"] = None
+    values["evaluation"]["every"] = values["checkpoint"]["every"] = None
     return Recipe.model_validate(values)
 
 
@@ -168,8 +168,12 @@ def tune(
     watcher = watcher or Watcher()
     machine = machine_of(loaded)
     # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
-    fixed = nproc is not None or isinstance(loaded.recipe.layout, Layout) or loaded.recipe.batch.per == "worker"
-    with Arena(loaded.folder, loaded.recipe.recovery.silence) as arena:
+    fixed = (
+        nproc is not None
+        or isinstance(loaded.recipe.parallelism, Parallelism)
+        or loaded.recipe.batch.scale_with_workers
+    )
+    with Arena(loaded.folder, loaded.recipe.fault_tolerance.hang_timeout_s) as arena:
         start = starting(
             loaded, NOWHERE, nproc, arena.call, False, watcher.progress, write=False, preload=arena.preload
         )

@@ -15,10 +15,10 @@ from phalanx.run.event_types import WorkerFailure
 
 LONG: Values = {
     "steps": 300,
-    "evaluate": {"every": 200},
-    "batch": {"global": 2, "micro": 1},
-    "checkpoint": {"every": 10},
-    "recovery": {"attempts": 3, "hot": "1%"},
+    "evaluation": {"every": 200},
+    "batch": {"global_size": 2, "micro_size": 1},
+    "checkpoint": {"every": 10, "in_memory_every": "1%"},
+    "fault_tolerance": {"max_restarts": 3},
     "callbacks": ["mischief:Mischief"],
 }
 MISCHIEF = """

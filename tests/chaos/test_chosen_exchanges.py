@@ -1,5 +1,5 @@
-"""`exchange: auto` in whole runs whose exchanges are slow: under `exact: no` it goes on to fewer bytes, and a run that
-was killed goes on with what was decided; where bits are promised it changes nothing."""
+"""`grad_sync.algorithm: auto` in whole runs whose exchanges are slow: under `determinism: off` it goes on to fewer
+bytes, and a run that was killed goes on with what was decided; where bits are promised it changes nothing."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def folder(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def begun(lab: Lab, folder: Path) -> Ended:
     """Two workers that have chosen int8."""
-    ended = lab.train(changes_of("no", steps=ENDED), 2, folder=folder)
+    ended = lab.train(changes_of("off", steps=ENDED), 2, folder=folder)
     assert ended.digest
     return ended
 
@@ -40,10 +40,10 @@ def again(lab: Lab, begun: Ended) -> Run:
     return run
 
 
-def changes_of(exact: str, slow: bool = True, steps: int = STEPS) -> dict[str, Any]:
+def changes_of(determinism: str, slow: bool = True, steps: int = STEPS) -> dict[str, Any]:
     callbacks = [FAULTS, *(["slow_links:SlowLinks"] if slow else [])]
-    few = {"evaluate": {"every": None}, "batch": {"micro": 6}}
-    return {"steps": steps, "exchange": {"exact": exact}, "callbacks": callbacks, **few}
+    few = {"evaluation": {"every": None}, "batch": {"micro_size": 6}}
+    return {"steps": steps, "determinism": determinism, "callbacks": callbacks, **few}
 
 
 def decisions(ended: Ended) -> list[tuple[int, str, bool]]:
@@ -54,9 +54,9 @@ def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
     lab: Lab, folder: Path, begun: Ended
 ) -> None:
     assert decisions(begun) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
-    reference = lab.train(changes_of("no"), 2, again(lab, begun), folder=folder)
+    reference = lab.train(changes_of("off"), 2, again(lab, begun), folder=folder)
     killed = again(lab, begun)
-    ended = lab.train(changes_of("no"), 2, killed, folder=folder, faults=[fault(KILLED, ranks=[1], attempt=1)])
+    ended = lab.train(changes_of("off"), 2, killed, folder=folder, faults=[fault(KILLED, ranks=[1], attempt=1)])
     assert [event.start_step >= ENDED for event in ended.kind(AttemptStarted)] == [False, True, True]
     assert decisions(ended) == decisions(begun)
     assert ended.digest == reference.digest
@@ -67,20 +67,23 @@ def test_a_killed_run_goes_on_with_what_was_decided_and_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("within", ["shard", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_replicas_of_two_workers_choose_as_well(lab: Lab, folder: Path, within: str) -> None:
-    layout = {"layout": {"replicate": 2, within: 2}, "model": {"args": {"layers": 2, "width": 64, "heads": 4}}}
-    ended = lab.train({**changes_of("no", steps=ENDED), **layout, "batch": {"micro": 3}}, 4, folder=folder)
+    layout = {
+        "parallelism": {"replicate": 2, within: 2},
+        "model": {"args": {"layers": 2, "hidden_size": 64, "num_heads": 4}},
+    }
+    ended = lab.train({**changes_of("off", steps=ENDED), **layout, "batch": {"micro_size": 3}}, 4, folder=folder)
     assert ended.digest
     assert decisions(ended) == [(10, "bf16", False), (20, "int8", False), (DECIDED, "int8", True)]
 
 
 @pytest.mark.slow
 def test_sharded_replicas_go_on_with_what_was_decided_and_held_back(lab: Lab, folder: Path) -> None:
-    layout = {"layout": {"replicate": 2, "shard": 2}, "batch": {"micro": 3}}
-    begun = lab.train({**changes_of("no", steps=ENDED), **layout}, 4, folder=folder)
+    layout = {"parallelism": {"replicate": 2, "shard": 2}, "batch": {"micro_size": 3}}
+    begun = lab.train({**changes_of("off", steps=ENDED), **layout}, 4, folder=folder)
     assert decisions(begun)[-1] == (DECIDED, "int8", True)
-    reference = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder)
+    reference = lab.train({**changes_of("off"), **layout}, 4, again(lab, begun), folder=folder)
     killed = fault(KILLED, ranks=[3], attempt=1)
-    ended = lab.train({**changes_of("no"), **layout}, 4, again(lab, begun), folder=folder, faults=[killed])
+    ended = lab.train({**changes_of("off"), **layout}, 4, again(lab, begun), folder=folder, faults=[killed])
     assert [event.start_step >= ENDED for event in ended.kind(AttemptStarted)] == [False, True, True]
     assert ended.digest == reference.digest
 
@@ -89,18 +92,21 @@ def test_a_run_goes_on_alone_with_what_two_workers_held_back(lab: Lab, folder: P
     before = read_manifest(list_checkpoints(begun.run.checkpoints)[0])
     assert any(name.startswith(PREFIX) for name in before.tensors)
     run = again(lab, begun)
-    assert lab.train(changes_of("no"), 1, run, folder=folder).digest
+    assert lab.train(changes_of("off"), 1, run, folder=folder).digest
     after = read_manifest(list_checkpoints(run.checkpoints)[0])
     assert after.meta["step"] == STEPS
     assert not any(name.startswith(PREFIX) for name in after.tensors)
 
 
 @pytest.mark.parametrize(
-    ("exact", "name"), [pytest.param("world", "allreduce", marks=pytest.mark.slow), ("replicas", "fixed tree")]
+    ("determinism", "name"),
+    [pytest.param("fixed-world", "all-reduce", marks=pytest.mark.slow), ("elastic", "fixed tree")],
 )
-def test_where_bits_are_promised_slow_exchanges_change_nothing(lab: Lab, folder: Path, exact: str, name: str) -> None:
-    ended = lab.train(changes_of(exact, steps=12), 2, folder=folder)
+def test_where_bits_are_promised_slow_exchanges_change_nothing(
+    lab: Lab, folder: Path, determinism: str, name: str
+) -> None:
+    ended = lab.train(changes_of(determinism, steps=12), 2, folder=folder)
     ((step, strategy, settled),) = decisions(ended)
     assert (step, strategy, settled) == (10, name, True)
-    assert "exact: no would allow int8" in ended.kind(GradSyncSelected)[0].reason
-    assert ended.digest == lab.train(changes_of(exact, slow=False, steps=12), 2, folder=folder).digest
+    assert "determinism: off would allow int8" in ended.kind(GradSyncSelected)[0].reason
+    assert ended.digest == lab.train(changes_of(determinism, slow=False, steps=12), 2, folder=folder).digest

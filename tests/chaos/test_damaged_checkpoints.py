@@ -13,7 +13,7 @@ from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints, step_of
 
-QUIET: Values = {"evaluate": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}
+QUIET: Values = {"evaluation": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}
 """No checkpoints but those of a run that is asked to stop."""
 STOPS = (3, 7, 11)
 FILES = {1: ["rank-00000.safetensors"], 3: [f"rank-{rank:05d}.safetensors" for rank in range(3)]}

@@ -11,7 +11,7 @@ from lab import Ended, Lab, Values, fault
 from phalanx.errors import ExitCode
 from phalanx.jobs import outage
 from phalanx.recipe import load_recipe
-from phalanx.recipe.schema import Source
+from phalanx.recipe.schema import DataSource
 from phalanx.run import Event, Run
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -23,7 +23,7 @@ from phalanx.run.event_types import (
 )
 from phalanx.train.checkpoint import list_checkpoints, step_of, verify
 
-QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
+QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""
 SLOW = fault(1, "slow", delay=0.03, attempt=None)
 """Steps so slow that a save is done before the next is due."""
@@ -165,7 +165,7 @@ def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: L
     found: dict[Path, bytes] = {}
 
     def cut() -> None:
-        (source,) = cast(list[Source], load_recipe(run.resolved).recipe.data.source)
+        (source,) = cast(list[DataSource], load_recipe(run.resolved).recipe.data.source)
         for path in Path(str(source.prepared)).glob("*.bin"):
             found[path] = path.read_bytes()
             os.truncate(path, 0)

@@ -15,7 +15,7 @@ from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, CheckpointSaved, StepDone
 from phalanx.train.checkpoint import list_checkpoints, step_of, verify
 
-QUIET: Values = {"evaluate": {"every": 12}, "steps": 16}
+QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""
 SLOW = fault(1, "slow", delay=0.03)
 """Steps so slow that a save is done before the next is due."""

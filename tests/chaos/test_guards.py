@@ -17,8 +17,8 @@ from phalanx.train.checkpoint import list_checkpoints, load_tensors
 POISONED: Values = {
     "task": "lab_tasks:Poisoned",
     "data": {"source": {"text": "many.txt"}},
-    "evaluate": {"every": 12},
-    "exchange": {"exact": "replicas"},
+    "evaluation": {"every": 12},
+    "determinism": "elastic",
 }
 LOSS, GRADIENT = "non-finite loss", "non-finite gradient"
 
@@ -34,7 +34,7 @@ def poison(
 ) -> None:
     """Poison samples, each given as the step that meets it first and its place in the global batch."""
     recipe = load_recipe(lab.reference({"data": POISONED["data"]}).run.resolved).recipe
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
 
     def checksums(places: Sequence[tuple[int, int]]) -> list[int]:
         return [zlib.crc32(data.train(12 * (step - 1) + place, 1)["tokens"].tobytes()) for step, place in places]
@@ -96,7 +96,9 @@ def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
 @pytest.mark.slow
 def test_workers_that_train_apart_roll_back_together(lab: Lab, folder: Path) -> None:
     """From the middle of a round to the end of an earlier one."""
-    changes = merged(POISONED, {"exchange": {"strategy": "diloco", "exact": "no", "every": 3, "start": 0}})
+    changes = merged(
+        POISONED, {"determinism": "off", "local_sgd": {"method": "diloco", "sync_every": 3, "warmup_steps": 0}}
+    )
     poison(lab, folder, gradient=[(8, 1), (9, 7), (10, 11)])
     undisturbed = lab.train(changes, 2, folder=folder)
     assert [event.action for event in undisturbed.kind(NonFiniteStep)] == ["skip", "skip", "rollback"]
@@ -113,7 +115,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_is_given_up(lab: Lab, folder
     assert ended.code == ExitCode.GAVE_UP
     assert ended.message is not None
     assert f"step 3: {LOSS} 3 times in a row, and no checkpoint to go back to" in ended.message
-    assert "lower optim.lr" in ended.message
+    assert "lower optimizer.lr" in ended.message
     assert len(ended.kind(AttemptStarted)) == 1
     assert ended.result["status"] == "failed"
 

@@ -28,7 +28,7 @@ def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_f
 
 
 def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: Lab) -> None:
-    changes = {"recovery": {"silence": 7.5}}
+    changes = {"fault_tolerance": {"hang_timeout_s": 7.5}}
     ended = lab.train(changes, 2, faults=[fault(6, "block", ranks=[1])])
     assert ended.digest == lab.reference({}, 2).digest
     (hang,) = ended.kind(HangDetected)
@@ -41,7 +41,7 @@ def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(l
 
 @pytest.mark.slow
 def test_a_run_that_is_alone_is_watched_too(lab: Lab) -> None:
-    ended = lab.train({"recovery": {"silence": 7.5}}, 1, faults=[fault(6, "block")])
+    ended = lab.train({"fault_tolerance": {"hang_timeout_s": 7.5}}, 1, faults=[fault(6, "block")])
     assert ended.digest == lab.reference({}, 1).digest
     assert len(ended.kind(HangDetected)) == 1
 

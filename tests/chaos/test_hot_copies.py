@@ -26,11 +26,11 @@ from phalanx.run.hot import MEMORY, PREFIX, hot_file, hot_folder
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.checkpoint.parts import list_copies, list_parts
 
-QUIET: Values = {"evaluate": {"every": None}, "checkpoint": {"every": None}, "recovery": {"hot": 2}, "steps": 16}
+QUIET: Values = {"evaluation": {"every": None}, "checkpoint": {"every": None, "in_memory_every": 2}, "steps": 16}
 """No checkpoint but the last."""
 SLOW = fault(1, "slow", delay=0.05, attempt=None)
 """Steps between which a copy is whole long before the next is due."""
-SHARDED: Values = {**QUIET, "layout": {"shard": 2}}
+SHARDED: Values = {**QUIET, "parallelism": {"shard": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_found_and_the_copy_before_is_used(lab: Lab, file: str)
 
 @pytest.mark.slow
 def test_copies_that_are_torn_leave_the_checkpoint(lab: Lab) -> None:
-    changes = {**QUIET, "checkpoint": {"every": 5}}
+    changes = {**QUIET, "checkpoint": {"every": 5, "in_memory_every": 2}}
     run = lab.place()
     lab.lose(changes, 1, run, [SLOW, fault(9, ranks=[0])])
     for step, token in list_copies(memory_of(run)):
@@ -118,7 +118,7 @@ def test_copies_that_are_torn_leave_the_checkpoint(lab: Lab) -> None:
 
 def test_copies_are_read_under_another_layout(lab: Lab) -> None:
     run = lost(lab, SHARDED, 2)
-    ended = lab.train({**QUIET, "layout": {"replicate": 2}}, 2, run)
+    ended = lab.train({**QUIET, "parallelism": {"replicate": 2}}, 2, run)
     assert ended.kind(AttemptStarted)[-1].start_step == 10
     whole = lab.reference(QUIET, 2)
     assert max(abs(a - b) / b for a, b in zip(ended.losses, whole.losses, strict=True)) < 1e-5
@@ -139,7 +139,7 @@ def test_a_run_that_is_stopped_or_given_up_leaves_nothing(lab: Lab) -> None:
     assert stopped.code == ExitCode.UNFINISHED
     assert stopped.kind(InMemoryCheckpointSaved)
     nothing_left(stopped.run)
-    changes = {**QUIET, "recovery": {"hot": 2, "attempts": 1}}
+    changes = {**QUIET, "fault_tolerance": {"max_restarts": 1}}
     given_up = lab.train(changes, 2, faults=[SLOW, fault(7, ranks=[0]), fault(7, ranks=[0], attempt=1)])
     assert given_up.code == ExitCode.GAVE_UP
     nothing_left(given_up.run)

@@ -1,5 +1,5 @@
-"""Under every strategy of exchange a run that is killed ends with the very weights that it would have had: what a
-strategy keeps from step to step is part of its checkpoints and of its copies in memory."""
+"""Under every method of gradient synchronization a run that is killed ends with the same weights as one that was not:
+what a method keeps from step to step is part of its checkpoints and of its copies in memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lab import Lab, fault
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored
 from phalanx.train.exchange.ways import WAYS
 
-SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
+SMALL = {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2}}
 STRATEGIES: list[Any] = [
     ("int8", {"replicate": 2}, 2, None),
     pytest.param("int8", {"replicate": 2}, 2, 2, marks=pytest.mark.slow),
@@ -22,20 +22,21 @@ STRATEGIES: list[Any] = [
 ]
 
 
-def changes_of(strategy: str, layout: dict[str, int]) -> dict[str, Any]:
+def changes_of(method: str, layout: dict[str, int]) -> dict[str, Any]:
     """PowerSGD sends the first steps' gradients whole."""
-    exchange = {"strategy": strategy, "exact": "no", "bucket": 0.02}
-    if strategy == "powersgd":
-        exchange["start"] = 3
-    return {"model": SMALL, "layout": layout, "exchange": exchange}
+    kind = "compression" if method in ("bf16", "int8", "powersgd") else "algorithm"
+    grad_sync = {kind: method, "bucket_mib": 0.02}
+    if method == "powersgd":
+        grad_sync["warmup_steps"] = 3
+    return {"model": SMALL, "parallelism": layout, "determinism": "off", "grad_sync": grad_sync}
 
 
-@pytest.mark.parametrize(("strategy", "layout", "workers", "hot"), STRATEGIES, ids=str)
+@pytest.mark.parametrize(("method", "layout", "workers", "hot"), STRATEGIES, ids=str)
 def test_a_killed_run_ends_with_the_same_bits(
-    lab: Lab, strategy: str, layout: dict[str, int], workers: int, hot: int | None
+    lab: Lab, method: str, layout: dict[str, int], workers: int, hot: int | None
 ) -> None:
-    changes = changes_of(strategy, layout)
-    where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
+    changes = changes_of(method, layout)
+    where = {"checkpoint": {"every": None if hot else 2, "in_memory_every": hot}}
     ended = lab.train({**changes, **where}, workers, faults=[fault(7, ranks=[workers - 1])])
     assert len(ended.kind(AttemptStarted)) == 2
     assert bool(ended.kind(InMemoryRestored)) == (hot is not None)

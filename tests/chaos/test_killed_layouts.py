@@ -15,13 +15,15 @@ LAYOUTS: list[Any] = [
     pytest.param({"replicate": 2, "shard": 2}, 4, marks=pytest.mark.slow),
     pytest.param({"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
 ]
-SMALL = {"model": {"args": {"layers": 2, "width": 32, "heads": 2}}}
-EXPERTS = {"model": {"build": "phalanx.models:moe", "args": {"layers": 2, "width": 32, "heads": 2, "experts": 4}}}
+SMALL = {"model": {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2}}}
+EXPERTS = {
+    "model": {"build": "phalanx.models:moe", "args": {"layers": 2, "hidden_size": 32, "num_heads": 2, "num_experts": 4}}
+}
 
 
 @pytest.mark.parametrize(("layout", "workers"), LAYOUTS, ids=lambda value: str(value))
 def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], workers: int) -> None:
-    changes = {**SMALL, "layout": layout}
+    changes = {**SMALL, "parallelism": layout}
     ended = lab.train(changes, workers, faults=[fault(7, ranks=[workers - 1])])
     assert len(ended.kind(AttemptStarted)) == 2
     assert ended.digest == lab.reference(changes, workers).digest
@@ -29,7 +31,7 @@ def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], 
 
 @pytest.mark.slow
 def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
-    changes = {**EXPERTS, "layout": {"shard": 2, "expert": 2}}
+    changes = {**EXPERTS, "parallelism": {"shard": 2, "expert": 2}}
     ended = lab.train(changes, 2, faults=[fault(7, ranks=[0])])
     assert ended.digest == lab.reference(changes, 2).digest
 
@@ -37,8 +39,8 @@ def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_only(lab: Lab) -> None:
     run = lab.place()
-    lab.lose({**SMALL, "layout": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])
-    ended = lab.train({**SMALL, "layout": {"tensor": 2}}, 2, run)
+    lab.lose({**SMALL, "parallelism": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])
+    ended = lab.train({**SMALL, "parallelism": {"tensor": 2}}, 2, run)
     first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0 < second < 7
     alone = lab.reference(SMALL, 1)

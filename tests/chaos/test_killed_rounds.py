@@ -18,33 +18,34 @@ from phalanx.run.event_types import (
 from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
 from phalanx.train.checkpoint.load import load_tensors
 
-SMALL = {"args": {"layers": 2, "width": 32, "heads": 2}}
+SMALL = {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2}}
 
 
 SLOW = fault(1, "slow", delay=0.03, attempt=None)
 """Steps so slow that a checkpoint is written before the next but one is done."""
 
 
-def changes_of(strategy: str, workers: int = 2, every: int = 3, **exchange: Any) -> Values:
+def changes_of(method: str, workers: int = 2, every: int = 3, **local_sgd: Any) -> Values:
     """Two buckets; with 12 steps, four rounds."""
-    values = {"strategy": strategy, "exact": "no", "bucket": 0.02, "every": every, "start": 0, **exchange}
-    return {"model": SMALL, "layout": {"replicate": workers}, "exchange": values}
+    values = {"method": method, "sync_every": every, "warmup_steps": 0, **local_sgd}
+    sync = {"determinism": "off", "grad_sync": {"bucket_mib": 0.02}, "local_sgd": values}
+    return {"model": SMALL, "parallelism": {"replicate": workers}, **sync}
 
 
 RUNS: list[Any] = [
-    pytest.param("local", {}, 2, None, marks=pytest.mark.slow),
-    ("diloco", {"wire": "int8"}, 2, None),
+    pytest.param("average", {}, 2, None, marks=pytest.mark.slow),
+    ("diloco", {"sync_dtype": "int8"}, 2, None),
     pytest.param("diloco", {}, 3, 2, marks=pytest.mark.slow),
-    pytest.param("local", {"wire": "bf16"}, 2, 3, marks=pytest.mark.slow),
+    pytest.param("average", {"sync_dtype": "bf16"}, 2, 3, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "exchange", "workers", "hot"), RUNS, ids=str)
+@pytest.mark.parametrize(("method", "local_sgd", "workers", "hot"), RUNS, ids=str)
 def test_a_killed_run_ends_with_the_same_bits(
-    lab: Lab, strategy: str, exchange: Values, workers: int, hot: int | None
+    lab: Lab, method: str, local_sgd: Values, workers: int, hot: int | None
 ) -> None:
-    changes = changes_of(strategy, workers, **exchange)
-    where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
+    changes = changes_of(method, workers, **local_sgd)
+    where = {"checkpoint": {"every": None if hot else 2, "in_memory_every": hot}}
     ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
     first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0
@@ -56,19 +57,22 @@ def test_a_killed_run_ends_with_the_same_bits(
 
 
 STREAMED: list[Any] = [
-    (2, {"wire": "int8"}, None),
+    (2, {"sync_dtype": "int8"}, None),
     pytest.param(3, {}, None, marks=pytest.mark.slow),
-    pytest.param(2, {"wire": "int8"}, 2, marks=pytest.mark.slow),
+    pytest.param(2, {"sync_dtype": "int8"}, 2, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("workers", "exchange", "hot"), STREAMED, ids=str)
+@pytest.mark.parametrize(("workers", "local_sgd", "hot"), STREAMED, ids=str)
 def test_a_run_that_is_killed_while_a_fragment_is_under_way_ends_with_the_same_bits(
-    lab: Lab, workers: int, exchange: Values, hot: int | None
+    lab: Lab, workers: int, local_sgd: Values, hot: int | None
 ) -> None:
     """One fragment leaves after steps 2, 6 and 10, the other after 4, 8 and 12; each lands a step later."""
-    changes = {**changes_of("diloco", workers, every=4, fragments=2, delay=1, **exchange), "evaluate": {"every": 6}}
-    where = {"recovery": {"hot": hot}, "checkpoint": {"every": None if hot else 2}}
+    changes = {
+        **changes_of("diloco", workers, every=4, num_fragments=2, sync_delay=1, **local_sgd),
+        "evaluation": {"every": 6},
+    }
+    where = {"checkpoint": {"every": None if hot else 2, "in_memory_every": hot}}
     ended = lab.train({**changes, **where}, workers, faults=[SLOW, fault(8, ranks=[workers - 1])])
     first, second = (event.start_step for event in ended.kind(AttemptStarted))
     assert first == 0
@@ -86,8 +90,8 @@ def test_a_run_that_is_killed_while_a_fragment_is_under_way_ends_with_the_same_b
 
 
 def test_a_checkpoint_has_what_was_under_way(lab: Lab) -> None:
-    changes, run = changes_of("diloco", every=4, fragments=2, delay=1), lab.place()
-    lab.train({**changes, "checkpoint": {"every": 6, "keep": 3}, "evaluate": {"every": 6}}, 2, run, faults=[SLOW])
+    changes, run = changes_of("diloco", every=4, num_fragments=2, sync_delay=1), lab.place()
+    lab.train({**changes, "checkpoint": {"every": 6, "keep": 3}, "evaluation": {"every": 6}}, 2, run, faults=[SLOW])
     flying = {
         step_of(path): {name for name in read_manifest(path).tensors if name.startswith("exchange/flying/")}
         for path in list_checkpoints(run.checkpoints)
@@ -96,9 +100,9 @@ def test_a_checkpoint_has_what_was_under_way(lab: Lab) -> None:
     assert not flying[12]
 
 
-@pytest.mark.parametrize("strategy", ["diloco", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_run_that_is_stopped_in_the_middle_of_a_round_goes_on_with_it(lab: Lab, strategy: str) -> None:
-    changes, run = changes_of(strategy, every=5), lab.place()
+@pytest.mark.parametrize("method", ["diloco", pytest.param("average", marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_in_the_middle_of_a_round_goes_on_with_it(lab: Lab, method: str) -> None:
+    changes, run = changes_of(method, every=5), lab.place()
     stopped = lab.train(changes, 2, run, faults=[fault(6, "term", ranks=[1])])
     assert stopped.code == ExitCode.UNFINISHED
     assert saved(stopped) % 5
@@ -113,7 +117,9 @@ def saved(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("streams", [{}, pytest.param({"fragments": 2, "delay": 1}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "streams", [{}, pytest.param({"num_fragments": 2, "sync_delay": 1}, marks=pytest.mark.slow)], ids=str
+)
 def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Values, workers: int) -> None:
     """Those who were two were stopped in the middle of a round."""
     run = lab.place()
@@ -127,7 +133,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(lab: Lab, streams: Valu
 
 def test_what_falls_due_within_a_round_is_done_at_its_end(lab: Lab) -> None:
     """Every 5 and every 4 steps, in rounds of 3."""
-    ended = lab.reference(changes_of("local"), 2)
+    ended = lab.reference(changes_of("average"), 2)
     assert [event.step for event in ended.kind(EvaluationDone)] == [6, 12]
     skipped = [event for event in ended.kind(RunWarning) if event.text.startswith("step 9: not saved")]  # a slow disk
     assert [event.step for event in ended.kind(CheckpointSaved)] == [6, *([] if skipped else [9]), 12]
@@ -146,16 +152,16 @@ def test_a_checkpoint_has_a_row_for_each_worker_of_what_is_its_own(lab: Lab) -> 
         assert tensors[f"exchange/worker/optimizer/{name}/step"].tolist() == [12.0, 12.0]
 
 
-@pytest.mark.parametrize("strategy", ["local", pytest.param("diloco", marks=pytest.mark.slow)])
-def test_it_learns_no_worse_than_synchronous_training(lab: Lab, strategy: str) -> None:
+@pytest.mark.parametrize("method", ["average", pytest.param("diloco", marks=pytest.mark.slow)])
+def test_it_learns_no_worse_than_synchronous_training(lab: Lab, method: str) -> None:
     together = lab.reference({"model": SMALL}, 1).losses
-    apart = lab.reference(changes_of(strategy), 2).losses
+    apart = lab.reference(changes_of(method), 2).losses
     assert apart[0] == pytest.approx(together[0])
     assert apart[-1] < 1.05 * together[-1] < 0.9 * together[0]
 
 
 def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab) -> None:
-    ended = lab.reference({**changes_of("local"), "task": "lab_tasks:OverflowsOnOne"}, 2)
+    ended = lab.reference({**changes_of("average"), "task": "lab_tasks:OverflowsOnOne"}, 2)
     (guard,) = ended.kind(NonFiniteStep)
     assert (guard.step, guard.reason, guard.action) == (1, "non-finite gradient", "skip")
     tensors = load_tensors(max(list_checkpoints(ended.run.checkpoints), key=step_of))
@@ -166,7 +172,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all(lab: Lab)
 
 @pytest.mark.slow
 def test_workers_lower_the_loss_scale_of_fp16_together(lab: Lab) -> None:
-    changes = {**changes_of("local"), "precision": "fp16", "task": "lab_tasks:Loud"}
+    changes = {**changes_of("average"), "precision": "fp16", "task": "lab_tasks:Loud"}
     ended = lab.train(changes, 2, faults=[fault(8, ranks=[1])])
     assert ended.kind(NonFiniteStep)
     assert ended.digest == lab.reference(changes, 2).digest

@@ -13,9 +13,9 @@ VARIANTS: dict[str, Values] = {
     "accumulation": {},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "task": "lab_tasks:Loud"},
-    "muon": {"optim": {"name": "muon"}},
+    "muon": {"optimizer": {"name": "muon"}},
     "dropout": {"model": {"args": {"dropout": 0.2}}},
-    "small-buckets": {"exchange": {"bucket": 0.004}, "optim": {"name": "sgd", "lr": 0.1}},
+    "small-buckets": {"grad_sync": {"bucket_mib": 0.004}, "optimizer": {"name": "sgd", "lr": 0.1}},
 }
 REPEATED = ("bf16", "muon")
 """Variants that differ from others in nothing that a kill could touch."""
@@ -47,7 +47,7 @@ def test_killed_twice_at_random_ends_in_the_same_weights(lab: Lab, variant: str,
 
 @pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_without_accumulation_too(lab: Lab, nproc: int) -> None:
-    changes = {"batch": {"micro": 12 // nproc}}
+    changes = {"batch": {"micro_size": 12 // nproc}}
     killed = lab.train(changes, nproc, faults=[fault(7, ranks=[nproc - 1], when="within", delay=0.005)])
     assert killed.digest == lab.reference(changes, nproc).digest
 
@@ -82,7 +82,7 @@ def test_killed_at_each_kind_of_boundary(lab: Lab, step: int) -> None:
     [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)],
 )
 def test_killed_during_a_save(lab: Lab, nproc: int, rank: int, delay: float) -> None:
-    changes = {"model": {"args": {"layers": 2, "width": 64}}}
+    changes = {"model": {"args": {"layers": 2, "hidden_size": 64}}}
     faults = [fault(4, ranks=[rank], when="saving", delay=delay)]
     faults.append(fault(8, ranks=[rank], attempt=1, when="saving", delay=delay))
     ended = lab.train(changes, nproc, faults=faults)
@@ -106,12 +106,12 @@ def test_killed_over_and_over_and_started_again_by_hand(lab: Lab, nproc: int) ->
 
 def test_progress_resets_the_count_of_failed_attempts(lab: Lab) -> None:
     faults = [fault(5, attempt=0), fault(6, attempt=1), fault(9, attempt=2), fault(10, attempt=3)]
-    ended = lab.train({"recovery": {"attempts": 2}}, 1, faults=faults)
+    ended = lab.train({"fault_tolerance": {"max_restarts": 2}}, 1, faults=faults)
     assert ended.digest == lab.reference({}, 1).digest
 
 
 def test_a_run_without_progress_is_given_up(lab: Lab) -> None:
-    ended = lab.train({"recovery": {"attempts": 3}}, 2, faults=[fault(2, ranks=[1], attempt=None)])
+    ended = lab.train({"fault_tolerance": {"max_restarts": 3}}, 2, faults=[fault(2, ranks=[1], attempt=None)])
     assert ended.code == 93
     assert ended.message is not None
     assert "worker 1 was killed by SIGKILL" in ended.message

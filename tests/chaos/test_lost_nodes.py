@@ -71,11 +71,11 @@ def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -
     ended = nodes.end(nodes.start(0), nodes.start(1))
     fine(lab, ended)
     assert faults_of(ended) == []
-    assert load_recipe(nodes.run.resolved).recipe.exchange.bucket == 1  # 25 on one
+    assert load_recipe(nodes.run.resolved).recipe.grad_sync.bucket_mib == 1  # 25 on one
 
 
 def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: Lab, nodes: Nodes) -> None:
-    nodes.count, nodes.changes = 3, {"recovery": {"silence": 6.0}}
+    nodes.count, nodes.changes = 3, {"fault_tolerance": {"hang_timeout_s": 6.0}}
     plan_faults(nodes.run, [fault(6, "block", ranks=[2])])
     ended = nodes.end(nodes.start(0), nodes.start(1), nodes.start(2))
     assert ended.digest == lab.reference({}, 3).digest
@@ -90,7 +90,7 @@ def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: 
 def test_a_node_whose_gpu_fails_in_every_attempt_leaves_alone_as_unfit(
     nodes: Nodes, rank: int, codes: list[int]
 ) -> None:
-    nodes.changes = {"recovery": {"attempts": 2}}
+    nodes.changes = {"fault_tolerance": {"max_restarts": 2}}
     plan_faults(nodes.run, [fault(1, "lose-gpu", ranks=[rank], attempt=None)])
     started = [nodes.start(0), nodes.start(1)]
     said = [process.communicate(timeout=60)[1] for process in started]

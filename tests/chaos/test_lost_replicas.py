@@ -1,5 +1,5 @@
-"""Replicas that are lost under `exact: replicas`: the others go on from memory, another takes the empty place, and the
-run ends in the weights that one process alone would have had."""
+"""Replicas that are lost under `determinism: elastic`: the others go on from memory, another takes the empty place, and
+the run ends in the weights that one process alone would have had."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 
-REPLICAS: Values = {"exchange": {"exact": "replicas"}}
-LONG: Values = {**REPLICAS, "steps": 70, "checkpoint": {"every": 40}, "evaluate": {"every": 20}}
+REPLICAS: Values = {"determinism": "elastic"}
+LONG: Values = {**REPLICAS, "steps": 70, "checkpoint": {"every": 40}, "evaluation": {"every": 20}}
 """So many steps that another worker takes its place before the last."""
 NOT_YET = {"step": 9, "rank": None, "moment": "", "hold": "lost", "world": 2}
 """A checkpoint that is not written before only one worker is left (`unwritten.py`)."""
@@ -58,7 +58,7 @@ def worlds(ended: Ended) -> list[int]:
 )
 def test_the_others_go_on_from_memory_and_another_takes_its_place(lab: Lab, nproc: int, rank: int, micro: int) -> None:
     """Four micro-batches on three workers: one of them does two."""
-    changes = {**LONG, "batch": {"micro": micro}}
+    changes = {**LONG, "batch": {"micro_size": micro}}
     ended = lab.train(changes, nproc, faults=[fault(7, ranks=[rank])])
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [nproc, nproc - 1, nproc]
@@ -79,7 +79,7 @@ def test_killed_at_any_moment_of_a_step_ends_in_the_same_weights(lab: Lab, seed:
 
 def test_a_router_counts_no_token_of_a_step_that_was_given_up(lab: Lab) -> None:
     """Its counts are in no checkpoint, and decide the next step's gradients."""
-    changes = {**REPLICAS, "model": {"build": "phalanx.models:moe", "args": {"experts": 4}}}
+    changes = {**REPLICAS, "model": {"build": "phalanx.models:moe", "args": {"num_experts": 4}}}
     second = fault(8, ranks=[0], when="within", delay=0.02)
     ended = lab.train(changes, 2, faults=[fault(4, ranks=[1], when="within", delay=0.02), second])
     assert ended.digest == lab.reference(changes, 1).digest
@@ -101,7 +101,7 @@ def test_killed_at_the_end_of_the_run(lab: Lab, seed: int) -> None:
 @pytest.mark.parametrize("hot", [None, 3])
 def test_killed_again_and_again(lab: Lab, hot: int | None) -> None:
     """Whoever is youngest, as soon as it has worked; with hot copies, one of which may be under way."""
-    ended = lab.train({**LONG, "recovery": {"hot": hot}}, 2, show=killing_the_youngest(2, 6))
+    ended = lab.train({**LONG, "checkpoint": {"every": 40, "in_memory_every": hot}}, 2, show=killing_the_youngest(2, 6))
     assert ended.digest == lab.reference(LONG, 1).digest
     assert len(ended.kind(WorkerFailure)) >= 4
 
@@ -139,7 +139,7 @@ def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: 
         if isinstance(event, StepDone) and begun and event.time > begun[0] + READY and victims:
             os.kill(victims.pop(), signal.SIGKILL)
 
-    changes = {**REPLICAS, "steps": 70, "checkpoint": {"every": 9}, "evaluate": {"every": 71}}
+    changes = {**REPLICAS, "steps": 70, "checkpoint": {"every": 9}, "evaluation": {"every": 71}}
     slow = fault(9, "slow", delay=0.06)
     both = {**changes, "callbacks": [FAULTS, "unwritten:Unwritten"]}
     ended = lab.train(both, 3, run, faults=[fault(10, ranks=[2]), slow], show=show, folder=folder)
@@ -187,7 +187,7 @@ def test_what_it_cost_stands_in_the_ledger(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_a_lost_node_comes_back_while_the_others_train(lab: Lab, nodes: Nodes) -> None:  # noqa: F811
-    nodes.changes = {**LONG, "steps": 1500, "checkpoint": {"every": 1000}, "evaluate": {"every": None}}
+    nodes.changes = {**LONG, "steps": 1500, "checkpoint": {"every": 1000}, "evaluation": {"every": None}}
     leader, member = nodes.start(0), nodes.start(1)
     wait_until(lambda: nodes.run.events.exists() and '"step": 20,' in nodes.run.events.read_text(), 30, "step 20")
     member.send_signal(signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Replicas that several workers hold together, under `exact: replicas`: when one of these is lost, the other replicas
+"""Replicas that several workers hold together, under `determinism: elastic`: when one of these is lost, the other
+replicas
 go on from memory, another replica takes the empty place, and the run ends in the weights of one that lost nothing."""
 
 import json
@@ -10,14 +11,14 @@ import pytest
 from lab import FAULTS, Ended, Lab, Values, alive, fault, killing_the_youngest, merged
 from phalanx.run.event_types import AttemptStarted, EvaluationDone, InMemoryRestored, StepDone, WorkerFailure
 
-PAIRS: Values = {"exchange": {"exact": "replicas"}, "layout": {"replicate": 2, "shard": 2}}
-LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluate": {"every": 10}}
+PAIRS: Values = {"determinism": "elastic", "parallelism": {"replicate": 2, "shard": 2}}
+LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluation": {"every": 10}}
 """So many steps that another replica takes the place before the last."""
 
 
 def undisturbed(lab: Lab, changes: Values) -> Ended:
     """One replica alone."""
-    return lab.reference({**changes, "layout": {"shard": 2}}, 2)
+    return lab.reference({**changes, "parallelism": {"shard": 2}}, 2)
 
 
 def worlds(ended: Ended) -> list[int]:
@@ -42,7 +43,7 @@ def assert_nothing_was_lost(lab: Lab, ended: Ended, changes: Values) -> None:
     ids=["last", "leader", "three"],
 )
 def test_the_others_go_on_from_memory_and_another_replica_takes_its_place(lab: Lab, replicate: int, rank: int) -> None:
-    changes = {**LONG, "layout": {"replicate": replicate, "shard": 2}}
+    changes = {**LONG, "parallelism": {"replicate": replicate, "shard": 2}}
     ended = lab.train(changes, 2 * replicate, faults=[fault(7, ranks=[rank])])
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [2 * replicate, 2 * replicate - 2, 2 * replicate]
@@ -95,7 +96,7 @@ def test_a_step_that_one_position_has_done_and_the_other_has_not_is_done_from_th
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "muon", "sgd"])
 def test_whatever_the_optimizer_keeps_goes_along(lab: Lab, name: str) -> None:
-    changes = merged(LONG, {"optim": {"name": name, "lr": 3e-3}})
+    changes = merged(LONG, {"optimizer": {"name": name, "lr": 3e-3}})
     ended = lab.train(changes, 4, faults=[fault(7, ranks=[1])])
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [4, 2, 4]

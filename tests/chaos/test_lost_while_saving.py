@@ -1,5 +1,5 @@
-"""A replica that is lost while a checkpoint is being written, under `exact: replicas`: the others go on from memory,
-end the checkpoint if the lost one had done its part and save anew if not, and no half-made one is left."""
+"""A replica that is lost while a checkpoint is being written, under `determinism: elastic`: the others go on from
+memory, end the checkpoint if the lost one had done its part and save anew if not, and no half-made one is left."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ from phalanx.run.event_types import (
 )
 from phalanx.train.checkpoint import checkpoint_name, digest_checkpoint, list_checkpoints, step_of, verify
 
-WHOLE: Values = {"exchange": {"exact": "replicas"}, "steps": 18, "checkpoint": {"every": 9}, "evaluate": {"every": 20}}
+WHOLE: Values = {"determinism": "elastic", "steps": 18, "checkpoint": {"every": 9}, "evaluation": {"every": 20}}
 """Nothing else is due while one checkpoint is written, however slow this machine is."""
-PAIRS: Values = {**WHOLE, "layout": {"replicate": 2, "shard": 2}}
+PAIRS: Values = {**WHOLE, "parallelism": {"replicate": 2, "shard": 2}}
 UNWRITTEN: Values = {"callbacks": [FAULTS, "unwritten:Unwritten"]}
 worlds = pytest.mark.parametrize(
     ("changes", "nproc", "rank"),
@@ -50,8 +50,8 @@ def train(
 
 def undisturbed(lab: Lab, changes: Values) -> Ended:
     """One replica alone."""
-    size = changes.get("layout", {}).get("shard", 1)
-    return lab.reference({**changes, "layout": {"shard": size}}, size)
+    size = changes.get("parallelism", {}).get("shard", 1)
+    return lab.reference({**changes, "parallelism": {"shard": size}}, size)
 
 
 def saved(ended: Ended) -> list[int]:
@@ -75,7 +75,7 @@ def assert_the_others_went_on(lab: Lab, ended: Ended, changes: Values, nproc: in
     assert ended.losses == reference.losses
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 19))  # none was done again
     first, second, *_ = ended.kind(AttemptStarted)
-    assert (first.world_size, second.world_size) == (nproc, nproc - changes.get("layout", {}).get("shard", 1))
+    assert (first.world_size, second.world_size) == (nproc, nproc - changes.get("parallelism", {}).get("shard", 1))
     assert second.attempt == len(ended.kind(WorkerFailure)) == 1
     assert len([event for event in ended.kind(WorkerStarted) if not event.joins_late]) == nproc
     assert_whole(ended)
@@ -148,7 +148,7 @@ def test_lost_in_the_last_save_of_the_run(lab: Lab, changes: Values, nproc: int,
 @worlds
 def test_lost_while_all_wait_to_save_what_is_the_best_so_far(lab: Lab, changes: Values, nproc: int, rank: int) -> None:
     """What was evaluated is not evaluated again: it would not be better than itself."""
-    changes, mates = merged(changes, {"evaluate": {"every": 12}}), [2] if changes is PAIRS else []
+    changes, mates = merged(changes, {"evaluation": {"every": 12}}), [2] if changes is PAIRS else []
     ended = train(lab, changes, nproc, step=9, rank=rank, moment="evaluated", hold="lost", mates=mates)
     assert_the_others_went_on(lab, ended, changes, nproc)
     assert (saved(ended), given_up(ended)) == ([9, 12, 18], [])
@@ -159,7 +159,7 @@ def test_lost_while_all_wait_to_save_what_is_the_best_so_far(lab: Lab, changes: 
 @pytest.mark.parametrize(("nproc", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_lost_while_all_wait_to_go_back(lab: Lab, folder: Path, nproc: int, rank: int) -> None:  # noqa: F811
     """To the checkpoint that is being written; those who are left do, where they met without it."""
-    changes = merged(POISONED, {"steps": 18, "checkpoint": {"every": 9}, "evaluate": {"every": 20}})
+    changes = merged(POISONED, {"steps": 18, "checkpoint": {"every": 9}, "evaluation": {"every": 20}})
     poison(lab, folder, [(10, 0), (11, 5), (12, 11)])
     ended = train(lab, changes, nproc, folder=folder, step=9, rank=rank, moment="guarded", hold="lost")
     assert ended.digest == lab.train(changes, 1, folder=folder).digest
@@ -172,7 +172,7 @@ def test_lost_while_all_wait_to_go_back(lab: Lab, folder: Path, nproc: int, rank
 
 def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
     """There is only the checkpoint of before."""
-    changes = {**WHOLE, "steps": 27, "evaluate": {"every": 28}}
+    changes = {**WHOLE, "steps": 27, "evaluation": {"every": 28}}
     ended = train(lab, changes, 2, step=18, rank=1, moment="within", hold=9, faults=(fault(22, ranks=[0]),))
     assert ended.digest == undisturbed(lab, changes).digest
     assert "SIGKILL" in ended.kind(WorkerFailure)[-1].message
@@ -181,7 +181,7 @@ def test_the_last_is_lost_too_before_it_has_saved_anew(lab: Lab) -> None:
 
 
 def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
-    changes = {**WHOLE, "steps": 60, "checkpoint": {"every": 30}, "evaluate": {"every": 61}}
+    changes = {**WHOLE, "steps": 60, "checkpoint": {"every": 30}, "evaluation": {"every": 61}}
     last = fault(31, ranks=[0], when="told", delay=0.25)
     ended = train(lab, changes, 2, step=30, rank=1, moment="within", faults=(last,))
     assert ended.digest == undisturbed(lab, changes).digest
@@ -194,7 +194,7 @@ def test_the_last_is_lost_too_when_it_has_saved_anew(lab: Lab) -> None:
 @pytest.mark.parametrize("keep", [1, 3])
 def test_a_guard_goes_back_to_the_checkpoint_that_was_lost(lab: Lab, folder: Path, keep: int) -> None:  # noqa: F811
     """The one that was saved in its place is of another step: to come by the lost one, all start again before it."""
-    changes = merged(POISONED, {"steps": 24, "checkpoint": {"every": 8, "keep": keep}, "evaluate": {"every": 25}})
+    changes = merged(POISONED, {"steps": 24, "checkpoint": {"every": 8, "keep": keep}, "evaluation": {"every": 25}})
     poison(lab, folder, [(20, 0), (21, 5), (22, 11)])
     reference = lab.train(changes, 1, folder=folder)
     ended = train(lab, changes, 2, folder=folder, step=16, rank=1, moment="within")

@@ -65,7 +65,11 @@ def test_a_worker_that_leaves_with_0_in_the_middle_is_named_and_started_again(la
 
 
 def test_a_run_whose_worker_always_leaves_with_0_is_given_up_and_not_done(lab: Lab) -> None:
-    ended = lab.train({"recovery": {"attempts": 2, "hot": None}}, 1, faults=[fault(3, "vanish", attempt=None)])
+    ended = lab.train(
+        {"checkpoint": {"in_memory_every": None}, "fault_tolerance": {"max_restarts": 2}},
+        1,
+        faults=[fault(3, "vanish", attempt=None)],
+    )
     assert ended.code == ExitCode.GAVE_UP
     assert ended.result["status"] == "failed"
     assert "worker 0 left in step 3 with exit code 0" in str(ended.message)

@@ -11,7 +11,7 @@ from phalanx.errors import ExitCode, RecipeError
 from phalanx.recipe import load_recipe
 from phalanx.run.event_types import AttemptStarted, RunWarning
 
-AUTO: Values = {"task": "lab_tasks:Hungry", "batch": {"micro": "auto"}}
+AUTO: Values = {"task": "lab_tasks:Hungry", "batch": {"micro_size": "auto"}}
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def hungry(folder: Path, limit: int, **more: Any) -> None:
 
 
 def plain(micro: int, **changes: Any) -> Values:
-    return {"task": "lab_tasks:Plain", "batch": {"micro": micro}, **changes}
+    return {"task": "lab_tasks:Plain", "batch": {"micro_size": micro}, **changes}
 
 
 def chosen(ended: Ended) -> dict[str, Any]:
     """The choice of the micro-batch, as the plan tells it."""
     plan = ended.run.read_json(ended.run.plan) or {}
-    (choice,) = [choice for choice in plan["chosen"] if choice["key"] == "batch.micro"]
-    assert load_recipe(ended.run.resolved).recipe.batch.micro == choice["value"]
+    (choice,) = [choice for choice in plan["chosen"] if choice["key"] == "batch.micro_size"]
+    assert load_recipe(ended.run.resolved).recipe.batch.micro_size == choice["value"]
     return dict(choice)
 
 
@@ -66,10 +66,13 @@ def test_in_the_middle_of_a_run_it_goes_on_from_its_checkpoint(lab: Lab, folder:
 
 def test_also_under_replicas_with_a_word_about_the_digest(lab: Lab, folder: Path) -> None:
     hungry(folder, 1)
-    batch = {"global": 48, "micro": "auto"}  # two samples at once are chosen, which any of the common worlds can share
-    ended = lab.train({**AUTO, "exchange": {"exact": "replicas"}, "batch": batch, "steps": 3}, folder=folder)
+    batch = {
+        "global_size": 48,
+        "micro_size": "auto",
+    }  # two samples at once are chosen, which any of the common worlds can share
+    ended = lab.train({**AUTO, "determinism": "elastic", "batch": batch, "steps": 3}, folder=folder)
     assert chosen(ended)["value"] == 1
-    assert shrunk(ended)[0].endswith("also under exact: replicas, which holds for one micro-batch only")
+    assert shrunk(ended)[0].endswith("also under determinism: elastic, which holds for one micro-batch only")
 
 
 def test_a_later_start_keeps_the_smaller_micro_batch(lab: Lab, folder: Path) -> None:
@@ -78,15 +81,15 @@ def test_a_later_start_keeps_the_smaller_micro_batch(lab: Lab, folder: Path) -> 
     again = lab.train({**AUTO, "steps": 14}, run=ended.run, folder=folder)
     assert again.code == ExitCode.DONE
     assert len(shrunk(again)) == 1
-    assert load_recipe(again.run.resolved).recipe.batch.micro == 6
+    assert load_recipe(again.run.resolved).recipe.batch.micro_size == 6
 
 
 def test_a_micro_batch_that_was_given_ends_the_run_with_advice(lab: Lab, folder: Path) -> None:
     hungry(folder, 4)
-    ended = lab.train({**AUTO, "batch": {"micro": 12}}, folder=folder)
+    ended = lab.train({**AUTO, "batch": {"micro_size": 12}}, folder=folder)
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
-    assert ended.message.startswith("batch.micro: out of memory with micro-batches of 12; ")
+    assert ended.message.startswith("batch.micro_size: out of memory with micro-batches of 12; ")
     assert shrunk(ended) == []
 
 
@@ -114,5 +117,7 @@ def test_a_trial_that_the_kernel_kills_makes_the_next_smaller_be_tried_and_is_re
 
 def test_a_given_micro_batch_whose_trial_is_killed_is_an_error_and_no_crash(lab: Lab, folder: Path) -> None:
     hungry(folder, 4, trial=True)
-    with pytest.raises(RecipeError, match=r"a trial of 6 samples at once ran out of memory; batch.micro=4 would fit"):
-        lab.train({**AUTO, "batch": {"micro": 6}, "memory": {"recompute": "none"}}, folder=folder)
+    with pytest.raises(
+        RecipeError, match=r"a trial of 6 samples at once ran out of memory; batch.micro_size=4 would fit"
+    ):
+        lab.train({**AUTO, "batch": {"micro_size": 6}, "memory": {"activation_checkpointing": "none"}}, folder=folder)

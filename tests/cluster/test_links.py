@@ -105,7 +105,7 @@ def team(tmp_path: Path) -> Iterator[Team]:
 def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: Team) -> None:
     asked = {"turn": 1, "warmup": 2, "steps": 4, "local": 2}
     alone = team.turn({"contender": "none", **asked}, 60.0)
-    ours = team.turn({"contender": "allreduce", **asked}, 60.0)
+    ours = team.turn({"contender": "all-reduce", **asked}, 60.0)
     for one, other in zip(alone, ours, strict=True):
         assert len(one["seconds"]) == len(other["seconds"]) == 4
         assert sum(one["seconds"]) > 4 * 0.0299  # one by one they may be shorter: after a wait that was late

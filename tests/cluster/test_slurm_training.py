@@ -85,7 +85,7 @@ def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
 def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(
     rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
-    changes = {"exchange": {"exact": "replicas"}}
+    changes = {"determinism": "elastic"}
     found = ended(train(rig, lab, run, variables, started, changes), run, 90)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.reference(changes, 1).digest

@@ -28,7 +28,7 @@ def blocks(precision: str) -> dict[str, object]:
     from phalanx.train.parallel.blocks import find_blocks
     from phalanx.train.parallel.compiled import compile_blocks
 
-    model = transformer(vocab=512, sequence=256, layers=2, width=768, heads=12, activation="relu2").cuda()
+    model = transformer(vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2").cuda()
     if precision == "fp8":
         for layer in candidates(model, find_blocks(model)).values():
             compute_in_fp8(layer)
@@ -56,7 +56,9 @@ def accumulated(casts: str) -> dict[str, object]:
     from phalanx.train.parallel.blocks import find_blocks
     from phalanx.train.parallel.compiled import compile_blocks
 
-    model = transformer(vocab=512, sequence=256, layers=2, width=768, heads=12, activation="relu2", tie=False).cuda()
+    model = transformer(
+        vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2", tie_embeddings=False
+    ).cuda()
     names = [*linear_in(model, find_blocks(model)), "head"] if casts == "once" else []
     layers = cast_once(model, names, torch.bfloat16)
     for layer in layers:

@@ -221,10 +221,10 @@ def test_a_worker_expands_segments_unless_the_allocator_is_configured_or_the_dri
 
 RECIPE = """
 name: tiny
-model: {build: "phalanx.models:transformer", args: {layers: 1, width: 32, heads: 2}}
-data: {source: {text: "*.txt"}, sequence: 16}
-batch: {global: 2}
-evaluate: {every: null, share: 0}
+model: {build: "phalanx.models:transformer", args: {layers: 1, hidden_size: 32, num_heads: 2}}
+data: {source: {text: "*.txt"}, seq_len: 16}
+batch: {global_size: 2}
+evaluation: {every: null, holdout_fraction: 0}
 steps: 2
 checkpoint: {every: null}
 """

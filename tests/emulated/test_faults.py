@@ -14,8 +14,8 @@ ILLEGAL_ADDRESS, ECC, OUT_OF_MEMORY = 700, 214, 2
 SHORT: Values = {
     "steps": 6,
     "checkpoint": {"every": 3},
-    "evaluate": {"every": 6},
-    "memory": {"recompute": "none", "loss": "whole"},
+    "evaluation": {"every": 6},
+    "memory": {"activation_checkpointing": "none", "chunked_loss": False},
 }
 
 
@@ -38,27 +38,27 @@ def test_a_gpu_that_fails_in_a_step_is_named_and_the_run_goes_on_to_the_same_bit
 
 
 def test_a_gpu_that_fails_in_every_attempt_makes_the_node_unfit(gpus: Lab) -> None:
-    changes: Values = {**SHORT, "recovery": {"attempts": 2}}
+    changes: Values = {**SHORT, "fault_tolerance": {"max_restarts": 2}}
     ended = gpus.train(changes, faults=[fault(1, "gpu", error=ECC, attempt=None)])
     assert ended.code == ExitCode.UNFIT_NODE
     assert ended.message is not None
     assert ended.message.endswith("no progress in 2 attempts: train on another machine, or reset the GPU")
 
 
-LONG: Values = {"data": {"source": {"text": "many.txt"}, "sequence": 128}}
+LONG: Values = {"data": {"source": {"text": "many.txt"}, "seq_len": 128}}
 """Activations of 12 samples take more than what the allocator holds for small tensors."""
 
 
 def test_a_micro_batch_without_memory_is_the_recipes_fault_and_a_smaller_one_is_named(gpus: Lab) -> None:
-    changes: Values = {**SHORT, **LONG, "batch": {"micro": 12}}
+    changes: Values = {**SHORT, **LONG, "batch": {"micro_size": 12}}
     ended = gpus.train(changes, faults=[fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
-    assert ended.message.startswith("batch.micro: out of memory with micro-batches of 12; 6 would fit")
+    assert ended.message.startswith("batch.micro_size: out of memory with micro-batches of 12; 6 would fit")
 
 
 def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: Lab) -> None:
-    changes: Values = {**SHORT, **LONG, "batch": {"micro": "auto"}}
+    changes: Values = {**SHORT, **LONG, "batch": {"micro_size": "auto"}}
     ended = gpus.train(changes, faults=[fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
     assert ended.digest
     assert any("going on with micro-batches of" in event.text for event in ended.kind(RunWarning))
@@ -66,7 +66,7 @@ def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: Lab) 
 
 def test_a_gpu_that_fails_before_a_run_begins_is_told_in_a_sentence(gpus: Lab) -> None:
     """In the trials of a model that has not been tried yet, as the environment plans it."""
-    recipe = gpus.recipe_file({**SHORT, "model": {"args": {"layers": 1, "width": 48, "heads": 2}}})
+    recipe = gpus.recipe_file({**SHORT, "model": {"args": {"layers": 1, "hidden_size": 48, "num_heads": 2}}})
     variables = {"NULLGPU_FAIL": f"{ECC},3"}
     with gpus.start("train", recipe, "--run", gpus.place().path, variables=variables) as process:
         _, errors = process.communicate(timeout=200)

@@ -24,8 +24,8 @@ from emulator import build, environment
 SHORT: Values = {
     "steps": 6,
     "checkpoint": {"every": 3},
-    "evaluate": {"every": 6},
-    "memory": {"recompute": "none", "loss": "whole"},
+    "evaluation": {"every": 6},
+    "memory": {"activation_checkpointing": "none", "chunked_loss": False},
 }
 NVLINK, OUT_OF_MEMORY = 220, 2
 SOON = 40.0
@@ -76,7 +76,7 @@ def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_b
 @pytest.mark.slow
 def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: Lab) -> None:
     """On CPUs the others would go on from memory; NCCL's communicators cannot be left while a peer is gone."""
-    changes: Values = {**SHORT, "exchange": {"exact": "replicas"}}
+    changes: Values = {**SHORT, "determinism": "elastic"}
     ended = gpus.train(changes, 2, faults=[in_a_collective(signal.SIGKILL, 1)])
     assert [(event.start_step, event.world_size) for event in ended.kind(AttemptStarted)] == [(0, 2), (3, 2)]
     assert ended.digest == gpus.reference(changes, 1).digest
@@ -85,12 +85,12 @@ def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: L
 @pytest.mark.slow
 def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: Lab) -> None:
     """The other one waits in a collective that will not come."""
-    changes: Values = {**SHORT, "data": {"source": {"text": "many.txt"}, "sequence": 128}, "batch": {"micro": 6}}
+    changes: Values = {**SHORT, "data": {"source": {"text": "many.txt"}, "seq_len": 128}, "batch": {"micro_size": 6}}
     planned = fault(0, "gpu", error=OUT_OF_MEMORY, when="start", ranks=[1])
     ended = gpus.train(changes, 2, faults=[planned])
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
-    assert ended.message.startswith("batch.micro: out of memory with micro-batches of 6; 3 would fit")
+    assert ended.message.startswith("batch.micro_size: out of memory with micro-batches of 6; 3 would fit")
     assert max(after.time - before.time for before, after in pairwise(ended.events)) < SOON
 
 

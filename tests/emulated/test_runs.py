@@ -19,23 +19,23 @@ if not torch.version.cuda:
 SHORT: Values = {
     "steps": 6,
     "checkpoint": {"every": 3},
-    "evaluate": {"every": 6},
-    "memory": {"recompute": "none", "loss": "whole"},
+    "evaluation": {"every": 6},
+    "memory": {"activation_checkpointing": "none", "chunked_loss": False},
 }
 EXPERTS: Values = {
     "model": {
         "build": "phalanx.models:moe",
-        "args": {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1},
+        "args": {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_experts": 4, "dense_layers": 1},
     }
 }
-GATHERED: Values = {"model": {"args": {"heads": 1}}, "memory": {"recompute": "selective"}}
+GATHERED: Values = {"model": {"args": {"num_heads": 1}}, "memory": {"activation_checkpointing": "selective"}}
 """A single head cannot be divided by 2, so keys and values travel; attention's bias is made within torch's mode."""
 STAGES: Values = {"model": {"args": {"layers": 2}}}
-DOCUMENTS: Values = {"data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"}}
+DOCUMENTS: Values = {"data": {"source": [{"jsonl": "documents.jsonl"}], "document_masking": True}}
 LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
     "replicate 2": ({}, {"replicate": 2}, 2),
     "shard 2": ({}, {"shard": 2}, 2),
-    "shard 2 with 8-bit AdamW": ({"optim": {"state": "8bit"}}, {"shard": 2}, 2),
+    "shard 2 with 8-bit AdamW": ({"optimizer": {"state_dtype": "int8"}}, {"shard": 2}, 2),
     "shard 2 x replicate 2": ({}, {"shard": 2, "replicate": 2}, 4),
     "tensor 2": ({}, {"tensor": 2}, 2),
     "pipeline 2": (STAGES, {"pipeline": 2}, 2),
@@ -43,13 +43,16 @@ LAYOUTS: Mapping[str, tuple[Values, Values, int]] = {
     "context 2, gathered, selective recompute": (GATHERED, {"context": 2}, 2),
     "expert 2 x shard 2": (EXPERTS, {"expert": 2, "shard": 2}, 2),
 }
-EXACT = ("ring", "tree", "halving", "server", "sharded-server", "hierarchical")
+EXACT = (
+    *("ring", "binomial-tree", "recursive-halving", "parameter-server"),
+    *("sharded-parameter-server", "hierarchical"),
+)
 LOSSY: Mapping[str, Values] = {
-    "bf16": {},
-    "int8": {},
-    "powersgd": {"start": 1},
-    "local": {"every": 3, "start": 1},
-    "diloco": {"every": 3, "start": 1},
+    "bf16": {"grad_sync": {"compression": "bf16"}},
+    "int8": {"grad_sync": {"compression": "int8"}},
+    "powersgd": {"grad_sync": {"compression": "powersgd", "warmup_steps": 1}},
+    "average": {"local_sgd": {"method": "average", "sync_every": 3, "warmup_steps": 1}},
+    "diloco": {"local_sgd": {"method": "diloco", "sync_every": 3, "warmup_steps": 1}},
 }
 
 
@@ -90,8 +93,8 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
         pytest.param({}, id="fp32"),
         pytest.param({"precision": "fp16"}, id="fp16"),
         pytest.param({"precision": "bf16"}, id="bf16"),
-        pytest.param(merged(DOCUMENTS, {"memory": {"loss": "chunked"}}), id="documents, chunked loss"),
-        pytest.param({"adapter": {"rank": 4}}, id="adapter"),
+        pytest.param(merged(DOCUMENTS, {"memory": {"chunked_loss": True}}), id="documents, chunked loss"),
+        pytest.param({"lora": {"rank": 4}}, id="adapter"),
     ],
 )
 def test_one_gpu_has_the_losses_of_a_cpu(gpus: Lab, cpu: Lab, changes: Values) -> None:
@@ -134,34 +137,37 @@ def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_the
 def test_a_layout_has_the_losses_of_one_gpu(gpus: Lab, name: str) -> None:
     changes, layout, world = LAYOUTS[name]
     alone = gpus.reference(short(changes))
-    ended = gpus.train(short({**changes, "layout": layout}), world)
+    ended = gpus.train(short({**changes, "parallelism": layout}), world)
     assert ended.code == 0, ended.message
     assert ended.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
 def test_one_and_two_gpus_have_the_same_bits_where_replicas_are_exact(gpus: Lab) -> None:
-    changes = short({"exchange": {"exact": "replicas"}})
+    changes = short({"determinism": "elastic"})
     assert gpus.train(changes, 2).digest == gpus.train(changes, 1).digest
 
 
 def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bits(gpus: Lab) -> None:
     alone, scaled_first = gpus.reference(short()), gpus.reference(short(SCALED_FIRST))
-    assert gpus.train(short(merged(SCALED_FIRST, {"memory": {"offload": "optimizer"}}))).digest == scaled_first.digest
-    assert gpus.train(short({"memory": {"recompute": "full"}})).digest == alone.digest
+    assert gpus.train(short(merged(SCALED_FIRST, {"optimizer": {"offload": True}}))).digest == scaled_first.digest
+    assert gpus.train(short({"memory": {"activation_checkpointing": "full"}})).digest == alone.digest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", EXACT)
-def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, strategy: str) -> None:
-    allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
-    assert gpus.train(short({"exchange": {"exact": "world", "strategy": strategy}}), 2).digest == allreduce.digest
+@pytest.mark.parametrize("algorithm", EXACT)
+def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, algorithm: str) -> None:
+    allreduce = gpus.reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
+    assert (
+        gpus.train(short({"determinism": "fixed-world", "grad_sync": {"algorithm": algorithm}}), 2).digest
+        == allreduce.digest
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", LOSSY)
-def test_a_lossy_exchange_learns_as_allreduce_does(gpus: Lab, strategy: str) -> None:
-    allreduce = gpus.reference(short({"exchange": {"exact": "world", "strategy": "allreduce"}}), 2)
-    ended = gpus.train(short({"exchange": {"exact": "no", "strategy": strategy, **LOSSY[strategy]}}), 2)
+@pytest.mark.parametrize("method", LOSSY)
+def test_a_lossy_exchange_learns_as_allreduce_does(gpus: Lab, method: str) -> None:
+    allreduce = gpus.reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
+    ended = gpus.train(short({"determinism": "off", **LOSSY[method]}), 2)
     assert ended.code == 0, ended.message
     assert ended.losses != allreduce.losses
     assert ended.losses == pytest.approx(allreduce.losses, rel=2e-2)
@@ -175,9 +181,9 @@ def test_fp8_computes_something_else_than_bf16_and_learns(gpus: Lab) -> None:
     assert fp8.losses == pytest.approx(bf16.losses, rel=1e-2)
 
 
-SCALED_FIRST: Values = {"exchange": {"exact": "replicas"}}
+SCALED_FIRST: Values = {"determinism": "elastic"}
 """Gradients are multiplied before the update, as where it is done in host memory; else the update divides them."""
-QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
+QUICK: Values = {"batch": {"micro_size": 12}, "steps": 12}
 """The next update comes while a checkpoint is still copied."""
 
 
@@ -186,8 +192,8 @@ QUICK: Values = {"batch": {"micro": 12}, "steps": 12}
     ("changes", "world"),
     [
         pytest.param({}, 1, id="one GPU"),
-        pytest.param(merged(SCALED_FIRST, {"memory": {"offload": "optimizer"}}), 1, id="offload"),
-        pytest.param({"batch": {"micro": 6}, "layout": {"shard": 2}}, 2, id="shards"),
+        pytest.param(merged(SCALED_FIRST, {"optimizer": {"offload": True}}), 1, id="offload"),
+        pytest.param({"batch": {"micro_size": 6}, "parallelism": {"shard": 2}}, 2, id="shards"),
     ],
 )
 def test_copies_that_are_late_leave_the_bits(gpus: Lab, late_gpus: Lab, changes: Values, world: int) -> None:

@@ -95,7 +95,7 @@ def test_an_image_of_more_pixels_than_memory_holds_is_refused(tmp_path: Path, su
     (tmp_path / "pictures" / "class").mkdir(parents=True)
     path = tmp_path / "pictures" / "class" / f"a.{suffix}"
     image.new("1", (14_000, 14_000)).save(path)
-    assert "pixels" in refused(tmp_path, {"images": "pictures", "size": [8, 8]})
+    assert "pixels" in refused(tmp_path, {"images": "pictures", "image_size": [8, 8]})
 
 
 @pytest.mark.parametrize("header", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"BM"])
@@ -105,7 +105,7 @@ def test_sizes_that_a_header_only_claims_are_refused(tmp_path: Path, header: byt
     sizes = struct.pack("<IHHIIiiHHIIiiII", 10**9, 0, 0, 54, 40, 2**31 - 1, 2**31 - 1, 1, 24, 0, 0, 0, 0, 0, 0)
     rest = sizes if suffix == "bmp" else b"\x7f\xff\xff\xff" * 2 + b"\x08\x02\0\0\0" + bytes(100)
     (tmp_path / "pictures" / "class" / f"a.{suffix}").write_bytes(header + rest)
-    assert f"a.{suffix}" in refused(tmp_path, {"images": "pictures", "size": [8, 8]})
+    assert f"a.{suffix}" in refused(tmp_path, {"images": "pictures", "image_size": [8, 8]})
 
 
 @pytest.mark.parametrize("suffix", PACKERS)

@@ -188,7 +188,7 @@ def test_a_changed_image_is_an_image_or_refused_with_its_name(tmp_path: Path, su
     for _ in range(TRIED // 3):
         path.write_bytes(rng.choice([flipped, spliced, mutated])(content, rng))
         out = tmp_path / "out"
-        made, refused = attempt(lambda out=out: prepare(tmp_path, out, {"images": "pictures", "size": [8, 8]}))
+        made, refused = attempt(lambda out=out: prepare(tmp_path, out, {"images": "pictures", "image_size": [8, 8]}))
         assert made is not None or str(path) in refused, refused
         if made is not None:
             assert verify(out)["shards"] == 1

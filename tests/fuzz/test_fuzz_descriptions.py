@@ -15,15 +15,16 @@ from phalanx.recipe.text import parse, to_yaml
 
 TRIED = 150
 RECIPES: list[Any] = [
-    Recipe().model_dump(by_alias=True, mode="json"),
+    Recipe().model_dump(mode="json"),
     {
-        "model": {"build": "phalanx.models:moe", "args": {"experts": 4, "layers": 2}},
+        "model": {"build": "phalanx.models:moe", "args": {"num_experts": 4, "layers": 2}},
         "data": {"source": [{"text": ["a/*.txt", "b.txt"], "weight": 2}, {"prepared": "x"}], "tokenizer": {"bpe": 300}},
-        "adapter": {"rank": 4, "modules": ["a", "b.*"]},
-        "optim": {"scaling": {"rule": "sqrt", "base_batch": 8}, "betas": [0.9, 0.99]},
-        "layout": {"pipeline": 2, "stages": [1, 1]},
-        "exchange": {"strategy": "diloco", "outer": {"lr": 0.5}, "exact": "no"},
-        "recovery": {"hot": "2%"},
+        "lora": {"rank": 4, "target_modules": ["a", "b.*"]},
+        "optimizer": {"lr_scaling": {"rule": "sqrt", "base_batch_size": 8}, "betas": [0.9, 0.99]},
+        "parallelism": {"pipeline": 2, "layers_per_stage": [1, 1]},
+        "determinism": "off",
+        "local_sgd": {"method": "diloco", "outer_optimizer": {"lr": 0.5}},
+        "checkpoint": {"in_memory_every": "2%"},
     },
 ]
 CLUSTERS: list[Any] = [
@@ -89,6 +90,6 @@ def test_a_recipe_file_is_a_recipe_or_refused_with_its_name(tmp_path: Path) -> N
             assert refused.startswith(str(tmp_path / "recipe.yaml")), (content, refused)
             continue
         read += 1
-        values = recipe.model_dump(by_alias=True, mode="json")
+        values = recipe.model_dump(mode="json")
         assert Recipe.model_validate(parse(to_yaml(values), "again")[0]) == recipe, content
     assert read > 0 or SEED

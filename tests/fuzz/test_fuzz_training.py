@@ -20,18 +20,17 @@ from phalanx.recipe.text import to_yaml
 
 RECIPE = {
     "name": "tiny",
-    "model": {"args": {"layers": 1, "width": 16, "heads": 2}},
-    "data": {"source": {"text": "a.txt"}, "sequence": 8},
-    "evaluate": {"every": "2 steps", "samples": 4},
-    "batch": {"global": 4, "micro": 4},
+    "model": {"args": {"layers": 1, "hidden_size": 16, "num_heads": 2}},
+    "data": {"source": {"text": "a.txt"}, "seq_len": 8},
+    "evaluation": {"every": "2 steps", "max_samples": 4},
+    "batch": {"global_size": 4, "micro_size": 4},
     "precision": "fp32",
     "compile": False,
-    "layout": {},
-    "threads": 1,
+    "parallelism": {},
+    "num_threads": 1,
     "steps": 3,
-    "checkpoint": {"every": "2 steps"},
-    "recovery": {"hot": None},
-    "optim": {"lr": 0.01, "schedule": {"warmup": 1}},
+    "checkpoint": {"every": "2 steps", "in_memory_every": None},
+    "optimizer": {"lr": 0.01, "schedule": {"warmup_steps": 1}},
 }
 OURS = {ExitCode.DONE, ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE}
 TRIED = 2 if SEED == 0 else 6

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from phalanx import cli
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Adapter
+from phalanx.recipe.schema import LoraConfig
 from phalanx.train.checkpoint import Piece, Saver, digest_checkpoint, load_tensors, newest_good, read_manifest, verify
 from phalanx.train.checkpoint.format import _sidecar
 from phalanx.train.exchange.choice import Choice, Seen
@@ -99,7 +99,7 @@ def test_a_strangers_manifest_is_read_within_its_folder_or_refused(checkpoint: P
 
 
 def test_strange_numbers_of_a_checkpoint_are_refused() -> None:
-    whole = asdict(Progress(3, 36, 100, last_loss=1.5, exchange=Choice("allreduce", 2, {"int8": Seen(1.0, 0.5, 0.2)})))
+    whole = asdict(Progress(3, 36, 100, last_loss=1.5, exchange=Choice("all-reduce", 2, {"int8": Seen(1.0, 0.5, 0.2)})))
     assert asdict(Progress.from_meta(whole)) == whole
     rng = hand("progress")
     for _ in range(4 * TRIED):
@@ -182,7 +182,7 @@ def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
 ) -> None:
     """Neither its numbers, nor what model and recipe it says that it is of."""
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
-    recipe = Recipe(adapter=Adapter()).model_dump(mode="json", by_alias=True)
+    recipe = Recipe(lora=LoraConfig()).model_dump(mode="json")
     origin = {"directory": "/nowhere", "config": {"model_type": "x"}, "tied": {}, "names": {}, "converted": []}
     model = {"build": "phalanx.models:transformer", "args": {"layers": 1}, "huggingface": origin}
     meta = {"step": 2, "samples": 2, "model": model, "recipe": recipe}

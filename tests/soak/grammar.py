@@ -20,9 +20,13 @@ SEQUENCE_MODELS = {
 }
 IMAGE_MODELS = {"phalanx.models:resnet": 1, "soak_models:normalised": 1}
 CHANGED_BY_FORWARD = ("lab_models:Stateful", "soak_models:normalised")
-FIXED_ORDER = ("ring", "tree", "halving", "server", "sharded-server", "hierarchical", "allreduce")
-ROUNDED = ("bf16", "int8", "powersgd", "local", "diloco")
-"""Strategies that keep their bits on the same number of workers, though they promise nothing beyond it."""
+FIXED_ORDER = (
+    *("ring", "binomial-tree", "recursive-halving", "parameter-server", "sharded-parameter-server"),
+    *("hierarchical", "all-reduce"),
+)
+ROUNDED = ("bf16", "int8", "powersgd", "average", "diloco")
+"""Compressions and methods of local SGD that keep their bits on the same number of workers, though they promise nothing
+beyond it."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,21 @@ class Drawn:
 
     def __str__(self) -> str:
         recipe = self.recipe
-        exchange, optim = recipe["exchange"], recipe["optim"]
+        optim = recipe["optimizer"]
         words = [recipe["model"]["build"].partition(":")[2], optim["name"], recipe["precision"]]
-        words += [f"exact={exchange['exact']}", exchange.get("strategy", "auto")]
-        layout = recipe.get("layout", "auto")
+        words += [f"determinism={recipe['determinism']}", method_of(recipe)]
+        layout = recipe.get("parallelism", "auto")
         words.append(layout if layout == "auto" else ",".join(f"{name}={value}" for name, value in layout.items()))
         where = "queue" if self.queue else f"{self.nodes} nodes" if self.nodes > 1 else "here"
         return f"{' '.join(words)}; {'/'.join(map(str, self.others))} workers, {where}"
+
+
+def method_of(recipe: Values) -> str:
+    """How workers of a recipe agree: a method of local SGD, a compression or an algorithm."""
+    if recipe.get("local_sgd"):
+        return str(recipe["local_sgd"]["method"])
+    grad_sync = recipe["grad_sync"]
+    return str(grad_sync.get("compression", grad_sync.get("algorithm", "auto")))
 
 
 def weighted(rng: random.Random, weights: dict[Any, float]) -> Any:
@@ -68,51 +80,57 @@ def drawn(rng: random.Random) -> Drawn:
     """The next recipe."""
     images = rng.random() < 0.15
     build = weighted(rng, IMAGE_MODELS if images else SEQUENCE_MODELS)
-    exact = weighted(rng, {"world": 5, "replicas": 4, "no": 3, "auto": 1})
-    if exact == "replicas" and build in CHANGED_BY_FORWARD and rng.random() < 0.9:  # which is refused
-        exact = "world"
+    determinism = weighted(rng, {"fixed-world": 5, "elastic": 4, "off": 3, "auto": 1})
+    if determinism == "elastic" and build in CHANGED_BY_FORWARD and rng.random() < 0.9:  # which is refused
+        determinism = "fixed-world"
     world = weighted(rng, {1: 3, 2: 10, 3: 1, 4: 1})
     steps = rng.randint(60, 200)
     recipe: Values = {
         "name": "soak",
         "model": _model(rng, build),
         "data": _image_data() if images else _text_data(rng),
-        "evaluate": _evaluation(rng, images),
+        "evaluation": _evaluation(rng, images),
         "batch": {
-            "global": 12,
-            "micro": weighted(rng, {1: 3, "auto": 2} if world > 2 else {1: 3, 2: 2, 3: 1, "auto": 2}),
+            "global_size": 12,
+            "micro_size": weighted(rng, {1: 3, "auto": 2} if world > 2 else {1: 3, 2: 2, 3: 1, "auto": 2}),
         },
         "steps": steps,
-        "optim": _optimizer(rng),
+        "optimizer": _optimizer(rng),
         "precision": weighted(rng, {"fp32": 6, "bf16": 4, "fp16": 0.5, "auto": 1}),
         "compile": False,
-        "threads": 1,
+        "num_threads": 1,
         "seed": rng.randrange(1000),
-        "memory": {"recompute": weighted(rng, {"auto": 2, "none": 2, "selective": 2, "full": 2})},
-        "exchange": {"exact": exact, **_exchange(rng, exact, world)},
-        "checkpoint": {"every": weighted(rng, {rng.randint(4, 25): 8, None: 1}), "keep": rng.randint(1, 3)},
-        "recovery": {"attempts": 6, "hot": weighted(rng, {"1%": 3, "20%": 1, None: 3, rng.randint(1, 7): 3})},
+        "memory": {"activation_checkpointing": weighted(rng, {"auto": 2, "none": 2, "selective": 2, "full": 2})},
+        "determinism": determinism,
+        **_synchronisation(rng, determinism, world),
+        "checkpoint": {
+            "every": weighted(rng, {rng.randint(4, 25): 8, None: 1}),
+            "keep": rng.randint(1, 3),
+            "in_memory_every": weighted(rng, {"1%": 3, "20%": 1, None: 3, rng.randint(1, 7): 3}),
+        },
+        "fault_tolerance": {"max_restarts": 6},
     }
     if images:
         recipe["task"] = "classification"
     else:
         ours = build == "phalanx.models:transformer"  # whose output layer has no bias
-        recipe["memory"]["loss"] = weighted(rng, {"auto": 2, "whole": 1, "chunked": 1 if ours else 0})
+        recipe["memory"]["chunked_loss"] = weighted(rng, {"auto": 2, False: 1, True: 1 if ours else 0})
         if build == "phalanx.models:transformer" and rng.random() < 0.15:
-            recipe["adapter"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
+            recipe["lora"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
     offloaded = rng.random() < 0.2
-    if offloaded and (recipe["optim"]["name"] in ("adamw", "sgd") or rng.random() < 0.1):  # others are refused
-        recipe["memory"]["offload"] = "optimizer"
+    if offloaded and (recipe["optimizer"]["name"] in ("adamw", "sgd") or rng.random() < 0.1):  # others are refused
+        recipe["optimizer"]["offload"] = True
     if build == "lab_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
-        recipe["data"]["documents"] = "join"
+        recipe["data"]["document_masking"] = False
     if world > 1 and rng.random() < 0.6:
-        recipe["layout"] = _layout(rng, build, world)
-        if exact == "replicas" and recipe["layout"].keys() - {"replicate", "shard"} and rng.random() < 0.9:
-            recipe["layout"] = {"replicate": world}
-        if "replicate" not in recipe["layout"] and rng.random() < 0.9:  # only replicas have other strategies
-            recipe["exchange"].pop("strategy", None)
-    elif exact == "replicas":
-        recipe["batch"]["micro"] = weighted(rng, {1: 3, "auto": 1})
+        recipe["parallelism"] = _layout(rng, build, world)
+        if determinism == "elastic" and recipe["parallelism"].keys() - {"replicate", "shard"} and rng.random() < 0.9:
+            recipe["parallelism"] = {"replicate": world}
+        if "replicate" not in recipe["parallelism"] and rng.random() < 0.9:  # only replicas have other methods
+            recipe["grad_sync"] = {"bucket_mib": recipe["grad_sync"].get("bucket_mib", "auto")}
+            recipe.pop("local_sgd", None)
+    elif determinism == "elastic":
+        recipe["batch"]["micro_size"] = weighted(rng, {1: 3, "auto": 1})
         return Drawn(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
     if recipe["checkpoint"]["every"] is not None and rng.random() < 0.2:
         if world == 2 and rng.random() < 0.6:
@@ -123,12 +141,12 @@ def drawn(rng: random.Random) -> Drawn:
 
 def _model(rng: random.Random, build: str) -> Values:
     if build == "phalanx.models:resnet":
-        return {"build": build, "args": {"width": 8, "blocks": [1, 1], "channels": 1}}
+        return {"build": build, "args": {"base_channels": 8, "blocks": [1, 1], "in_channels": 1}}
     if build == "soak_models:normalised":
-        return {"build": build, "args": {"channels": 1}}
-    args: Values = {"layers": rng.choice([1, 2, 4]), "width": 32, "heads": 2}
+        return {"build": build, "args": {"in_channels": 1}}
+    args: Values = {"layers": rng.choice([1, 2, 4]), "hidden_size": 32, "num_heads": 2}
     if build.endswith(("moe", "frozen_experts")):
-        args |= {"experts": 4}
+        args |= {"num_experts": 4}
     if rng.random() < 0.3:
         args["dropout"] = 0.1
     return {"build": build, "args": args}
@@ -138,8 +156,8 @@ def _text_data(rng: random.Random) -> Values:
     return {
         "source": {"text": "text-*.txt"},
         "tokenizer": "bytes" if rng.random() < 0.8 else {"bpe": 300},
-        "sequence": 32,
-        "documents": weighted(rng, {"join": 2, "separate": 1}),
+        "seq_len": 32,
+        "document_masking": weighted(rng, {False: 2, True: 1}),
     }
 
 
@@ -148,9 +166,13 @@ def _image_data() -> Values:
 
 
 def _evaluation(rng: random.Random, images: bool) -> Values:
-    found: Values = {"every": weighted(rng, {None: 1, 5: 1, 20: 3}), "share": 0.05, "samples": rng.choice([3, 6])}
+    found: Values = {
+        "every": weighted(rng, {None: 1, 5: 1, 20: 3}),
+        "holdout_fraction": 0.05,
+        "max_samples": rng.choice([3, 6]),
+    }
     if rng.random() < 0.15:
-        del found["share"]
+        del found["holdout_fraction"]
         found["source"] = _image_data()["source"] if images else {"text": "text-0.txt"}
     return found
 
@@ -159,34 +181,39 @@ def _optimizer(rng: random.Random) -> Values:
     found: Values = {
         "name": weighted(rng, {"adamw": 6, "sgd": 2, "muon": 2, "lars": 1, "lamb": 1}),
         "lr": 3e-3,
-        "clip": rng.choice([1.0, 1.0, None]),
+        "max_grad_norm": rng.choice([1.0, 1.0, None]),
         "schedule": {
-            "warmup": rng.choice([0, 5, 20]),
+            "warmup_steps": rng.choice([0, 5, 20]),
             "decay": rng.choice(["cosine", "linear", "poly", "step", "constant"]),
         },
     }
     if found["name"] == "adamw":
-        found["state"] = weighted(rng, {"fp32": 3, "bf16": 2, "8bit": 2})
+        found["state_dtype"] = weighted(rng, {"fp32": 3, "bf16": 2, "int8": 2})
     return found
 
 
-def _exchange(rng: random.Random, exact: str, world: int) -> Values:
-    if exact == "replicas" or world == 1 or rng.random() < 0.5:
-        return {"bucket": rng.choice(["auto", 0.01])} if exact != "no" else {"strategy": "allreduce"}
-    if exact != "no":
-        return {"strategy": rng.choice(FIXED_ORDER), "bucket": rng.choice(["auto", 0.01])}
-    strategy = rng.choice(ROUNDED)
-    found: Values = {"strategy": strategy}
-    if strategy in ("local", "diloco"):
-        found |= {
-            "every": rng.choice([3, 8]),
-            "start": rng.choice([0, 5]),
-            "wire": rng.choice(["fp32", "bf16", "int8"]),
+def _synchronisation(rng: random.Random, determinism: str, world: int) -> Values:
+    """`grad_sync`, and `local_sgd` for some."""
+    if determinism == "elastic" or world == 1 or rng.random() < 0.5:
+        fixed: Values = (
+            {"algorithm": "all-reduce"} if determinism == "off" else {"bucket_mib": rng.choice(["auto", 0.01])}
+        )
+        return {"grad_sync": fixed}
+    if determinism != "off":
+        return {"grad_sync": {"algorithm": rng.choice(FIXED_ORDER), "bucket_mib": rng.choice(["auto", 0.01])}}
+    method = rng.choice(ROUNDED)
+    if method in ("average", "diloco"):
+        found: Values = {
+            "method": method,
+            "sync_every": rng.choice([3, 8]),
+            "warmup_steps": rng.choice([0, 5]),
+            "sync_dtype": rng.choice(["fp32", "bf16", "int8"]),
         }
-        found |= {"fragments": rng.choice([1, 2]), "delay": rng.choice([0, 0, 1])} if found["every"] == 8 else {}
-    elif strategy == "powersgd":
-        found |= {"low_rank": rng.choice([1, 4]), "start": rng.choice([0, 10])}
-    return found
+        if found["sync_every"] == 8:
+            found |= {"num_fragments": rng.choice([1, 2]), "sync_delay": rng.choice([0, 0, 1])}
+        return {"grad_sync": {}, "local_sgd": found}
+    thin = {"powersgd_rank": rng.choice([1, 4]), "warmup_steps": rng.choice([0, 10])} if method == "powersgd" else {}
+    return {"grad_sync": {"compression": method, **thin}}
 
 
 def _layout(rng: random.Random, build: str, world: int) -> Values:
@@ -201,5 +228,5 @@ def _layout(rng: random.Random, build: str, world: int) -> Values:
     if kind == "shard" and "moe" in build and world == 2:
         found["expert"] = rng.choice([1, 2])
     if kind == "pipeline":
-        found["schedule"] = rng.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
+        found["pipeline_schedule"] = rng.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
     return found

@@ -257,7 +257,7 @@ def faults_for(what: Drawn, rng: random.Random) -> tuple[Fault, ...]:
         recipe["steps"],
         recipe["checkpoint"]["every"],
         recipe["checkpoint"]["keep"],
-        recipe["recovery"]["attempts"],
+        recipe["fault_tolerance"]["max_restarts"],
         min(what.others),
         what.nodes,
         what.queue,

@@ -6,17 +6,17 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 
-def normalised(classes, channels):
+def normalised(num_classes, in_channels):
     """Batch norm and spectral norm: statistics that each forward changes."""
     return nn.Sequential(
-        nn.Conv2d(channels, 8, 3, stride=2),
+        nn.Conv2d(in_channels, 8, 3, stride=2),
         nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.Flatten(),
         spectral_norm(nn.Linear(8 * 7 * 7, 16)),
         nn.ReLU(),
         nn.Dropout(0.1),
-        nn.Linear(16, classes),
+        nn.Linear(16, num_classes),
     )
 
 

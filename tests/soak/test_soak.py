@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grammar import ROUNDED, drawn
+from grammar import ROUNDED, drawn, method_of
 
 from phalanx.recipe import Recipe
 from soak import TESTS, Counts, Round, again, furnish, play
@@ -35,7 +35,7 @@ def test_a_seed_draws_the_same_recipe_again_and_all_are_recipes() -> None:
     assert first == second
     for each in first:
         Recipe.model_validate(each.recipe)
-    assert {each.recipe["exchange"].get("strategy") for each in first} > {None, *ROUNDED}
+    assert {method_of(each.recipe) for each in first} > {"auto", *ROUNDED}
     assert {len(each.others) for each in first} == {1, 2, 3}
     assert {(each.nodes, each.queue) for each in first} == {(1, False), (2, False), (1, True)}
 

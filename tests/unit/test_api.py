@@ -46,8 +46,8 @@ def recipe(**values: Any) -> Recipe:
 
 def resolved(**values: Any) -> Recipe:
     """A recipe as if every `auto` in it had been resolved."""
-    batch = {"global": 16, "micro": 8}
-    base = {"batch": batch, "threads": 2, "precision": "bf16", "layout": {"replicate": 2}, "compile": False}
+    batch = {"global_size": 16, "micro_size": 8}
+    base = {"batch": batch, "num_threads": 2, "precision": "bf16", "parallelism": {"replicate": 2}, "compile": False}
     return recipe(**{**base, **values})
 
 
@@ -177,7 +177,7 @@ def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) ->
         ({"status": "interrupted", "steps": 300}, {}),
         ({"status": "failed", "steps": 300}, {}),
         (DONE, {"steps": 301}),
-        (DONE, {"optim": {"lr": 0.5}}),
+        (DONE, {"optimizer": {"lr": 0.5}}),
     ],
 )
 def test_otherwise_there_is_something_to_do_or_to_refuse(
@@ -229,29 +229,29 @@ def test_overrides_are_for_files() -> None:
 
 
 def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
-    old, new = recipe(), recipe(optim={"lr": 0.5}, seed=3)
+    old, new = recipe(), recipe(optimizer={"lr": 0.5}, seed=3)
     message = changed(run, refused(old, resolved(), new))
     assert message.startswith(f"{run.path}: this run was started with another recipe")
-    assert "\n  optim.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
+    assert "\n  optimizer.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
     assert message.endswith("or --force to go on all the same")
 
 
 def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
-    schedule = {"lr": 1.0, "schedule": {"warmup": 0, "decay": "linear", "final": 0.0}}
-    (note,) = continuing(resolved(steps=100, optim=schedule), resolved(steps=200, optim=schedule))
+    schedule = {"lr": 1.0, "schedule": {"warmup_steps": 0, "decay": "linear", "min_lr_ratio": 0.0}}
+    (note,) = continuing(resolved(steps=100, optimizer=schedule), resolved(steps=200, optimizer=schedule))
     assert note == (
         "steps 100 -> 200: the schedule's horizon follows; the learning rate at step 100 jumps from 0 to 0.5"
     )
 
 
 def test_another_number_of_workers_is_told_to_change_the_digest() -> None:
-    (note,) = continuing(resolved(), resolved(layout={"replicate": 3}))
-    assert note == "the number of workers changed under exchange.exact = world: the digest will differ by rounding"
+    (note,) = continuing(resolved(), resolved(parallelism={"replicate": 3}))
+    assert note == "the number of workers changed under determinism = fixed-world: the digest will differ by rounding"
 
 
 def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> None:
-    (note,) = continuing(resolved(layout={"replicate": 4}), resolved(layout={"shard": 2, "replicate": 2}))
-    assert note == "the layout changed under exchange.exact = world: the digest will differ by rounding"
+    (note,) = continuing(resolved(parallelism={"replicate": 4}), resolved(parallelism={"shard": 2, "replicate": 2}))
+    assert note == "the layout changed under determinism = fixed-world: the digest will differ by rounding"
 
 
 def test_another_device_is_told_to_change_the_digest() -> None:
@@ -266,25 +266,25 @@ def test_a_run_from_before_recipes_named_a_device_goes_on_with_any() -> None:
 
 
 def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
-    exchange = {"exchange": {"strategy": "diloco", "exact": "no"}}
-    (note,) = continuing(resolved(**exchange), resolved(layout={"replicate": 3}, **exchange))
+    exchange = {"determinism": "off", "local_sgd": {"method": "diloco"}}
+    (note,) = continuing(resolved(**exchange), resolved(parallelism={"replicate": 3}, **exchange))
     assert note == (
-        "the number of workers changed under exchange.strategy = diloco: each goes on from the mean of what all had"
+        "the number of workers changed under local_sgd.method = diloco: each goes on from the mean of what all had"
     )
 
 
 def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
-    exact = {"exchange": {"exact": "replicas"}}
-    assert continuing(resolved(**exact), resolved(layout={"replicate": 3}, **exact)) == []
+    exact = {"determinism": "elastic"}
+    assert continuing(resolved(**exact), resolved(parallelism={"replicate": 3}, **exact)) == []
 
 
 def test_under_replicas_only_the_number_of_replicas_may_change_without_a_word() -> None:
-    sharded = resolved(layout={"shard": 2}, exchange={"exact": "replicas"})
-    more = resolved(layout={"replicate": 4, "shard": 2}, exchange={"exact": "replicas"})
-    (note,) = continuing(sharded, resolved(layout={"replicate": 2}, exchange={"exact": "replicas"}))
+    sharded = resolved(parallelism={"shard": 2}, determinism="elastic")
+    more = resolved(parallelism={"replicate": 4, "shard": 2}, determinism="elastic")
+    (note,) = continuing(sharded, resolved(parallelism={"replicate": 2}, determinism="elastic"))
     assert note == (
         "the layout changed in more than the number of replicas: the digest will differ by rounding, also under "
-        "exact: replicas"
+        "determinism: elastic"
     )
     assert continuing(sharded, more) == []
 
@@ -297,7 +297,7 @@ def test_trials_do_not_depend_on_what_they_do_not_measure() -> None:
     one = trial_recipe(recipe())
     other = trial_recipe(recipe(name="other", steps=7, callbacks=["a:B"], checkpoint={"every": 3}))
     assert one == other
-    assert trial_recipe(recipe(batch={"global": 32})) != one
+    assert trial_recipe(recipe(batch={"global_size": 32})) != one
     Recipe.model_validate(one)
 
 
@@ -317,7 +317,7 @@ def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monk
         create(Run(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("text", ["", "name: mine\n", "threads: 2\nprecision: fp32\n"])
+@pytest.mark.parametrize("text", ["", "name: mine\n", "num_threads: 2\nprecision: fp32\n"])
 def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: str) -> None:
     run = Run(tmp_path)
     run.resolved.write_text(text)

@@ -197,7 +197,7 @@ def test_ours_gives_the_sum_of_one_node(paced: ModuleType) -> None:
 
     pacer = paced.Pacer(sleep=lambda seconds: None, clock=iter(range(10**6)).__next__)
     model = paced.PacedModel(SHAPES, pace_of_three(paced), pacer=pacer)
-    contender = contenders.CONTENDERS["allreduce"](model, contenders.Place(rank=0, world=1, local=5, turn=0))
+    contender = contenders.CONTENDERS["all-reduce"](model, contenders.Place(rank=0, world=1, local=5, turn=0))
     for _ in range(2):
         contender.step()
     assert all(torch.equal(a, b) for a, b in zip(contender.values(), model.drawn, strict=True))
@@ -244,10 +244,10 @@ def test_a_run_goes_on_from_where_the_reference_was(tmp_path: Path) -> None:
 def test_only_the_reference_is_exact() -> None:
     import loss
 
-    assert loss.overrides(None, ["exchange.h=5"]) == ["exchange.strategy=allreduce", "exchange.exact=world"]
-    assert loss.overrides("int8", ["exchange.h=5"]) == ["exchange.strategy=int8", "exchange.exact=no", "exchange.h=5"]
-    own = ["exchange.strategy=local", "exchange.exact=no", "exchange.every=10", "exchange.wire=int8"]
-    assert loss.overrides("local:every=10,wire=int8", []) == own
+    assert loss.overrides(None, ["exchange.h=5"]) == ["grad_sync.algorithm=all-reduce", "determinism=fixed-world"]
+    assert loss.overrides("int8", ["exchange.h=5"]) == ["grad_sync.compression=int8", "determinism=off", "exchange.h=5"]
+    own = ["local_sgd.method=average", "determinism=off", "local_sgd.sync_every=10", "local_sgd.sync_dtype=int8"]
+    assert loss.overrides("average:sync_every=10,sync_dtype=int8", []) == own
 
 
 @pytest.mark.parametrize(
@@ -271,18 +271,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
 
 def case_of(link: str, **efficiencies: float) -> dict[str, Any]:
     """As run.py writes it."""
-    rows = [{"name": f"{name}-1mib", "efficiency": value} for name, value in efficiencies.items()]
+    rows = [{"name": f"{name.replace('_', '-')}-1mib", "efficiency": value} for name, value in efficiencies.items()]
     return {"workload": "gpt-1024", "told": "GPT", "nodes": 4, "link": link, "rows": rows}
 
 
 def test_a_picture_has_a_point_for_each_link_and_contender() -> None:
     from exchange_picture import by_workload, picture
 
-    results = [{"cases": [case_of("1gbit", allreduce=0.9, ddp=0.8), case_of("100mbit", allreduce=0.2, ring=0.1)]}]
-    ((workload, cases),) = by_workload([*results, {"cases": [case_of("none", allreduce=1.0)]}]).items()
+    results = [{"cases": [case_of("1gbit", all_reduce=0.9, ddp=0.8), case_of("100mbit", all_reduce=0.2, ring=0.1)]}]
+    ((workload, cases),) = by_workload([*results, {"cases": [case_of("none", all_reduce=1.0)]}]).items()
     drawn = picture(cases)
     assert workload == "gpt-1024"
-    assert drawn.count("<circle") == 3  # allreduce twice, DDP once; the ring is not among those shown
+    assert drawn.count("<circle") == 3  # all-reduce twice, DDP once; the ring is not among those shown
     assert "torch&#x27;s DDP" in drawn
 
 
@@ -291,11 +291,11 @@ def test_a_picture_of_a_link_without_a_speed_is_refused(link: str) -> None:
     from exchange_picture import picture
 
     with pytest.raises(ValueError, match=r"expected a number and mbit or gbit|could not convert"):
-        picture([case_of(link, allreduce=0.5)])
+        picture([case_of(link, all_reduce=0.5)])
 
 
 def test_results_of_several_numbers_of_nodes_are_not_drawn_as_one() -> None:
     from exchange_picture import picture
 
     with pytest.raises(ValueError, match="several numbers of nodes"):
-        picture([case_of("1gbit", allreduce=0.9), case_of("1gbit", allreduce=0.8) | {"nodes": 8}])
+        picture([case_of("1gbit", all_reduce=0.9), case_of("1gbit", all_reduce=0.8) | {"nodes": 8}])

@@ -13,9 +13,13 @@ from phalanx.recipe import check, load_recipe
 from phalanx.train.schedule import peak
 
 ROOT = Path(__file__).parents[2]
-ROWS = [{"name": "none", "seconds": 1.5}, {"name": "tree-whole", "seconds": 3.0}, {"name": "ring", "seconds": 9.0}]
+ROWS = [
+    {"name": "none", "seconds": 1.5},
+    {"name": "binomial-tree-whole", "seconds": 3.0},
+    {"name": "ring", "seconds": 9.0},
+]
 CASE = {"workload": "nin-8", "told": "NiN & <friends>", "bytes": 25e6, "link": "800mbit", "nodes": 4, "rows": ROWS}
-SERVER = [{"name": "none", "seconds": 1.5}, {"name": "server-whole", "seconds": 6.0}]
+SERVER = [{"name": "none", "seconds": 1.5}, {"name": "parameter-server-whole", "seconds": 6.0}]
 RESULTS: dict[str, Any] = {"cases": [CASE, {**CASE, "nodes": 8, "rows": SERVER}]}
 
 
@@ -30,16 +34,19 @@ def firecaffe() -> Iterator[ModuleType]:
 
 def test_a_measured_speed_up_is_over_a_node_that_exchanges_nothing(firecaffe: ModuleType) -> None:
     (found,) = firecaffe.measured_from(RESULTS)
-    assert [(point.way, point.nodes, point.speedup) for point in found.points] == [("tree", 4, 2.0), ("server", 8, 2.0)]
+    assert [(point.way, point.nodes, point.speedup) for point in found.points] == [
+        ("binomial-tree", 4, 2.0),
+        ("parameter-server", 8, 2.0),
+    ]
 
 
 def test_the_formulas_are_those_of_the_planner(firecaffe: ModuleType) -> None:
     """25 MB over 100 MB/s take 0.25 s: 4 nodes wait 4 x 0.25 s for a tree (up and down, two levels), 8 for one that
     serves the 7 others both ways 14 x 0.25 s, beside 1.5 s of computing; a ring hides behind backward."""
     (found,) = firecaffe.measured_from(RESULTS)
-    assert firecaffe.formula(found, "tree", [1, 4]) == [(1, 1.0), (4, pytest.approx(4 * 1.5 / 2.5))]
-    assert firecaffe.formula(found, "server", [8]) == [(8, pytest.approx(8 * 1.5 / 5.0))]
-    assert firecaffe.formula(found, "allreduce", [8]) == [(8, 8)]
+    assert firecaffe.formula(found, "binomial-tree", [1, 4]) == [(1, 1.0), (4, pytest.approx(4 * 1.5 / 2.5))]
+    assert firecaffe.formula(found, "parameter-server", [8]) == [(8, pytest.approx(8 * 1.5 / 5.0))]
+    assert firecaffe.formula(found, "all-reduce", [8]) == [(8, 8)]
 
 
 @pytest.mark.parametrize(("model", "claimed", "server"), [("NiN", 39, 6.0), ("GoogLeNet", 47, 7.9)])
@@ -73,7 +80,7 @@ def test_every_point_lies_within_the_picture(firecaffe: ModuleType) -> None:
     [
         ({}, "no results of run.py"),
         ([], "no results of run.py"),
-        ({"cases": []}, "hold none of server-whole, tree-whole, "),
+        ({"cases": []}, "hold none of parameter-server-whole, binomial-tree-whole, "),
         ({"cases": [{**CASE, "rows": [ROWS[0]]}]}, "hold none of"),
         ({"cases": [{**CASE, "link": "none"}]}, "such as 1gbit"),
         ({"cases": [{**CASE, "rows": [ROWS[1]]}]}, "no results of run.py"),
@@ -87,6 +94,6 @@ def test_results_that_cannot_be_are_told(firecaffe: ModuleType, results: Any, to
 
 @pytest.mark.parametrize(("name", "rate"), [("nin", 0.04), ("googlenet", 0.08)])
 def test_the_recipes_have_the_papers_rate_at_its_batch(name: str, rate: float) -> None:
-    loaded = load_recipe(ROOT / "examples" / "firecaffe" / f"{name}.yaml", ["batch.global=1024"])
+    loaded = load_recipe(ROOT / "examples" / "firecaffe" / f"{name}.yaml", ["batch.global_size=1024"])
     check(loaded.recipe, loaded.folder, 1, loaded.at)
     assert peak(loaded.recipe) == pytest.approx(rate)

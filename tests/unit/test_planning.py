@@ -13,9 +13,9 @@ from phalanx.recipe.load import Loaded
 
 TEXT = """\
 name: small
-model: {build: "phalanx.models:transformer", args: {layers: 4, width: 256, heads: 4}}
-data: {source: {text: "*.txt"}, tokenizer: bytes, sequence: 256}
-batch: {global: 1024}
+model: {build: "phalanx.models:transformer", args: {layers: 4, hidden_size: 256, num_heads: 4}}
+data: {source: {text: "*.txt"}, tokenizer: bytes, seq_len: 256}
+batch: {global_size: 1024}
 steps: 100
 """
 
@@ -60,13 +60,13 @@ def test_the_time_line_is_that_of_the_best(folder: Path) -> None:
 
 
 def test_everything_that_the_recipe_leaves_open_is_chosen(folder: Path) -> None:
-    keys = {"layout", "batch.micro", "memory.recompute", "precision", "exchange.bucket"}
+    keys = {"parallelism", "batch.micro_size", "memory.activation_checkpointing", "precision", "grad_sync.bucket_mib"}
     assert set(chosen(planned(folder))) == keys
 
 
 def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
-    layout = ("layout.replicate=32", "layout.tensor=2", "batch.micro=2")
-    found = planned(folder, *layout, "memory.recompute=full", "precision=bf16", "exchange.bucket=5")
+    layout = ("parallelism.replicate=32", "parallelism.tensor=2", "batch.micro_size=2")
+    found = planned(folder, *layout, "memory.activation_checkpointing=full", "precision=bf16", "grad_sync.bucket_mib=5")
     setup = found.best.setup
     assert (setup.layout.replicate, setup.layout.tensor, setup.layout.shard) == (32, 2, 1)
     assert (setup.micro, setup.recompute, setup.precision) == (2, "full", "bf16")
@@ -74,31 +74,30 @@ def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
 
 
 def test_stages_that_the_recipe_gives_are_kept(folder: Path) -> None:
-    found = planned(folder, "layout.replicate=32", "layout.pipeline=2", "layout.stages=[1,3]")
-    assert found.best.setup.layout.stages == [1, 3]
+    found = planned(folder, "parallelism.replicate=32", "parallelism.pipeline=2", "parallelism.layers_per_stage=[1,3]")
+    assert found.best.setup.layout.layers_per_stage == [1, 3]
 
 
 def test_whole_replicas_are_kept_where_exactness_asks_for_them(folder: Path) -> None:
-    assert planned(folder, "exchange.exact=replicas").best.setup.layout.replicate == 64
+    assert planned(folder, "determinism=elastic").best.setup.layout.replicate == 64
 
 
 def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
-    found = planned(folder, "exchange.exact=no", "exchange.strategy=local", "exchange.every=10")
+    found = planned(folder, "determinism=off", "local_sgd.method=average", "local_sgd.sync_every=10")
     assert found.best.setup.layout.replicate == 64
     assert found.best.setup.wire.share == 1 / 10
 
 
 @pytest.mark.parametrize(
-    ("values", "steps"),
+    ("sync", "steps"),
     [
-        ({"strategy": "diloco", "wire": "int8", "delay": 2}, 300),
-        ({"strategy": "local", "start": 5}, 5),
-        ({"strategy": "powersgd"}, 100),
+        ("local_sgd={method: diloco, sync_dtype: int8, sync_delay: 2}", 300),
+        ("local_sgd={method: average, warmup_steps: 5}", 5),
+        ("grad_sync.compression=powersgd", 100),
     ],
 )
-def test_a_run_takes_what_its_first_steps_take_and_the_others(values: dict[str, Any], steps: int, folder: Path) -> None:
-    keys = [f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()]
-    found = planned(folder, *keys, "steps=900", "layout.replicate=64", cluster=far_apart(folder))
+def test_a_run_takes_what_its_first_steps_take_and_the_others(sync: str, steps: int, folder: Path) -> None:
+    found = planned(folder, sync, "determinism=off", "steps=900", "parallelism.replicate=64", cluster=far_apart(folder))
     assert found.opening is not None
     assert found.opening.steps == steps
     assert found.opening.seconds > 1.5 * found.best.seconds
@@ -106,9 +105,9 @@ def test_a_run_takes_what_its_first_steps_take_and_the_others(values: dict[str, 
     assert found.budget.seconds == pytest.approx(took)
 
 
-@pytest.mark.parametrize("values", [{}, {"strategy": "local", "start": 0}])
-def test_a_run_whose_steps_are_all_alike_has_no_opening(values: dict[str, Any], folder: Path) -> None:
-    found = planned(folder, *(f"exchange.{key}={value}" for key, value in {**values, "exact": "no"}.items()))
+@pytest.mark.parametrize("sync", [[], ["local_sgd={method: average, warmup_steps: 0}"]])
+def test_a_run_whose_steps_are_all_alike_has_no_opening(sync: list[str], folder: Path) -> None:
+    found = planned(folder, *sync, "determinism=off")
     assert found.opening is None
     assert found.budget.seconds == pytest.approx(100 * found.best.seconds)
 
@@ -118,9 +117,9 @@ def test_the_planned_text_is_a_recipe_with_the_choice(folder: Path) -> None:
     found = plan_run(given, "h100:64")
     (folder / "planned.yaml").write_text(text_of(given, ["steps=7"], found))
     again = load_recipe(folder / "planned.yaml", []).recipe
-    assert again.layout != "auto"
-    assert again.layout.world == 64  # type: ignore[union-attr]
-    assert (again.steps, again.batch.micro) == (7, found.best.setup.micro)
+    assert again.parallelism != "auto"
+    assert again.parallelism.world == 64  # type: ignore[union-attr]
+    assert (again.steps, again.batch.micro_size) == (7, found.best.setup.micro)
 
 
 def test_a_second_plan_remembers_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,33 +150,38 @@ def test_more_devices_than_a_counted_cluster_has_are_refused() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_says_what_can(folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"batch\.global: 7 samples .* a multiple of 64"):
-        planned(folder, "batch.global=7", "exchange.exact=replicas")
+    with pytest.raises(RecipeError, match=r"batch.global_size: 7 samples .* a multiple of 64"):
+        planned(folder, "batch.global_size=7", "determinism=elastic")
 
 
 def test_a_layout_of_another_size_is_refused(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="layout"):
-        planned(folder, "layout.replicate=8")
+    with pytest.raises(RecipeError, match="parallelism: takes 8"):
+        planned(folder, "parallelism.replicate=8")
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much(folder: Path) -> None:
-    huge = ("model.args.layers=200", "model.args.width=16384", "model.args.heads=128", "batch.global=8")
+    huge = ("model.args.layers=200", "model.args.hidden_size=16384", "model.args.num_heads=128", "batch.global_size=8")
     with pytest.raises(RecipeError, match=r"nothing fits: of [\d,]+ layouts for 8 x .* [\d.]+ GiB"):
         planned(folder, *huge, cluster="h100:8")
 
 
-EIGHT_BILLION = ("model.args.layers=40", "model.args.width=4096", "model.args.heads=32", "batch.global=16")
+EIGHT_BILLION = (
+    "model.args.layers=40",
+    "model.args.hidden_size=4096",
+    "model.args.num_heads=32",
+    "batch.global_size=16",
+)
 
 
 def test_a_model_of_eight_billion_parameters_is_tuned_with_adapters_on_one_device(folder: Path) -> None:
-    tuned = planned(folder, *EIGHT_BILLION, "adapter={rank: 8}", cluster="h100:1")
+    tuned = planned(folder, *EIGHT_BILLION, "lora={rank: 8}", cluster="h100:1")
     assert tuned.best.memory == tuned.footprint.total <= 76 * GIB
     with pytest.raises(RecipeError, match=r"which is [1-9][\d.]* GiB above .* It needs .* too many"):
         planned(folder, *EIGHT_BILLION, cluster="h100:1")
 
 
 def test_sgd_without_momentum_has_no_state(folder: Path) -> None:
-    with_it, without = (planned(folder, "optim.name=sgd", f"optim.momentum={each}") for each in (0.9, 0))
+    with_it, without = (planned(folder, "optimizer.name=sgd", f"optimizer.momentum={each}") for each in (0.9, 0))
     assert with_it.footprint.optimizer > 0
     assert without.footprint.optimizer == 0
 
@@ -190,7 +194,8 @@ def test_a_precision_that_the_device_lacks_is_refused(folder: Path) -> None:
 def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
     (folder / "odd.py").write_text(
         "from torch import nn\n\n\nclass Odd(nn.Module):\n"
-        "    def __init__(self, vocab):\n        super().__init__()\n        self.map = nn.Embedding(vocab, vocab)\n\n"
+        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, "
+        "vocab_size)\n\n"
         "    def forward(self, x):\n        return self.map(x) * self.map.weight.sum().item()\n"
     )
     with pytest.raises(RecipeError, match="odd:Odd cannot be followed without memory"):
@@ -200,7 +205,8 @@ def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
 def test_a_model_that_has_not_what_the_loss_of_plan_needs_is_refused_with_its_own_task(folder: Path) -> None:
     (folder / "own.py").write_text(
         "from torch import nn\n\n\nclass Own(nn.Module):\n"
-        "    def __init__(self, vocab):\n        super().__init__()\n        self.map = nn.Embedding(vocab, vocab)\n\n"
+        "    def __init__(self, vocab_size):\n        super().__init__()\n        self.map = nn.Embedding(vocab_size, "
+        "vocab_size)\n\n"
         "    def forward(self, x):\n        return {'embedding': self.map(x)}\n\n\nclass Task:\n"
         "    def inputs(self, batch):\n        pass\n\n    def loss(self, output, batch):\n        pass\n"
     )
@@ -209,7 +215,7 @@ def test_a_model_that_has_not_what_the_loss_of_plan_needs_is_refused_with_its_ow
 
 
 def test_more_replicas_are_less_efficient_and_never_slower(folder: Path) -> None:
-    curve = planned(folder, "layout.replicate=64").scaling
+    curve = planned(folder, "parallelism.replicate=64").scaling
     assert [world for world, _ in curve] == [1, 2, 4, 8, 16, 32, 64]
     speeds = [speed for _, speed in curve]
     assert speeds == sorted(speeds)
@@ -239,7 +245,7 @@ def room(folder: Path, cap: str) -> str:
 
 
 def test_a_power_cap_slows_computing_down_and_widens_the_interval(folder: Path) -> None:
-    wide = ("model.args.width=8192", "model.args.heads=64", "layout.replicate=64", "batch.micro=16")
+    wide = ("model.args.hidden_size=8192", "model.args.num_heads=64", "parallelism.replicate=64", "batch.micro_size=16")
     free = planned(folder, *wide, cluster=room(folder, "null"))
     capped = planned(folder, *wide, cluster=room(folder, "350"))
     assert free.cap is None
@@ -271,8 +277,8 @@ def test_a_share_of_the_checkpoints_is_in_the_step_and_on_the_time_line(folder: 
 
 
 def test_a_batch_for_each_worker_is_that_of_all_devices(folder: Path) -> None:
-    found = planned(folder, "batch.global=4", "batch.per=worker", gpus=64)
-    assert found.recipe.batch.global_ == found.best.setup.batch == 256
+    found = planned(folder, "batch.global_size=4", "batch.scale_with_workers=true", gpus=64)
+    assert found.recipe.batch.global_size == found.best.setup.batch == 256
 
 
 EIGHT_BILLION_WIDE = (
@@ -307,8 +313,13 @@ def test_steps_and_memory_that_were_measured_on_one_gpu_are_predicted_within_15_
     folder: Path, args: str, sequence: int, micro: int, cluster: str, seconds: float, memory: float
 ) -> None:
     """docs/benchmarks/gpu.md: medians of steps of four micro-batches in bf16, compiled, and the most GB allocated."""
-    batch = [f"batch.global={4 * micro}", f"batch.micro={micro}", f"data.sequence={sequence}"]
-    kinds = ["memory={recompute: none, loss: whole}", "precision=bf16", "exchange={exact: no}", "compile=true"]
+    batch = [f"batch.global_size={4 * micro}", f"batch.micro_size={micro}", f"data.seq_len={sequence}"]
+    kinds = [
+        "memory={activation_checkpointing: none, chunked_loss: false}",
+        "precision=bf16",
+        "determinism=off",
+        "compile=true",
+    ]
     found = planned(folder, f"model.args={{{args}}}", *batch, *kinds, cluster=cluster)
     assert found.best.seconds == pytest.approx(seconds, rel=0.15)
     allocated = found.footprint.total - found.footprint.fragmentation - found.footprint.fixed

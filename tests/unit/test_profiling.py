@@ -34,7 +34,7 @@ print("torch" in sys.modules, len(psutil.Process().children()))
 """
 RECIPE = """
 model: {build: %s, args: {layers: 3, width: 32, heads: 2}}
-data: {source: {text: text.txt}, sequence: 16}
+data: {source: {text: text.txt}, seq_len: 16}
 """
 
 

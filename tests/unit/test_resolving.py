@@ -9,7 +9,7 @@ from phalanx.data import prepare_source
 from phalanx.errors import RecipeError, TrialError
 from phalanx.plan import Needs, Room
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, check_batch, measured_needs, surviving, tried_memory
 
 NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
@@ -58,32 +58,32 @@ def test_a_trial_that_fails_otherwise_is_an_error() -> None:
 @pytest.mark.parametrize(("limit", "asked"), [(16, [16]), (5, [16, 8, 4])])
 def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, asked: list[int]) -> None:
     seen: list[tuple[str, int]] = []
-    choices, seconds = tried_memory(recipe(batch={"global": 16}), NEEDS, ROOM, {}, machine(limit, seen))
+    choices, seconds = tried_memory(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
     assert seen == [("none", micro) for micro in asked]
-    assert {choice.key: choice.value for choice in choices}["batch.micro"] == asked[-1]
+    assert {choice.key: choice.value for choice in choices}["batch.micro_size"] == asked[-1]
     assert seconds == SECONDS
 
 
 def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing() -> None:
     seen: list[tuple[str, int]] = []
-    of = recipe(batch={"global": 16}, layout={"shard": 2})
+    of = recipe(batch={"global_size": 16}, parallelism={"shard": 2})
     choices, seconds = tried_memory(of, NEEDS, Room("cpu", 10**12, 2), {}, machine(0, seen))
-    assert ([choice.value for choice in choices], seconds) == (["none", "whole", 8], {})
+    assert ([choice.value for choice in choices], seconds) == (["none", False, 8], {})
     assert seen == [("none", 8)]
 
 
 def test_when_no_trial_survives_the_recipe_is_refused() -> None:
     seen: list[tuple[str, int]] = []
     with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once"):
-        tried_memory(recipe(batch={"global": 2}), NEEDS, ROOM, {}, machine(0, seen))
+        tried_memory(recipe(batch={"global_size": 2}), NEEDS, ROOM, {}, machine(0, seen))
     assert seen == [(way, micro) for way in ("none", "selective", "full") for micro in (2, 1)]
 
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text("0123456789abcdef" * 200)
-    source = Source(text="*.txt")
-    prepare_source(source, Data(source=source), tmp_path, tmp_path / "data", workers=1)
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", workers=1)
     return tmp_path / "data"
 
 
@@ -106,31 +106,34 @@ def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
         called.append(function)
         return imagined if function == IMAGINED else PROFILED
 
-    given = recipe(layout=layout, data={"source": {"prepared": str(prepared)}})
+    given = recipe(parallelism=layout, data={"source": {"prepared": str(prepared)}})
     profile, needs = measured_needs(given, Room("cpu", memory, 1), 2, {}, call)
     assert called == expected
     assert (profile, needs.trainable, needs.peaks) == (PROFILED, 1000, NEEDS.peaks)
 
 
 def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) -> None:
-    given = recipe(memory={"loss": "chunked"}, data={"source": {"prepared": str(prepared)}})
-    with pytest.raises(RecipeError, match=r"^memory\.loss: chunked needs a language model .*; use auto or whole$"):
+    given = recipe(memory={"chunked_loss": True}, data={"source": {"prepared": str(prepared)}})
+    with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or false$"):
         measured_needs(given, Room("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
 
 
 def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:
-    given = recipe(data={"source": {"prepared": str(prepared)}, "sequence": 8}, batch={"global": 10**8})
+    given = recipe(data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8})
     check_batch(given, 10**12, 1)
     check_batch(given, 3 * 10**10, 2)
     with pytest.raises(RecipeError) as caught:
         check_batch(given, 10**9, 2)
     assert str(caught.value) == (  # a sample is 8 tokens and 8 targets in 64 bits
-        "batch.global: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on each "
+        "batch.global_size: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on "
+        "each "
         "node, which has 1.0 GB of memory; expected at most 5,208,333"
     )
 
 
 def test_each_micro_batch_takes_memory_of_its_own(prepared: Path) -> None:
-    given = recipe(data={"source": {"prepared": str(prepared)}, "sequence": 8}, batch={"global": 10**8, "micro": 1})
-    with pytest.raises(RecipeError, match=r"batch\.global: found 100,000,000"):
+    given = recipe(
+        data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8, "micro_size": 1}
+    )
+    with pytest.raises(RecipeError, match=r"batch.global_size: found 100,000,000"):
         check_batch(given, 30 * 10**9, 1)

@@ -16,7 +16,7 @@ from phalanx.tuning import Row, Tuned, decision, endless, precisions, text_of
 GAIN = Measured(before=0.4, after=0.3, ratio=0.4 / 0.3, low=1.3, high=1.4)
 ROWS = [
     Row("compile=true", {"compile": True}, 1.25, "", GAIN, True),
-    Row("batch.micro=8", {"batch.micro": 8}, 1.03, "", None, False, "failed: out of memory"),
+    Row("batch.micro_size=8", {"batch.micro_size": 8}, 1.03, "", None, False, "failed: out of memory"),
 ]
 
 
@@ -25,7 +25,7 @@ def machine(device: str) -> Machine:
 
 
 def make(rows: list[Row], **changes: Any) -> Tuned:
-    recipe = Recipe.model_validate({"layout": {"replicate": 2}})
+    recipe = Recipe.model_validate({"parallelism": {"replicate": 2}})
     total = GAIN if changes else None
     return Tuned(recipe, recipe, 0.4, rows, changes, total, machine="a machine")
 
@@ -87,9 +87,9 @@ def test_a_recipe_that_nothing_made_faster_is_written_as_it_was(tmp_path: Path) 
 def test_trials_never_end_save_or_call_back() -> None:
     recipe = endless(Recipe(callbacks=["mine:Callback"]))
     assert recipe.steps >= 10**9
-    assert (recipe.callbacks, recipe.evaluate.every, recipe.checkpoint.every) == ([], None, None)
+    assert (recipe.callbacks, recipe.evaluation.every, recipe.checkpoint.every) == ([], None, None)
 
 
 def test_rows_tell_gain_and_failure() -> None:
     assert " ".join(row_text(ROWS[0]).split()) == "compile=true 1.25 x 1.33 x (1.30 to 1.40) 300 ms kept"
-    assert " ".join(row_text(ROWS[1]).split()) == "batch.micro=8 1.03 x failed: out of memory"
+    assert " ".join(row_text(ROWS[1]).split()) == "batch.micro_size=8 1.03 x failed: out of memory"

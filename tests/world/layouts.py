@@ -10,16 +10,16 @@ from typing import Any
 Values = dict[str, Any]
 
 STEPS = 20
-SIZES = {"width": 32, "heads": 4, "kv_heads": 2}
+SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 TRAINING: Values = {
     "steps": STEPS,
-    "batch": {"global": 16, "micro": 2},
+    "batch": {"global_size": 16, "micro_size": 2},
     "checkpoint": {"every": 10},
-    "evaluate": {"every": 20},
+    "evaluation": {"every": 20},
     "callbacks": [],
     # The recipe's own default: AdamW makes steps of full size of gradients that are mostly rounding, so a higher rate
     # shows how fast rounding grows, not whether the gradient is right.
-    "optim": {"lr": 1e-3, "schedule": {"warmup": 5}},
+    "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 5}},
 }
 
 
@@ -34,11 +34,11 @@ class Case:
 
 def first(layers: int) -> Case:
     """Everything summed, averaged and clipped, with one weight in two places."""
-    model = {"args": {**SIZES, "layers": layers, "tie": True}}
+    model = {"args": {**SIZES, "layers": layers, "tie_embeddings": True}}
     return Case(
         f"tied-{layers}",
         ("accumulation", "clipping", "tied embeddings"),
-        {**TRAINING, "model": model, "optim": {**TRAINING["optim"], "clip": 0.5}},
+        {**TRAINING, "model": model, "optimizer": {**TRAINING["optimizer"], "max_grad_norm": 0.5}},
     )
 
 
@@ -49,27 +49,37 @@ def second(layers: int) -> Case:
         ("sequence packing", "frozen parameters", "recomputation"),
         {
             **TRAINING,
-            "model": {"build": "lab_models:frozen", "args": {**SIZES, "layers": layers, "tie": False}},
-            "data": {"source": [{"jsonl": "documents.jsonl"}], "documents": "separate"},
-            "memory": {"recompute": "full"},
+            "model": {"build": "lab_models:frozen", "args": {**SIZES, "layers": layers, "tie_embeddings": False}},
+            "data": {"source": [{"jsonl": "documents.jsonl"}], "document_masking": True},
+            "memory": {"activation_checkpointing": "full"},
         },
     )
 
 
-MIXTURE = {"layers": 2, "width": 32, "heads": 4, "experts": 4, "dense_layers": 1, "shared": 16}
+MIXTURE = {
+    "layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_experts": 4,
+    "dense_layers": 1,
+    "shared_expert_hidden_size": 16,
+}
 EXPERTS = Case(
     "experts",
     ("accumulation", "clipping", "tied embeddings"),
     {
         **TRAINING,
         "model": {"build": "phalanx.models:moe", "args": MIXTURE},
-        "optim": {**TRAINING["optim"], "clip": 0.5},
+        "optimizer": {**TRAINING["optimizer"], "max_grad_norm": 0.5},
     },
 )
 PACKED_EXPERTS = Case(
     "packed-experts",
     ("sequence packing", "frozen parameters", "recomputation"),
-    {**second(2).changes, "model": {"build": "lab_models:frozen_experts", "args": {**MIXTURE, "tie": False}}},
+    {
+        **second(2).changes,
+        "model": {"build": "lab_models:frozen_experts", "args": {**MIXTURE, "tie_embeddings": False}},
+    },
 )
 MIXTURES = (EXPERTS, PACKED_EXPERTS)
 DENSE, DEEP = (first(2), second(2)), (first(4), second(4))
@@ -97,16 +107,16 @@ class Layout:
     def batch(self) -> Values:
         """As few micro-batches as accumulate, or fill a pipeline: what costs time here is how often workers wait for
         each other."""
-        whole, groups = TRAINING["batch"]["global"], self.values.get("replicate", 1) * self.values.get("shard", 1)
+        whole, groups = TRAINING["batch"]["global_size"], self.values.get("replicate", 1) * self.values.get("shard", 1)
         count = 4 if "pipeline" in self.values else 2
-        return {"global": whole, "micro": whole // groups // count}
+        return {"global_size": whole, "micro_size": whole // groups // count}
 
     def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "overlap"]
-        more = [str(self.values["schedule"])] if "schedule" in self.values else []
-        more += ["overlap"] if "overlap" in self.values else []
-        if "stages" in self.values:
-            more.append("stages of " + ", ".join(map(str, self.values["stages"])) + " blocks")
+        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "async_tp"]
+        more = [str(self.values["pipeline_schedule"])] if "pipeline_schedule" in self.values else []
+        more += ["async_tp"] if "async_tp" in self.values else []
+        if "layers_per_stage" in self.values:
+            more.append("stages of " + ", ".join(map(str, self.values["layers_per_stage"])) + " blocks")
         return " x ".join(sizes) + (f" ({'; '.join(more)})" if more else "")
 
 
@@ -114,12 +124,12 @@ LAYOUTS = (
     Layout({"replicate": 2}, moved_to={"shard": 2}),
     Layout({"shard": 2}, moved_to={"tensor": 2}),
     Layout({"tensor": 2}, moved_to={"pipeline": 2}),
-    Layout({"tensor": 2, "overlap": True}, moved_to={"tensor": 2}),
+    Layout({"tensor": 2, "async_tp": True}, moved_to={"tensor": 2}),
     Layout({"context": 2}, moved_to={"replicate": 2}),
     Layout({"pipeline": 2}, moved_to={"context": 2}),
-    Layout({"pipeline": 2, "schedule": "gpipe", "stages": [1, 3]}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "schedule": "interleaved"}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": [1, 3]}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "interleaved"}, DEEP, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
     Layout({"shard": 2, "expert": 2}, MIXTURES, {"shard": 2}),
     Layout({"shard": 4}, moved_to={"shard": 2, "tensor": 2}),
     Layout({"context": 4}),

@@ -15,11 +15,11 @@ Case = tuple[Values | str | None, list[str], list[str]]
 """Changes of a good recipe, or a file's whole text, or no file; further arguments; what the message must have."""
 
 BAD: dict[str, Case] = {
-    "unknown key": ({"optim": {"learning_rate": 1}}, [], ["recipe.yaml:", "optim.learning_rate"]),
-    "unknown key in an override": ({}, ["optim.lrr=1"], ["optim.lrr", "lr"]),
+    "unknown key": ({"optimizer": {"learning_rate": 1}}, [], ["recipe.yaml:", "optimizer.learning_rate"]),
+    "unknown key in an override": ({}, ["optimizer.lrr=1"], ["optimizer.lrr", "lr"]),
     "wrong type": ({"steps": "many"}, [], ["recipe.yaml:", "steps", "many"]),
-    "batch that cannot be divided": ({}, ["--nproc", "5"], ["recipe.yaml:", "batch.global", "12", "5"]),
-    "micro-batch that does not divide": ({"batch": {"micro": 5}}, [], ["recipe.yaml:", "batch.micro", "5"]),
+    "batch that cannot be divided": ({}, ["--nproc", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
+    "micro-batch that does not divide": ({"batch": {"micro_size": 5}}, [], ["recipe.yaml:", "batch.micro_size", "5"]),
     "model that does not import": (
         {"model": {"build": "no_such_module:net", "args": {}}},
         [],
@@ -45,8 +45,12 @@ BAD: dict[str, Case] = {
         [],
         ["recipe.yaml:", "data.source", "no/such/*.txt"],
     ),
-    "source with too little text": ({"data": {"sequence": 100_000}}, [], ["recipe.yaml:", "data.sequence", "100000"]),
-    "checkpoint to start from that is not there": ({"init": "runs/none"}, [], ["recipe.yaml:", "init", "runs/none"]),
+    "source with too little text": ({"data": {"seq_len": 100_000}}, [], ["recipe.yaml:", "data.seq_len", "100000"]),
+    "checkpoint to start from that is not there": (
+        {"init_from": "runs/none"},
+        [],
+        ["recipe.yaml:", "init_from", "runs/none"],
+    ),
 }
 
 
@@ -108,17 +112,17 @@ def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) 
     assert again.returncode == ExitCode.DONE
     assert "done at step 12" in again.stderr
     assert "steps=24 would go on" in again.stderr
-    refused = lab.command("train", recipe, "optim.lr=0.5", "seed=3", "--run", run.path)
+    refused = lab.command("train", recipe, "optimizer.lr=0.5", "seed=3", "--run", run.path)
     assert refused.returncode == ExitCode.RECIPE
-    assert "optim.lr: 0.003 -> 0.5" in refused.stderr
+    assert "optimizer.lr: 0.003 -> 0.5" in refused.stderr
     assert "seed: 0 -> 3" in refused.stderr
     assert "Traceback" not in refused.stderr
     more = lab.command("train", recipe, "steps=16", "--run", run.path)
     assert more.returncode == ExitCode.DONE, more.stderr
     assert "steps 12 -> 16" in more.stderr
     assert "jumps from" in more.stderr
-    forced = lab.command("train", recipe, "steps=18", "optim.lr=0.001", "--force", "--run", run.path)
+    forced = lab.command("train", recipe, "steps=18", "optimizer.lr=0.001", "--force", "--run", run.path)
     assert forced.returncode == ExitCode.DONE, forced.stderr
     assert [event.start_step for event in lab.ended(run, 0).kind(AttemptStarted)] == [0, 12, 16]
-    assert [event.text for event in lab.ended(run, 0).kind(RunWarning)][-1] == "forced: optim.lr: 0.003 -> 0.001"
+    assert [event.text for event in lab.ended(run, 0).kind(RunWarning)][-1] == "forced: optimizer.lr: 0.003 -> 0.001"
     assert os.listdir(run.path / "checkpoints")

@@ -112,7 +112,7 @@ def test_values_may_be_wider_than_keys(world: World, way: Way) -> None:
 def build(family: str) -> nn.Module:
     torch.manual_seed(1)
     if family == "ours":
-        return transformer(vocab=VOCAB, sequence=LENGTH, layers=2, width=32, heads=4, kv_heads=2)
+        return transformer(vocab_size=VOCAB, seq_len=LENGTH, layers=2, hidden_size=32, num_heads=4, num_kv_heads=2)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,17 +1,17 @@
-"""`exact: replicas`: the same bits on any number of workers, and on any path between them."""
+"""`determinism: elastic`: the same bits on any number of workers, and on any path between them."""
 
 import pytest
 
 from lab import Lab, Values, fault, merged
 from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunWarning, StepDone
 
-REPLICAS: Values = {"exchange": {"exact": "replicas"}}
-MICRO_2 = merged(REPLICAS, {"batch": {"micro": 2}})
+REPLICAS: Values = {"determinism": "elastic"}
+MICRO_2 = merged(REPLICAS, {"batch": {"micro_size": 2}})
 
 
 def sharded(replicas: int, changes: Values | None = None, shard: int = 2) -> Values:
     """Replicas, each sharded over so many workers."""
-    return merged(REPLICAS, {"layout": {"replicate": replicas, "shard": shard}, **(changes or {})})
+    return merged(REPLICAS, {"parallelism": {"replicate": replicas, "shard": shard}, **(changes or {})})
 
 
 @pytest.mark.parametrize("nproc", [2, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 6))])
@@ -30,9 +30,9 @@ def test_same_digest_where_shares_are_not_whole_branches_of_the_tree(lab: Lab, n
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"optim": {"name": "muon"}}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": {"name": "muon"}}, marks=pytest.mark.slow),
         {"precision": "bf16", "model": {"args": {"dropout": 0.1}}},
-        {"exchange": {"bucket": 0.004}},
+        {"grad_sync": {"bucket_mib": 0.004}},
     ],
     ids=["muon", "bf16-dropout", "small-buckets"],
 )
@@ -41,22 +41,22 @@ def test_same_digest_whatever_else_the_recipe_asks(lab: Lab, changes: Values) ->
     assert lab.reference(changes, 4).digest == lab.reference(changes, 1).digest
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"layout": {"shard": 2}}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [{}, pytest.param({"parallelism": {"shard": 2}}, marks=pytest.mark.slow)])
 def test_same_digest_with_buckets_of_another_size(lab: Lab, changes: Values) -> None:
     """As they are on other nodes; also with the norm, by which gradients are clipped."""
     changes, nproc = merged(REPLICAS, changes), 2 if changes else 1
-    small = lab.reference(merged(changes, {"exchange": {"bucket": 0.004}}), nproc)
+    small = lab.reference(merged(changes, {"grad_sync": {"bucket_mib": 0.004}}), nproc)
     assert small.digest == lab.reference(changes, nproc).digest
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim": {"clip": 0.5}, "steps": 6},
-        pytest.param({"exchange": {"bucket": 0.004}, "batch": {"micro": 3}}, marks=pytest.mark.slow),
+        {"optimizer": {"max_grad_norm": 0.5}, "steps": 6},
+        pytest.param({"grad_sync": {"bucket_mib": 0.004}, "batch": {"micro_size": 3}}, marks=pytest.mark.slow),
         pytest.param({"precision": "fp16", "steps": 6}, marks=pytest.mark.slow),
         pytest.param(
-            {"optim": {"name": "lamb"}, "precision": "bf16", "model": {"args": {"dropout": 0.1}}, "steps": 6},
+            {"optimizer": {"name": "lamb"}, "precision": "bf16", "model": {"args": {"dropout": 0.1}}, "steps": 6},
             marks=pytest.mark.slow,
         ),
     ],
@@ -74,7 +74,7 @@ def test_same_digest_for_any_number_of_sharded_replicas(lab: Lab, changes: Value
 @pytest.mark.parametrize(("replicas", "shard"), [(3, 2), (2, 3), (4, 2)])
 def test_same_digest_for_many_sharded_replicas(lab: Lab, replicas: int, shard: int) -> None:
     """Three ranks cannot share most parameters evenly."""
-    changes = {"batch": {"global": 24}}
+    changes = {"batch": {"global_size": 24}}
     several = lab.reference(sharded(replicas, changes, shard), replicas * shard)
     assert several.digest == lab.reference(sharded(1, changes, shard), shard).digest
 

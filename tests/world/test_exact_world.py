@@ -1,5 +1,5 @@
-"""`exact: world`: the same bits on the same number of workers; on another number the same samples in the same order,
-and losses that differ by rounding only."""
+"""`determinism: fixed-world`: the same bits on the same number of workers; on another number the same samples in the
+same order, and losses that differ by rounding only."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from lab import Ended, Lab, fault
 from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunWarning
 
-LONG = {"steps": 60, "checkpoint": {"every": 20}, "evaluate": {"every": 30}}
+LONG = {"steps": 60, "checkpoint": {"every": 20}, "evaluation": {"every": 30}}
 
 
 def relative(ended: Ended, reference: Ended) -> float:

@@ -1,5 +1,5 @@
-"""`exchange: auto` between two ranks, with times made up: all switch after the same step, and nothing of the gradients
-is lost on the way."""
+"""`grad_sync.algorithm: auto` between two ranks, with times made up: all switch after the same step, and nothing of the
+gradients is lost on the way."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,23 +22,23 @@ CAPACITY = 1000.0  # bytes: several buckets
 COMPUTING, BACKWARD = 1.0, 0.5
 TRIAL = UNUSUAL + ENOUGH
 """Steps with a strategy before it is judged."""
-SLOW = {"allreduce": 1.0, "bf16": 0.5, "int8": 0.2}
+SLOW = {"all-reduce": 1.0, "bf16": 0.5, "int8": 0.2}
 """Exposed seconds of a step."""
 
 
 class Rank:
     """A rank that trains nothing: gradients of its own, an exchange, and a watch that is told made-up times."""
 
-    def __init__(self, rank: int, world: int, exact: str = "no", choice: Choice | None = None):
+    def __init__(self, rank: int, world: int, exact: str = "off", choice: Choice | None = None):
         self.rank, self.step = rank, 0
         self.weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.exchange = GradientExchange(
             self.weights, rank=rank, world=world, micro_batches=world, replicas=False, capacity=CAPACITY, slots=2
         )
         values = {
-            "exchange": {"exact": exact},
+            "determinism": exact,
             "precision": "fp32",
-            "layout": {"replicate": world},
+            "parallelism": {"replicate": world},
         }
         self.progress = Progress(exchange=choice or Choice())
         self.events: list[Event] = []
@@ -55,7 +55,7 @@ class Rank:
         for _ in range(steps):
             self.strategies.append(self.progress.exchange.strategy)
             self.sum()
-            waits = exposed.get(self.progress.exchange.strategy, exposed["allreduce"])
+            waits = exposed.get(self.progress.exchange.strategy, exposed["all-reduce"])
             # The other rank computes longer, so this one waits for it besides; and a checkpoint takes its time.
             parts = {"exchange": waits + 0.7 * self.rank, "backward": BACKWARD, "checkpoint": 3.0}
             self.watch.note(COMPUTING + waits + 3.0, parts)
@@ -83,7 +83,7 @@ class Rank:
         self.step += 1
 
 
-def trained(rank: int, world: int, *, steps: int, exact: str = "no") -> dict[str, Any]:
+def trained(rank: int, world: int, *, steps: int, exact: str = "off") -> dict[str, Any]:
     """Over the slow network."""
     worker = Rank(rank, world, exact)
     worker.train(steps, SLOW)
@@ -95,7 +95,7 @@ def trained(rank: int, world: int, *, steps: int, exact: str = "no") -> dict[str
 def test_all_ranks_switch_after_the_same_steps_and_stay_with_the_best(world: World) -> None:
     one, other = world.once(2, trained, steps=3 * TRIAL + 3)
     assert one == other
-    assert one["strategies"] == ["allreduce"] * TRIAL + ["bf16"] * TRIAL + ["int8"] * (TRIAL + 3)
+    assert one["strategies"] == ["all-reduce"] * TRIAL + ["bf16"] * TRIAL + ["int8"] * (TRIAL + 3)
     assert one["choice"].settled
     assert one["holds"]
 
@@ -103,19 +103,19 @@ def test_all_ranks_switch_after_the_same_steps_and_stay_with_the_best(world: Wor
 def test_every_decision_is_told_with_its_reason(world: World) -> None:
     first, second, third = world.once(2, trained, steps=3 * TRIAL + 3)[0]["events"]
     assert [(e.step, e.selected, e.previous) for e in (first, second, third)] == [
-        (TRIAL, "bf16", "allreduce"),
+        (TRIAL, "bf16", "all-reduce"),
         (2 * TRIAL, "int8", "bf16"),
         (3 * TRIAL, "int8", "int8"),
     ]
     assert first.exposed_fraction == pytest.approx(1.0 / 2.0)  # without what one rank waits for the other
-    assert first.efficiency_by_choice == {"allreduce": pytest.approx(0.5)}
+    assert first.efficiency_by_choice == {"all-reduce": pytest.approx(0.5)}
     assert first.predicted_efficiency == pytest.approx(1.0 / 1.25)
     assert [e.is_final for e in (first, second, third)] == [False, False, True]
-    assert third.efficiency_by_choice == pytest.approx({"allreduce": 1 / 2.0, "bf16": 1 / 1.5, "int8": 1 / 1.2})
+    assert third.efficiency_by_choice == pytest.approx({"all-reduce": 1 / 2.0, "bf16": 1 / 1.5, "int8": 1 / 1.2})
     assert "50.0% of a step is exposed" in first.reason
 
 
-@pytest.mark.parametrize("exact", ["world", "replicas"])
+@pytest.mark.parametrize("exact", ["fixed-world", "elastic"])
 def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_that_costs(
     world: World, exact: str
 ) -> None:
@@ -123,14 +123,14 @@ def test_where_bits_are_promised_nothing_is_switched_and_it_is_told_once_what_th
         assert not found["holds"]
         (event,) = found["events"]
         assert event.step == TRIAL
-        assert event.selected == event.previous == ("allreduce" if exact == "world" else "fixed tree")
-        assert "exact: no would allow int8" in event.reason
+        assert event.selected == event.previous == ("all-reduce" if exact == "fixed-world" else "fixed tree")
+        assert "determinism: off would allow int8" in event.reason
         assert event.exposed_fraction == pytest.approx(0.5)
 
 
 def switched(rank: int, world: int, *, way: list[str]) -> list[float]:
     """After two steps with each strategy: the most that is in the gradients so far and not in the sums so far."""
-    worker, found = Rank(rank, world, "world"), []
+    worker, found = Rank(rank, world, "fixed-world"), []
     for strategy in way:
         worker.exchange.switch(strategy)
         for _ in range(2):
@@ -141,7 +141,7 @@ def switched(rank: int, world: int, *, way: list[str]) -> list[float]:
 
 
 def test_what_was_held_back_is_sent_with_the_first_gradients_of_another_strategy(world: World) -> None:
-    for found in world.run(2, switched, way=["allreduce", "int8", "allreduce", "int8", "allreduce"]):
+    for found in world.run(2, switched, way=["all-reduce", "int8", "all-reduce", "int8", "all-reduce"]):
         exact, rough, settled, again, at_last = found
         assert max(exact, settled, at_last) < 1e-5
         assert min(rough, again) > 1e-3

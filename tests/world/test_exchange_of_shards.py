@@ -44,7 +44,7 @@ def samples(leaf: int) -> Tensor:
 
 
 def summed(
-    rank: int, world: int, *, strategy: str = "allreduce", replicas: bool = False, again: bool = False
+    rank: int, world: int, *, strategy: str = "all-reduce", replicas: bool = False, again: bool = False
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The whole gradients of four micro-batches after the last of some equal steps; and how many buckets were under way
     in each step when backward was through with the blocks."""
@@ -95,8 +95,8 @@ def whole(parameter: nn.Parameter) -> Tensor:
 
 @pytest.mark.parametrize(
     ("strategy", "replicas", "tolerance"),
-    [("allreduce", False, 1e-5), ("allreduce", True, 1e-5), ("bf16", False, 1e-2), ("int8", False, 3e-2)],
-    ids=["allreduce", "fixed tree", "bf16", "int8"],
+    [("all-reduce", False, 1e-5), ("all-reduce", True, 1e-5), ("bf16", False, 1e-2), ("int8", False, 3e-2)],
+    ids=["all-reduce", "fixed tree", "bf16", "int8"],
 )
 def test_gradients_of_shards_are_sent_while_backward_goes_on(
     world: World, strategy: str, replicas: bool, tolerance: float

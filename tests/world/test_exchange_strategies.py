@@ -263,7 +263,7 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
         told.send((2, False, "noticed nothing"))
     except RuntimeError as error:
         told.send((step, lost_peer(error), str(error)))
-    if strategy not in ("allreduce", "powersgd"):
+    if strategy not in ("all-reduce", "powersgd"):
         told.recv()
     os._exit(0)
 

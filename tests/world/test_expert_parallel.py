@@ -98,7 +98,19 @@ def test_outputs_and_gradients_are_those_of_one_process(
 def model() -> MixtureTransformer:
     """A model of which some blocks have experts, with enough balance to show."""
     torch.manual_seed(0)
-    built = moe(61, 12, 3, 16, 2, experts=8, top_k=2, ffn=24, shared=16, dense_layers=1, balance=1.0)
+    built = moe(
+        61,
+        12,
+        3,
+        16,
+        2,
+        num_experts=8,
+        top_k=2,
+        expert_hidden_size=24,
+        shared_expert_hidden_size=16,
+        dense_layers=1,
+        aux_loss_coef=1.0,
+    )
     for module in built.modules():
         if isinstance(module, Router):
             nn.init.normal_(module.score.weight, std=0.5)  # decided, so that rounding turns no choice
@@ -218,7 +230,7 @@ class Lopsided(nn.Module):
 def refused(rank: int, world: int, *, what: str) -> str:
     module: nn.Module = {
         "no experts": lambda: transformer(61, 12, 1, 16, 2),
-        "three experts": lambda: moe(61, 12, 1, 16, 2, experts=3),
+        "three experts": lambda: moe(61, 12, 1, 16, 2, num_experts=3),
         "lopsided": Lopsided,
     }[what]()
     try:
@@ -231,12 +243,16 @@ def refused(rank: int, world: int, *, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("no experts", "layout.expert: found 2, but the model has no experts to divide"),
+        ("no experts", "parallelism.expert: found 2, but the model has no experts to divide"),
         (
             "three experts",
-            "layout.expert: 2 ranks cannot share the 3 experts of blocks.0.ffn.experts evenly; expected one of 1, 3",
+            "parallelism.expert: 2 ranks cannot share the 3 experts of blocks.0.ffn.experts evenly; expected one of "
+            "1, 3",
         ),
-        ("lopsided", "layout.expert: the model says expert_parallel, so all its parameters must have the expert as"),
+        (
+            "lopsided",
+            "parallelism.expert: the model says expert_parallel, so all its parameters must have the expert as",
+        ),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(world: World, what: str, text: str) -> None:

@@ -15,7 +15,7 @@ def test_an_exported_directory_alone_builds_the_model_and_its_weights(lab: Lab, 
     run = lab.reference().run
     out = export_huggingface(list_checkpoints(run.checkpoints)[0], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
-    assert config["args"]["vocab"] == 256
+    assert config["args"]["vocab_size"] == 256
     model = import_object(config["build"])(**config["args"])
     missing = model.load_state_dict(load_file(out / "model.safetensors"), strict=False).missing_keys
     assert set(missing).isdisjoint(dict(model.named_parameters()))

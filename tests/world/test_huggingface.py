@@ -60,7 +60,7 @@ def check_export(run: Run, out: Path) -> None:
     ("kind", "changes"),
     [
         ("llama-tied", {}),
-        ("gpt2", {"adapter": LORA, "data": {"source": {"text": "*.txt"}, "documents": "separate"}}),
+        ("gpt2", {"lora": LORA, "data": {"source": {"text": "*.txt"}, "document_masking": True}}),
     ],
     ids=["whole", "adapter"],
 )
@@ -76,8 +76,12 @@ def test_fine_tuning_learns_survives_a_kill_bit_by_bit_and_is_exported(
 
 
 def test_an_adapter_can_start_from_a_run_without_one(lab: Lab) -> None:
-    base = lab.reference({"model": {"args": {"layers": 1, "width": 32, "heads": 2}}})
-    start = {"model": {"args": {"layers": 1, "width": 32, "heads": 2}}, "init": str(base.run.path), "adapter": LORA}
+    base = lab.reference({"model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}}})
+    start = {
+        "model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}},
+        "init_from": str(base.run.path),
+        "lora": LORA,
+    }
     tuned = lab.train({**start, "steps": 3})
     assert tuned.losses[0] < base.losses[0]
 
@@ -113,6 +117,6 @@ def test_a_path_that_is_no_such_directory_is_an_error_of_the_recipe(lab: Lab, ch
 
 def test_an_adapter_pattern_that_fits_nothing_is_an_error_before_the_run_exists(lab: Lab) -> None:
     run = lab.place()
-    with pytest.raises(RecipeError, match=r"adapter.modules: 'nonesuch' fits no linear layer; there are q_proj"):
-        train(lab, "llama", {"adapter": {"modules": "nonesuch"}}, run=run)
+    with pytest.raises(RecipeError, match=r"lora.target_modules: 'nonesuch' fits no linear layer; there are q_proj"):
+        train(lab, "llama", {"lora": {"target_modules": "nonesuch"}}, run=run)
     assert not run.path.exists()

@@ -48,9 +48,9 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(lab: Lab, kind: str, layout: Values | None = None, **more: Any) -> Values:
-    changes: Values = {"model": {"build": save(lab, kind)}, "steps": 10, "evaluate": {"every": 10}, **more}
-    changes |= {"checkpoint": {"every": None}, "batch": {"global": 8, "micro": 2}}
-    return changes | ({} if layout is None else {"layout": layout})
+    changes: Values = {"model": {"build": save(lab, kind)}, "steps": 10, "evaluation": {"every": 10}, **more}
+    changes |= {"checkpoint": {"every": None}, "batch": {"global_size": 8, "micro_size": 2}}
+    return changes | ({} if layout is None else {"parallelism": layout})
 
 
 def world_of(layout: Values) -> int:
@@ -129,5 +129,5 @@ ADAPTED = [
 
 @pytest.mark.parametrize(("kind", "name"), [*ADAPTED, pytest.param("gpt2", "pipeline 2", marks=pytest.mark.slow)])
 def test_adapters_of_a_divided_model_train_as_on_one_process(lab: Lab, kind: str, name: str) -> None:
-    adapter = {"adapter": {"rank": 4}}
+    adapter = {"lora": {"rank": 4}}
     compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.reference(recipe(lab, kind, **adapter)))

@@ -19,7 +19,7 @@ from lab import Ended, Lab, Values, fault
 from phalanx.data import open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, load_recipe
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
@@ -39,23 +39,23 @@ from worlds import World
 
 BASE: Values = {
     "model": {},
-    "data": {"source": {"text": "few.txt"}, "sequence": 8},
-    "evaluate": {"every": 3, "share": 0.02, "samples": 4},
-    "batch": {"global": 12, "micro": 2},
+    "data": {"source": {"text": "few.txt"}, "seq_len": 8},
+    "evaluation": {"every": 3, "holdout_fraction": 0.02, "max_samples": 4},
+    "batch": {"global_size": 12, "micro_size": 2},
     "steps": 6,
     "checkpoint": {"every": 2},
-    "exchange": {"exact": "replicas"},
+    "determinism": "elastic",
 }
 PICTURES: Values = {
-    "data": {"source": {"text": None, "idx": {"images": "kinds.images", "labels": "kinds.labels"}}, "sequence": 256}
+    "data": {"source": {"text": None, "idx": {"images": "kinds.images", "labels": "kinds.labels"}}, "seq_len": 256}
 }
 """The default sequence: no other goes with pictures."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a recipe builds one, what else it says, and what forwards of it change: under `exact: replicas` it is refused
-    with these names."""
+    """How a recipe builds one, what else it says, and what forwards of it change: under `determinism: elastic` it is
+    refused with these names."""
 
     build: str
     args: Values = field(default_factory=dict)
@@ -72,7 +72,7 @@ def pictures(build: str, task: str = "classification", moves: str | None = None,
 
 
 def ours(name: str, **args: Any) -> Kind:
-    return Kind(f"phalanx.models:{name}", {"layers": 1, "width": 16, "heads": 2, **args})
+    return Kind(f"phalanx.models:{name}", {"layers": 1, "hidden_size": 16, "num_heads": 2, **args})
 
 
 PLAIN = [
@@ -117,11 +117,11 @@ PLAIN = [
 """Kinds of which no forward changes anything."""
 KINDS: dict[str, Kind] = {
     "transformer": ours("transformer"),
-    "transformer, untied, with grouped heads": ours("transformer", tie=False, kv_heads=1, layers=2),
+    "transformer, untied, with grouped heads": ours("transformer", tie_embeddings=False, num_kv_heads=1, layers=2),
     "transformer with relu2 and dropout": ours("transformer", activation="relu2", qk_norm=False, dropout=0.1),
-    "transformer with wide heads": ours("transformer", head_dim=12, ffn=20, rope_base=100.0),
-    "mixture of experts": ours("moe", experts=4, shared=1, layers=2, dense_layers=1),
-    "residual network": pictures("phalanx.models:resnet", width=8, blocks=[1], channels=1),
+    "transformer with wide heads": ours("transformer", head_dim=12, ffn_hidden_size=20, rope_base=100.0),
+    "mixture of experts": ours("moe", num_experts=4, shared_expert_hidden_size=1, layers=2, dense_layers=1),
+    "residual network": pictures("phalanx.models:resnet", base_channels=8, blocks=[1], in_channels=1),
     **{name: words(name) for name in PLAIN},
     "SpectralNorm": words("SpectralNorm", "body.parametrizations.weight.0._u"),
     "Average": words("Average", "mean,"),
@@ -171,10 +171,10 @@ def train(lab: Lab, kind: Kind, nproc: int, changes: Values, **more: Any) -> End
 def undisturbed(rank: int, world: int, *, resolved: str, folder: str, out: str) -> str:
     """The digest of a resolved recipe that is trained in this world from the beginning, without an agent."""
     given = load_recipe(Path(resolved)).recipe
-    recipe = given.model_copy(update={"callbacks": [], "layout": Layout(replicate=world)})
+    recipe = given.model_copy(update={"callbacks": [], "parallelism": Parallelism(replicate=world)})
     run, place = Run(Path(out)), Place(rank, world, rank)
     prepare_torch(recipe, place)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     report = ToRun(run, leads=False)
     with warnings.catch_warnings(action="ignore"):  # the kinds', which a run only prints
         parts, objective = assemble(run, recipe, Path(folder), place, data, report, StopRequest())
@@ -210,7 +210,7 @@ def computed(model: nn.Module, loaded: Trained) -> list[Tensor]:
     """What a model gives of two samples that the run was trained on."""
     recipe = loaded.recipe
     task = load_task(recipe.task, loaded.folder)
-    batch = to_device(open_data(recipe.data, recipe.evaluate, recipe.seed).train(0, 2), torch.device("cpu"))
+    batch = to_device(open_data(recipe.data, recipe.evaluation, recipe.seed).train(0, 2), torch.device("cpu"))
     torch.manual_seed(0)
     args, kwargs = task.inputs(batch)
     output = model(*args, **kwargs)
@@ -226,10 +226,10 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
     kind, changes, nproc = KINDS[name], {}, 1
     if kind.moves is not None:
         with pytest.raises(
-            RecipeError, match=f"replicas cannot be kept, because forwards of the model change {kind.moves}"
+            RecipeError, match=f"determinism: elastic cannot be kept, because forwards of the model change {kind.moves}"
         ):
             train(kinds, kind, 2, {})
-        changes, nproc = {"exchange": {"exact": "world"}}, 2
+        changes, nproc = {"determinism": "fixed-world"}, 2
     killed = train(kinds, kind, nproc, changes, faults=[fault(5)])
     assert killed.result["restarts"] == 1
     (tmp_path / "again").mkdir()
@@ -242,14 +242,16 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
 
 def test_synchronised_batch_norm_is_refused_where_there_are_several_workers_on_cpus(kinds: Lab) -> None:
     with pytest.raises(RecipeError, match=r"SyncBatchNorm \(0.1\) computes over several workers on GPUs only"):
-        train(kinds, pictures("synchronised"), 2, {"exchange": {"exact": "world"}})
+        train(kinds, pictures("synchronised"), 2, {"determinism": "fixed-world"})
 
 
 def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refused_under_replicas(kinds: Lab) -> None:
     kind, changed = words("Forgetful"), "history, mean, seen"
-    with pytest.raises(RecipeError, match=f"replicas cannot be kept, because forwards of the model change {changed},"):
+    with pytest.raises(
+        RecipeError, match=f"determinism: elastic cannot be kept, because forwards of the model change {changed},"
+    ):
         train(kinds, kind, 1, {})
-    ended = train(kinds, kind, 1, {"exchange": {"exact": "world"}})
+    ended = train(kinds, kind, 1, {"determinism": "fixed-world"})
     assert ended.digest
     (said,) = [event.text for event in ended.kind(RunWarning) if "no checkpoint" in event.text]
     assert said.startswith(f"forwards of the model change {changed}, which is in no checkpoint")

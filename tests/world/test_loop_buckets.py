@@ -21,8 +21,8 @@ PARAMETERS = 12 * 2**20
 def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nodes: int) -> tuple[Any, Any]:
     """What a worker takes, and what the run's resolved recipe says afterwards."""
     run = Run(Path(folder))
-    given = Recipe.model_validate({"layout": {"replicate": world}, "exchange": {"bucket": bucket}})
-    resolved = given.model_copy(update={"exchange": given.exchange.model_copy(update={"bucket": 25.0})})
+    given = Recipe.model_validate({"parallelism": {"replicate": world}, "grad_sync": {"bucket_mib": bucket}})
+    resolved = given.model_copy(update={"grad_sync": given.grad_sync.model_copy(update={"bucket_mib": 25.0})})
     if rank == 0:
         for path, recipe in ((run.recipe, given), (run.resolved, resolved if bucket == "auto" else given)):
             path.write_text(dump_recipe(recipe))
@@ -32,7 +32,7 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     dist.barrier()
     found = with_buckets(run, load_recipe(run.resolved).recipe, Place(rank, world), PARAMETERS)
     dist.barrier()
-    return found.exchange.bucket, load_recipe(run.resolved).recipe.exchange.bucket
+    return found.grad_sync.bucket_mib, load_recipe(run.resolved).recipe.grad_sync.bucket_mib
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_stopped_there_and_finished_here(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_bad_input_ends_all_workers_with_78(lab: Lab) -> None:
-    ended = torchrun(lab, lab.place(), {"batch": {"global": 9}})
+    ended = torchrun(lab, lab.place(), {"batch": {"global_size": 9}})
     assert ended.stderr.count("error: the leading worker could not make the run ready") == 1
-    assert ended.stderr.count("batch.global: 9 samples cannot be divided among 2 workers") == 2
+    assert ended.stderr.count("batch.global_size: 9 samples cannot be divided among 2 workers") == 2
     assert "exitcode  : 78" in ended.stderr

@@ -30,14 +30,14 @@ EXAMPLES = ("language", "vision")
 STEPS = 12
 RECIPE: Values = {
     "name": "own",
-    "batch": {"global": 12},
+    "batch": {"global_size": 12},
     "steps": STEPS,
-    "optim": {"clip": None, "schedule": {"warmup": 0, "decay": "constant"}},
+    "optimizer": {"max_grad_norm": None, "schedule": {"warmup_steps": 0, "decay": "constant"}},
     "checkpoint": {"every": 4},
-    "recovery": {"attempts": 5},
+    "fault_tolerance": {"max_restarts": 5},
     "precision": "fp32",
     "callbacks": ["faults:Faults"],
-    "threads": 1,
+    "num_threads": 1,
 }
 SLOW = fault(1, "slow", delay=0.03, attempt=None)
 """Steps so slow that a checkpoint is written, and the agent hears of each, before the next but one is done."""
@@ -52,8 +52,8 @@ def scripts(lab: Lab) -> Path:
     for name in EXAMPLES:
         shutil.copy(ROOT / "examples" / "own-loop" / f"{name}.py", lab.folder)
         recipe = parse((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text(), "recipe.yaml")[0]
-        recipe |= {"steps": STEPS, "threads": 1, "callbacks": ["faults:Faults"], "checkpoint": {"every": 4}}
-        recipe["optim"]["schedule"] = {"warmup": 0, "decay": "constant"}
+        recipe |= {"steps": STEPS, "num_threads": 1, "callbacks": ["faults:Faults"], "checkpoint": {"every": 4}}
+        recipe["optimizer"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
         (lab.folder / f"{name}.yaml").write_text(to_yaml(recipe, flow=False))
     return lab.folder
 
@@ -114,12 +114,12 @@ def plain_losses(steps: int = STEPS) -> list[float]:
     ("nproc", "overrides"),
     [
         (1, []),
-        (1, ["batch.micro=3"]),
-        (2, ["batch.micro=2"]),
-        (2, ["layout.shard=2", "batch.micro=2"]),
-        (2, ["layout.tensor=2", "batch.micro=4"]),
-        pytest.param(2, ["layout.shard=2", "memory.recompute=full"], marks=pytest.mark.slow),
-        (4, ["layout.shard=2", "layout.tensor=2"]),
+        (1, ["batch.micro_size=3"]),
+        (2, ["batch.micro_size=2"]),
+        (2, ["parallelism.shard=2", "batch.micro_size=2"]),
+        (2, ["parallelism.tensor=2", "batch.micro_size=4"]),
+        pytest.param(2, ["parallelism.shard=2", "memory.activation_checkpointing=full"], marks=pytest.mark.slow),
+        (4, ["parallelism.shard=2", "parallelism.tensor=2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -131,7 +131,7 @@ def test_every_layout_gives_the_losses_of_the_plain_loop(
     assert ended.losses == pytest.approx(plain_losses(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("nproc", "overrides"), [(1, []), (2, ["layout.shard=2"])])
+@pytest.mark.parametrize(("nproc", "overrides"), [(1, []), (2, ["parallelism.shard=2"])])
 def test_bf16_gives_almost_the_same(lab: Lab, scripts: Path, nproc: int, overrides: list[str]) -> None:
     ended = ours(lab, ["right", "precision=bf16", *overrides], nproc)
     assert ended.code == ExitCode.DONE, (ended.message, log(ended))
@@ -141,13 +141,16 @@ def test_bf16_gives_almost_the_same(lab: Lab, scripts: Path, nproc: int, overrid
 
 def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
     """The learning rate is the loop's, its course the recipe's."""
-    rates = [event.lr for event in ours(lab, ["right", "optim.schedule.warmup=4"]).kind(StepDone)]
+    rates = [event.lr for event in ours(lab, ["right", "optimizer.schedule.warmup_steps=4"]).kind(StepDone)]
     assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [["batch.micro=2"], *(pytest.param([f"layout.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor"))],
+    [
+        ["batch.micro_size=2"],
+        *(pytest.param([f"parallelism.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor")),
+    ],
 )
 def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrides: list[str]) -> None:
     evaluating = ours(lab, ["evaluates", *overrides], 2)
@@ -184,13 +187,13 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
     [
         (1, None, []),
         (2, [1], []),
-        pytest.param(2, None, ["batch.micro=2"], marks=pytest.mark.slow),
-        pytest.param(2, [0], ["layout.shard=2"], marks=pytest.mark.slow),
-        pytest.param(2, [1], ["layout.tensor=2"], marks=pytest.mark.slow),
+        pytest.param(2, None, ["batch.micro_size=2"], marks=pytest.mark.slow),
+        pytest.param(2, [0], ["parallelism.shard=2"], marks=pytest.mark.slow),
+        pytest.param(2, [1], ["parallelism.tensor=2"], marks=pytest.mark.slow),
         pytest.param(
             2,
             [1],
-            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=2", "exchange.start=0"],
+            ["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=2", "local_sgd.warmup_steps=0"],
             marks=pytest.mark.slow,
             id="diloco",
         ),
@@ -210,8 +213,8 @@ def test_killed_at_any_step_it_ends_in_the_same_bits(
 
 @pytest.mark.slow
 def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, scripts: Path) -> None:
-    arguments = ["batch.micro=1"]
-    ended = ours(lab, ["stuck", *arguments, "recovery.silence=7.5"], 2)
+    arguments = ["batch.micro_size=1"]
+    ended = ours(lab, ["stuck", *arguments, "fault_tolerance.hang_timeout_s=7.5"], 2)
     assert ended.digest == undisturbed(lab, "right", *arguments, nproc=2).digest
     (hang,) = ended.kind(HangDetected)
     assert (hang.rank, hang.is_stopped) == (1, False)
@@ -233,13 +236,13 @@ def test_a_worker_of_a_loop_that_is_held_still_is_started_again(lab: Lab, script
 
 @pytest.mark.slow
 def test_a_loop_that_says_that_it_is_alive_is_let_be(lab: Lab, scripts: Path) -> None:
-    ended = ours(lab, ["thinks", "batch.micro=1", "recovery.silence=6"], 2)
-    assert ended.digest == undisturbed(lab, "right", "batch.micro=1", nproc=2).digest
+    ended = ours(lab, ["thinks", "batch.micro_size=1", "fault_tolerance.hang_timeout_s=6"], 2)
+    assert ended.digest == undisturbed(lab, "right", "batch.micro_size=1", nproc=2).digest
     assert ended.kind(HangDetected) == ended.kind(WorkerFailure) == []
 
 
 def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts: Path) -> None:
-    arguments = ["dropout", "exchange.exact=replicas", "batch.micro=2"]
+    arguments = ["dropout", "determinism=elastic", "batch.micro_size=2"]
     assert len({ours(lab, arguments, nproc).digest for nproc in (1, 2, 3)}) == 1
 
 
@@ -264,13 +267,13 @@ def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: 
     ended = ours(lab, ["hungry"])
     assert ended.code == ExitCode.DONE, (ended.message, log(ended))
     assert ended.losses == pytest.approx(plain_losses(), rel=1e-5)
-    given = ours(lab, ["hungry", "batch.micro=12"])
+    given = ours(lab, ["hungry", "batch.micro_size=12"])
     assert given.code == ExitCode.RECIPE
     assert "out of memory with micro-batches of 12; 6 would fit" in str(given.message)
 
 
 def test_recovery_attempts_are_the_recipes(lab: Lab, scripts: Path) -> None:
-    ended = ours(lab, ["right", "recovery.attempts=1"], faults=[fault(2, attempt=None)])
+    ended = ours(lab, ["right", "fault_tolerance.max_restarts=1"], faults=[fault(2, attempt=None)])
     assert ended.code == ExitCode.GAVE_UP
     assert "no progress in 1 attempts" in str(ended.message)
 
@@ -426,13 +429,13 @@ def test_a_mistake_is_told_in_a_line(lab: Lab, scripts: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("layout.pipeline=2", "layout.pipeline: a training loop of your own cannot be divided so"),
-        ("layout.context=2", "layout.context: a training loop of your own cannot be divided so"),
-        ("layout.shard=4", "layout: takes 4 workers (shard 4), but the run has 2"),
-        ("optim.lr=3", "optim.lr: has no effect in a training loop of your own"),
-        ("model.args.width=3", "model.args: has no effect in a training loop of your own"),
-        ("data.sequence=3", "data: has no effect in a training loop of your own"),
-        ("batch.global=9", "batch.global: 9 samples cannot be divided among 2 workers"),
+        ("parallelism.pipeline=2", "parallelism.pipeline: a training loop of your own cannot be divided so"),
+        ("parallelism.context=2", "parallelism.context: a training loop of your own cannot be divided so"),
+        ("parallelism.shard=4", "parallelism: takes 4 workers (shard 4), but the run has 2"),
+        ("optimizer.lr=3", "optimizer.lr: has no effect in a training loop of your own"),
+        ("model.args.hidden_size=3", "model.args: has no effect in a training loop of your own"),
+        ("data.seq_len=3", "data: has no effect in a training loop of your own"),
+        ("batch.global_size=9", "batch.global_size: 9 samples cannot be divided among 2 workers"),
         ("stepps=3", "stepps"),
         ("precision=fp8", "precision: fp8 needs tensor cores"),
     ],
@@ -448,7 +451,7 @@ def test_a_recipe_that_a_loop_cannot_have_is_told(lab: Lab, scripts: Path, overr
 def test_a_rule_without_a_match_is_told(lab: Lab, scripts: Path) -> None:
     broken = (lab.folder / "own_loop.py").read_text().replace('"blocks.*.up"', '"bocks.*.up"')
     (lab.folder / "misruled.py").write_text(broken)
-    ended = ours(lab, ["right", "layout.tensor=2"], 2, script="misruled")
+    ended = ours(lab, ["right", "parallelism.tensor=2"], 2, script="misruled")
     assert ended.code == ExitCode.RECIPE
     assert "bocks.*.up" in str(ended.message)
     assert "Traceback" not in log(ended)
@@ -474,12 +477,12 @@ def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: Lab, scripts: P
 
 def test_a_run_does_not_go_on_under_another_recipe(lab: Lab, scripts: Path) -> None:
     run = ours(lab, ["right", "steps=4"]).run
-    refused = ours(lab, ["right", "batch.global=8"], 1, run)
+    refused = ours(lab, ["right", "batch.global_size=8"], 1, run)
     assert refused.code == ExitCode.RECIPE
-    assert "batch.global: 12 -> 8" in str(refused.message)
-    forced = ours(lab, ["right", "batch.global=8"], 1, run, force=True)
+    assert "batch.global_size: 12 -> 8" in str(refused.message)
+    forced = ours(lab, ["right", "batch.global_size=8"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("forced: batch.global: 12 -> 8" in event.text for event in forced.kind(RunWarning))
+    assert any("forced: batch.global_size: 12 -> 8" in event.text for event in forced.kind(RunWarning))
 
 
 def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) -> None:
@@ -515,7 +518,7 @@ def test_state_that_differs_between_workers_ends_the_run_in_its_first_step(
 def test_a_loop_whose_worker_leaves_with_0_is_given_up_and_the_worker_named(
     lab: Lab, scripts: Path, how: str, told: str
 ) -> None:
-    ended = ours(lab, [how, "recovery.attempts=1"], 2)
+    ended = ours(lab, [how, "fault_tolerance.max_restarts=1"], 2)
     assert ended.code == ExitCode.GAVE_UP
     assert told in str(ended.message)
     assert (ended.result["status"], ended.result["digest"]) == ("failed", None)
@@ -543,7 +546,7 @@ sys.ps1 = "In : "  # as IPython and Python's prompt have it
 import own_loop, phalanx
 from phalanx.errors import RecipeError
 try:
-    own_loop.main("right", ["optim.lr=1"], "refused")
+    own_loop.main("right", ["optimizer.lr=1"], "refused")
 except RecipeError as error:
     print("refused:", error)
 own_loop.main("break", [], "cell")

@@ -12,7 +12,7 @@ from lab import Ended, Lab
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import Agent
 from phalanx.recipe import dump_recipe, load_recipe
-from phalanx.recipe.schema import Layout as LayoutValues
+from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.run.messages import Command
@@ -27,7 +27,7 @@ def marks(layout: Layout, case: Case | None = None) -> list[pytest.MarkDecorator
     """What is left to `make test-all`: most layouts of many workers, and the further cases of all
     of these and of the pipeline's other schedules."""
     many = [other for other in LAYOUTS if other.workers > FEW]
-    again = layout.workers > FEW or "schedule" in layout.values
+    again = layout.workers > FEW or "pipeline_schedule" in layout.values
     further = again and case is not None and case is not layout.cases[0]
     left = layout in many and (layout not in many[::9] or layout.workers > 2 * FEW)
     return [pytest.mark.slow] if further or left else []
@@ -62,7 +62,7 @@ def trained(lab: Lab) -> dict[str, Ended]:
 def run_of(lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case) -> Ended:
     key = f"{layout}-{case.name}"
     if key not in trained:
-        trained[key] = lab.train({**case.changes, "batch": layout.batch, "layout": layout.values}, layout.workers)
+        trained[key] = lab.train({**case.changes, "batch": layout.batch, "parallelism": layout.values}, layout.workers)
     assert trained[key].code == ExitCode.DONE, trained[key].message
     return trained[key]
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     again.create()
     target = Layout(layout.moved_to)
     resolved = load_recipe(ended.run.resolved).recipe
-    recipe = resolved.model_copy(update={"layout": LayoutValues.model_validate(layout.moved_to)})
+    recipe = resolved.model_copy(update={"parallelism": LayoutValues.model_validate(layout.moved_to)})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
     command = Command(function="lab_resave:work", payload={name: str(path) for name, path in payload.items()})
@@ -112,12 +112,12 @@ def test_the_table_in_the_docs_is_what_is_tested() -> None:
 
 def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
     norms = [event.grad_norm for event in lab.reference(layouts.FIRST.changes).kind(StepDone)]
-    assert all(norm > layouts.FIRST.changes["optim"]["clip"] for norm in norms)
+    assert all(norm > layouts.FIRST.changes["optimizer"]["max_grad_norm"] for norm in norms)
 
 
 def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: Lab) -> None:
     """Nothing repeats in it, so there are no blocks between which hidden states could be cut."""
     changes = {**layouts.first(1).changes, "steps": 3}
-    ended, alone = lab.train({**changes, "layout": {"tensor": 2}}, 2), lab.reference(changes)
+    ended, alone = lab.train({**changes, "parallelism": {"tensor": 2}}, 2), lab.reference(changes)
     assert ended.code == ExitCode.DONE, ended.message
     assert largest(ended.losses, alone.losses) < TOLERANCE

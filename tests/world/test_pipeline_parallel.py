@@ -49,7 +49,13 @@ def build(kind: str, layers: int) -> tuple[nn.Module, list[str]]:
     if kind in ("tied", "untied", "dropout"):
         dropout = 0.2 if kind == "dropout" else 0.0
         model: nn.Module = transformer(
-            VOCAB, SEQUENCE, layers=layers, width=16, heads=2, tie=kind != "untied", dropout=dropout
+            VOCAB,
+            SEQUENCE,
+            layers=layers,
+            hidden_size=16,
+            num_heads=2,
+            tie_embeddings=kind != "untied",
+            dropout=dropout,
         )
         return model, [f"blocks.{index}" for index in range(layers)]
     if kind == "perceptrons":
@@ -368,5 +374,5 @@ def misfit(rank: int, world: int, *, schedule: str, micro_batches: int) -> str:
 def test_too_few_micro_batches_are_refused_on_every_rank(world: World) -> None:
     for message in world.once(4, misfit, schedule="1f1b", micro_batches=3):
         assert message == (
-            "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 3 micro-batches a step; 4, 5, 6, 7 would fit"
+            "batch.micro_size: 1f1b with 4 stages on 4 ranks cannot run 3 micro-batches a step; 4, 5, 6, 7 would fit"
         )

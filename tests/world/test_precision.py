@@ -13,8 +13,8 @@ from phalanx.train.checkpoint import list_checkpoints, load_tensors
 
 LAYOUTS: list[Values] = [{"replicate": 2}, {"shard": 2}, {"tensor": 2}]
 WAYS = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: next(iter(layout)))
-MODEL = {"args": {"layers": 2, "width": 32, "heads": 2, "ffn": 64}}
-TRAINING: Values = {"model": MODEL, "callbacks": [], "evaluate": {"every": None}, "checkpoint": {"every": None}}
+MODEL = {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2, "ffn_hidden_size": 64}}
+TRAINING: Values = {"model": MODEL, "callbacks": [], "evaluation": {"every": None}, "checkpoint": {"every": None}}
 
 
 def largest(ours: list[float], theirs: list[float]) -> float:
@@ -24,7 +24,7 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 @WAYS
 def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(lab: Lab, layout: Values) -> None:
     changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowsOnOne", "steps": 8}
-    alone, ended = lab.reference(changes), lab.train({**changes, "layout": layout}, 2)
+    alone, ended = lab.reference(changes), lab.train({**changes, "parallelism": layout}, 2)
     for run in (alone, ended):
         assert run.code == 0, run.message
         assert [(guard.step, guard.action) for guard in run.kind(NonFiniteStep)] == [(1, "rescale")]
@@ -38,7 +38,7 @@ def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(la
 
 def test_a_pipeline_saves_the_loss_scale_once(lab: Lab) -> None:
     changes = {**TRAINING, "precision": "fp16", "steps": 3}
-    alone, ended = lab.reference(changes), lab.train({**changes, "layout": {"pipeline": 2}}, 2)
+    alone, ended = lab.reference(changes), lab.train({**changes, "parallelism": {"pipeline": 2}}, 2)
     assert ended.code == 0, ended.message
     assert scale_of(ended) == scale_of(alone)
 
@@ -66,7 +66,7 @@ FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["shard", "tensor"])
 def test_fp8_gives_the_losses_of_one_process(fp8_lab: Lab, layout: Values) -> None:
-    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "layout": layout}, 2)
+    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "parallelism": layout}, 2)
     assert ended.code == alone.code == 0, ended.message
     # Sharded weights are gathered in bf16, and each tensor rank scales its part of a weight by itself.
     assert largest(ended.losses, alone.losses) < 2e-3
@@ -79,5 +79,5 @@ def test_fp8_learns_as_bf16_does_but_computes_something_else(fp8_lab: Lab) -> No
 
 def test_fp8_and_recomputation_give_the_same_bits(fp8_lab: Lab) -> None:
     plain = fp8_lab.reference(FP8)
-    recomputed = fp8_lab.train({**FP8, "memory": {"recompute": "selective"}})
+    recomputed = fp8_lab.train({**FP8, "memory": {"activation_checkpointing": "selective"}})
     assert recomputed.digest == plain.digest

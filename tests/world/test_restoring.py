@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.compat import watching
-from phalanx.recipe.schema import Layout, Optim
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint import Piece, Saver, checkpoint_name
 from phalanx.train.optimizers import Optimizer
@@ -28,7 +28,7 @@ from worlds import World
 def trained(steps: int) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
-    return model, learn(model, Optimizer(model, Optim()), steps)
+    return model, learn(model, Optimizer(model, OptimizerConfig()), steps)
 
 
 def learn(model: nn.Module, optimizer: Optimizer, steps: int) -> Optimizer:
@@ -78,11 +78,11 @@ def restored(
         if whose == rank:
             harm(run.checkpoints / checkpoint_name(step))
     place = Place(rank, world, rank)
-    mesh = build_mesh(Layout(**layout), place)
+    mesh = build_mesh(Parallelism(**layout), place)
     model, _ = trained(0)
     if mesh.fsdp is not None:
         fully_shard(model, mesh=mesh.fsdp)
-    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, Optim())
+    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, OptimizerConfig())
     learn(model, optimizer, 5)
     before, told = state(divided, optimizer), list[tuple[str, str]]()
     loaded = restore(run, place, divided, optimizer, LossScale(), lambda path, *what: told.append((path.name, what[0])))
@@ -98,12 +98,12 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
     """Bytes of what is made while a checkpoint is read, and whether the state is the checkpoint's then."""
     run = Run(Path(folder))
     place = Place(rank, world, rank)
-    mesh = build_mesh(Layout(**layout), place)
+    mesh = build_mesh(Parallelism(**layout), place)
     model, _ = trained(0)
     expected = {name: tensor.clone() for name, tensor in state_tensors(*trained(3), LossScale()).items()}
     if mesh.fsdp is not None:
         fully_shard(model, mesh=mesh.fsdp)
-    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, Optim())
+    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, OptimizerConfig())
     learn(model, optimizer, 5)
     used = {name: each.tensor.nbytes for name, each in held_state(divided, optimizer, LossScale()).items()}
     known: set[int] = set()

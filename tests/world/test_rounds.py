@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import LOCAL
 from phalanx.train.ends import make_stepper
 from phalanx.train.exchange.rounds import Rounds
 from phalanx.train.exchange.schedule import Schedule
@@ -26,8 +25,8 @@ from worlds import World
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
 STEPS = 6
-SGD = {"name": "sgd", "lr": 0.02, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
-ADAMW = {"name": "adamw", "lr": 0.02, "clip": 0.5}
+SGD = {"name": "sgd", "lr": 0.02, "momentum": 0.0, "weight_decay": 0.0, "max_grad_norm": None}
+ADAMW = {"name": "adamw", "lr": 0.02, "max_grad_norm": 0.5}
 NEVER = 1000
 COLLECTIVES = ("all_reduce", "isend", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
 Weights = list[Tensor]
@@ -62,18 +61,24 @@ def counted(sizes: list[int]) -> Iterator[None]:
 
 
 def train(
-    rank: int, world: int, *, exchange: dict[str, Any], optim: dict[str, Any]
+    rank: int, world: int, *, how: dict[str, Any], optim: dict[str, Any]
 ) -> tuple[list[Weights], list[list[int]]]:
     """The weights after each step of this worker, and how many elements each collective had in it."""
-    values = {"batch": {"global": 2 * world, "micro": 1}, "steps": STEPS, "optim": optim, "precision": "fp32"}
-    exchange = {"exact": "no", "bucket": 400 / 2**20, **exchange}
-    if exchange["strategy"] in LOCAL:
-        exchange = {"start": 0, **exchange}
-    recipe = Recipe.model_validate({**values, "layout": {"replicate": world}, "exchange": exchange})
+    values = {
+        "batch": {"global_size": 2 * world, "micro_size": 1},
+        "steps": STEPS,
+        "optimizer": optim,
+        "precision": "fp32",
+    }
+    grad_sync: dict[str, Any] = {"bucket_mib": 400 / 2**20}
+    sync = {"grad_sync": grad_sync, "local_sgd": {"warmup_steps": 0, **how}}
+    if "algorithm" in how:
+        sync = {"grad_sync": {**grad_sync, **how}}
+    recipe = Recipe.model_validate({**values, "parallelism": {"replicate": world}, "determinism": "off", **sync})
     place, model = Place(rank, world), Toy()
-    assert not isinstance(recipe.layout, str)
-    divided = Divided(build_mesh(recipe.layout, place, recipe.exchange), (model,))
-    optimizer = Optimizer(model, recipe.optim)
+    assert not isinstance(recipe.parallelism, str)
+    divided = Divided(build_mesh(recipe.parallelism, place, recipe), (model,))
+    optimizer = Optimizer(model, recipe.optimizer)
     stepper = make_stepper(recipe, place, divided, optimizer, LossScale(), Seeds(0, place.device))
     watch, found, sent = HostStopwatch(), [], []
     watch.start()
@@ -85,7 +90,7 @@ def train(
                 stepper.backward(model(step, leaf), 1, lambda: (), watch)
             outcome, factor = stepper.settle(stepper.finish(watch))
             assert outcome.skipped is None
-            stepper.update(factor, recipe.optim.lr)
+            stepper.update(factor, recipe.optimizer.lr)
             if divided.apart is not None:
                 divided.apart.rounds.follow(step)
         found.append([weight.detach().clone() for weight in model.weights])
@@ -94,9 +99,9 @@ def train(
     return found, sent
 
 
-def trained(world: World, ranks: int, optim: dict[str, Any], **exchange: Any) -> list[list[Weights]]:
+def trained(world: World, ranks: int, optim: dict[str, Any], **how: Any) -> list[list[Weights]]:
     """Of each rank the weights after each step."""
-    return [found for found, _ in world.once(ranks, train, exchange=exchange, optim=optim)]
+    return [found for found, _ in world.once(ranks, train, how=how, optim=optim)]
 
 
 def assert_close(some: Weights, others: Weights, tolerance: float = 1e-5) -> None:
@@ -109,7 +114,7 @@ def mean(ranks: list[Weights]) -> Weights:
 
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
-KINDS = pytest.mark.parametrize("strategy", ["local", "diloco"])
+KINDS = pytest.mark.parametrize("method", ["average", "diloco"])
 
 
 @RANKS
@@ -117,17 +122,17 @@ KINDS = pytest.mark.parametrize("strategy", ["local", "diloco"])
 def test_after_a_round_all_have_the_mean_of_what_each_reached_alone(
     world: World, ranks: int, wire: str, tolerance: float
 ) -> None:
-    apart = trained(world, ranks, ADAMW, strategy="local", every=NEVER)
+    apart = trained(world, ranks, ADAMW, method="average", sync_every=NEVER)
     assert not apart[0][2][0].equal(apart[1][2][0])
-    for found in trained(world, ranks, ADAMW, strategy="local", every=3, wire=wire):
+    for found in trained(world, ranks, ADAMW, method="average", sync_every=3, sync_dtype=wire):
         assert_close(found[2], mean([alone[2] for alone in apart]), tolerance)
 
 
 @RANKS
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @KINDS
-def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, strategy: str, wire: str) -> None:
-    first, *others = trained(world, ranks, ADAMW, strategy=strategy, every=4, wire=wire)
+def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, method: str, wire: str) -> None:
+    first, *others = trained(world, ranks, ADAMW, method=method, sync_every=4, sync_dtype=wire)
     for other in others:
         same = [all(a.equal(b) for a, b in zip(*pair, strict=True)) for pair in zip(first, other, strict=True)]
         assert same == [False, False, False, True, False, True]  # the last step ends a round, too
@@ -136,7 +141,7 @@ def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, strategy
 @RANKS
 def test_diloco_follows_the_mean_as_sgd_with_nesterov_momentum_does(world: World, ranks: int) -> None:
     """Two rounds: what workers reached in each is taken from them, the outer steps are torch's."""
-    found = trained(world, ranks, SGD, strategy="diloco", every=3, outer={"lr": 0.6, "momentum": 0.8})
+    found = trained(world, ranks, SGD, method="diloco", sync_every=3, outer_optimizer={"lr": 0.6, "momentum": 0.8})
     weights = [nn.Parameter(weight.detach().clone()) for weight in Toy().weights]
     outer = torch.optim.SGD(weights, lr=0.6, momentum=0.8, nesterov=True)
     for end in (3, 6):
@@ -165,24 +170,24 @@ def own_steps(model: Toy, rank: int, steps: range) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("how", [{"every": 2}, {"every": 4, "fragments": 2, "delay": 1}], ids=str)
+@pytest.mark.parametrize("how", [{"sync_every": 2}, {"sync_every": 4, "num_fragments": 2, "sync_delay": 1}], ids=str)
 def test_in_the_first_steps_all_take_the_mean_after_each(world: World, ranks: int, how: dict[str, int]) -> None:
     """Without an outer optimizer, which is for longer ways."""
-    together = trained(world, ranks, SGD, strategy="allreduce")
-    for found in trained(world, ranks, SGD, strategy="diloco", start=3, **how):
+    together = trained(world, ranks, SGD, algorithm="all-reduce")
+    for found in trained(world, ranks, SGD, method="diloco", warmup_steps=3, **how):
         for step in range(3):
             assert_close(found[step], together[0][step])
-    first, *others = trained(world, ranks, SGD, strategy="diloco", start=3, **how)
+    first, *others = trained(world, ranks, SGD, method="diloco", warmup_steps=3, **how)
     for other in others:
         agreed = [all(a.equal(b) for a, b in zip(*pair, strict=True)) for pair in zip(first, other, strict=True)]
-        assert agreed == [True, True, True, "fragments" not in how, False, True]
+        assert agreed == [True, True, True, "num_fragments" not in how, False, True]
 
 
 @RANKS
 def test_fragments_are_agreed_on_by_turns(world: World, ranks: int) -> None:
     """Half of the buckets after step 2, the others after step 4, and all after the last."""
-    apart = trained(world, ranks, SGD, strategy="local", every=NEVER)
-    first, *others = trained(world, ranks, SGD, strategy="local", every=4, fragments=2)
+    apart = trained(world, ranks, SGD, method="average", sync_every=NEVER)
+    first, *others = trained(world, ranks, SGD, method="average", sync_every=4, num_fragments=2)
     turns = fragments_of_weights(ranks)
     for other in others:
         for step, agreed in ((1, ()), (2, (1,)), (4, (0,)), (6, (0, 1))):
@@ -208,7 +213,9 @@ def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
     world: World, ranks: int, outer: dict[str, float]
 ) -> None:
     """Streaming DiLoCo by hand: one half leaves after step 2 and lands after 3, the other after 4 and 5."""
-    found = trained(world, ranks, SGD, strategy="diloco", every=4, fragments=2, delay=1, outer=outer)
+    found = trained(
+        world, ranks, SGD, method="diloco", sync_every=4, num_fragments=2, sync_delay=1, outer_optimizer=outer
+    )
     turns, models = fragments_of_weights(ranks), [Toy() for _ in range(ranks)]
     agreed = [nn.Parameter(weight.detach().clone()) for weight in Toy().weights]
     optimizers = [torch.optim.SGD([each], **outer, nesterov=bool(outer["momentum"])) for each in agreed]
@@ -243,17 +250,17 @@ def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
 
 @RANKS
 def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: World, ranks: int) -> None:
-    together = trained(world, ranks, SGD, strategy="allreduce")
-    for found in trained(world, ranks, SGD, strategy="local", every=1):
+    together = trained(world, ranks, SGD, algorithm="all-reduce")
+    for found in trained(world, ranks, SGD, method="average", sync_every=1):
         for step in range(STEPS):
             assert_close(found[step], together[0][step])
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @KINDS
-def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, strategy: str, wire: str) -> None:
+def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, method: str, wire: str) -> None:
     size = sum(weight.numel() for weight in Toy().weights)
-    for _, sent in world.once(2, train, exchange={"strategy": strategy, "every": 3, "wire": wire}, optim=ADAMW):
+    for _, sent in world.once(2, train, how={"method": method, "sync_every": 3, "sync_dtype": wire}, optim=ADAMW):
         for step, sizes in enumerate(sent, start=1):
             if step % 3:
                 assert len(sizes) == 1  # what all agree on
@@ -264,8 +271,8 @@ def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, s
 
 def test_each_worker_clips_by_its_own_norm(world: World) -> None:
     """Every step is as long as the clip allows, on each worker, though their gradients differ."""
-    clip = {**SGD, "clip": 0.5}
-    for found in trained(world, 2, clip, strategy="local", every=NEVER):
+    clip = {**SGD, "max_grad_norm": 0.5}
+    for found in trained(world, 2, clip, method="average", sync_every=NEVER):
         for before, after in pairwise(found[:5]):
             moved = torch.cat([(b - a).reshape(-1) for a, b in zip(before, after, strict=True)])
             assert float(moved.norm()) == pytest.approx(0.5 * 0.02, rel=1e-3)

@@ -56,7 +56,7 @@ def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds
 
 def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: Lab) -> None:
     """No time is lost between the steps: evaluation apart, their seconds add up to the clock."""
-    ended = lab.reference({"evaluate": {"every": None}, "steps": 60}, 1)
+    ended = lab.reference({"evaluation": {"every": None}, "steps": 60}, 1)
     steps = ended.kind(StepDone)
     clock = steps[-1].time - steps[0].time
     assert math.isclose(sum(event.duration_s for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
@@ -87,8 +87,8 @@ def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab:
 
 def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> None:
     """Three workers of 4 samples make steps of 12, with three times the rate; so it stays when one of them goes on."""
-    optim = {"lr": 1e-3, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": {"warmup": 4}}
-    changes = {"batch": {"global": 4, "per": "worker"}, "optim": optim, "steps": 6}
+    optim = {"lr": 1e-3, "schedule": {"warmup_steps": 0, "decay": "constant"}, "lr_scaling": {"warmup_steps": 4}}
+    changes = {"batch": {"global_size": 4, "scale_with_workers": True}, "optimizer": optim, "steps": 6}
     ended = lab.train(changes, 3)
     assert [event.units for event in ended.kind(StepDone)] == [12 * 32] * 6
     assert [event.lr for event in ended.kind(StepDone)] == pytest.approx([1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3])
@@ -154,15 +154,15 @@ def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learn
 
 
 CHANGED: list[tuple[Values, list[str]]] = [
-    ({"optim": {"lr": 1e-3}}, ["optim.lr: 0.003 -> 0.001"]),
-    ({"batch": {"global": 24}}, ["batch.global: 12 -> 24"]),
-    ({"batch": {"micro": 2}}, ["batch.micro: 1 -> 2"]),
-    ({"seed": 1, "data": {"sequence": 16}}, ["data.sequence: 32 -> 16", "seed: 0 -> 1"]),
+    ({"optimizer": {"lr": 1e-3}}, ["optimizer.lr: 0.003 -> 0.001"]),
+    ({"batch": {"global_size": 24}}, ["batch.global_size: 12 -> 24"]),
+    ({"batch": {"micro_size": 2}}, ["batch.micro_size: 1 -> 2"]),
+    ({"seed": 1, "data": {"seq_len": 16}}, ["data.seq_len: 32 -> 16", "seed: 0 -> 1"]),
     (
-        {"model": {"args": {"width": 48}}, "precision": "bf16"},
-        ["model.args.width: 32 -> 48", 'precision: "fp32" -> "bf16"'],
+        {"model": {"args": {"hidden_size": 48}}, "precision": "bf16"},
+        ["model.args.hidden_size: 32 -> 48", 'precision: "fp32" -> "bf16"'],
     ),
-    ({"exchange": {"exact": "replicas"}}, ['exchange.exact: "world" -> "replicas"']),
+    ({"determinism": "elastic"}, ['determinism: "fixed-world" -> "elastic"']),
 ]
 
 
@@ -180,31 +180,36 @@ def test_a_changed_recipe_is_refused_and_told_what_differs(lab: Lab, changes: Va
 
 def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: Lab) -> None:
     stopped = lab.train({}, 1, faults=[fault(6, "term")])
-    ended = lab.train({"optim": {"lr": 1e-3}}, 1, stopped.run, force=True)
+    ended = lab.train({"optimizer": {"lr": 1e-3}}, 1, stopped.run, force=True)
     assert ended.code == 0
     assert ended.kind(AttemptStarted)[-1].start_step == 6
-    assert [event.text for event in ended.kind(RunWarning)] == ["forced: optim.lr: 0.003 -> 0.001"]
+    assert [event.text for event in ended.kind(RunWarning)] == ["forced: optimizer.lr: 0.003 -> 0.001"]
     assert ended.kind(StepDone)[-1].lr == pytest.approx(1e-4)
     assert ended.digest != lab.reference({}, 1).digest
 
 
 def test_keys_that_change_no_mathematics_may_change(lab: Lab) -> None:
     stopped = lab.train({}, 1, faults=[fault(6, "term")])
-    free = {"checkpoint": {"every": 3}, "evaluate": {"every": 7}, "callbacks": [], "recovery": {"attempts": 1}}
+    free = {
+        "checkpoint": {"every": 3},
+        "evaluation": {"every": 7},
+        "callbacks": [],
+        "fault_tolerance": {"max_restarts": 1},
+    }
     assert lab.train(free, 1, stopped.run).digest == lab.reference({}, 1).digest
 
 
 def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: Lab, tmp_path: Path) -> None:
     first = lab.reference({}, 1)
     shutil.copytree(first.run.path, tmp_path / "first")
-    given: Values = {"init": str(tmp_path / "first"), "steps": 6}
+    given: Values = {"init_from": str(tmp_path / "first"), "steps": 6}
     begun = lab.train(given, 1)
     shutil.rmtree(tmp_path / "first")
     assert lab.train({**given, "steps": 7}, 1, begun.run).kind("start")[-1]["from_step"] == 6
 
 
 def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: Lab) -> None:
-    given: Values = {"init": str(lab.reference({}, 1).run.path), "model": {"args": {"width": 16}}}
+    given: Values = {"init_from": str(lab.reference({}, 1).run.path), "model": {"args": {"hidden_size": 16}}}
     with pytest.raises(PhalanxError, match=r"embedding.weight has shape \[256, 32\], the model's has \[256, 16\]"):
         lab.train(given, 1)
 
@@ -221,7 +226,7 @@ def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: L
     [
         ({"task": "classification"}, "classification is for images, and the data are tokens"),
         (
-            {"data": {"source": {"text": None, "images": "samples", "size": [8, 8]}, "sequence": 256}},
+            {"data": {"source": {"text": None, "images": "samples", "image_size": [8, 8]}, "seq_len": 256}},
             "language-modeling is for tokens, and the data are images",
         ),
     ],
@@ -283,7 +288,7 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
     "names", [("resolved",), ("recipe",), ("resolved", "recipe")], ids=["resolved", "recipe", "both"]
 )
 def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(lab: Lab, names: tuple[str, ...]) -> None:
-    changes: Values = {"threads": "auto", "batch": {"micro": "auto"}}
+    changes: Values = {"num_threads": "auto", "batch": {"micro_size": "auto"}}
     run = lab.train(changes, 1, faults=[fault(6, "term")]).run
     resolved = run.resolved.read_text()
     for name in names:
@@ -297,8 +302,8 @@ def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(lab: 
 def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> None:
     run = lab.train({}, 1, faults=[fault(6, "term")]).run
     run.resolved.unlink()
-    with pytest.raises(RecipeError, match=r"optim.lr"):
-        lab.train({"optim": {"lr": 0.5}}, 1, run)
+    with pytest.raises(RecipeError, match=r"optimizer.lr"):
+        lab.train({"optimizer": {"lr": 0.5}}, 1, run)
     for path in run.checkpoints.glob("step-*/MANIFEST.json"):
         path.write_text("{}")
     with pytest.raises(DataError, match=r"resolved.yaml: is missing, and no checkpoint tells what it said"):
@@ -308,9 +313,9 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> No
 @pytest.mark.parametrize(
     ("key", "before", "after"),
     [
-        ("optim.lr", "lr: 0.003", "lr: 0.103"),
+        ("optimizer.lr", "lr: 0.003", "lr: 0.103"),
         ("seed", "seed: 0", "seed: 1"),
-        ("batch.global", "global: 12", "global: 24"),
+        ("batch.global_size", "global: 12", "global: 24"),
     ],
 )
 def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: Lab, key: str, before: str, after: str) -> None:

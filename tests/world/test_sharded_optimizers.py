@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer
 from worlds import World
 
@@ -15,11 +15,11 @@ WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block o
 SPECS = {
     "lars": {"name": "lars", "lr": 5.0},
     "lamb": {"name": "lamb", "lr": 1e-2},
-    "bf16": {"state": "bf16"},
-    "8bit": {"state": "8bit"},
+    "bf16": {"state_dtype": "bf16"},
+    "int8": {"state_dtype": "int8"},
     "adamw": {},
 }
-EXACT = ("bf16", "8bit", "adamw")  # no norm, so no sum in another order
+EXACT = ("bf16", "int8", "adamw")  # no norm, so no sum in another order
 
 
 def network() -> nn.Module:
@@ -40,8 +40,8 @@ def give_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = grad
 
 
-def spec_of(kind: str) -> Optim:
-    return Optim.model_validate(SPECS[kind])
+def spec_of(kind: str) -> OptimizerConfig:
+    return OptimizerConfig.model_validate(SPECS[kind])
 
 
 def whole(tensor: Tensor) -> Tensor:

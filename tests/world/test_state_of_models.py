@@ -17,7 +17,7 @@ from phalanx.train.parallel.shard import shard_model
 from phalanx.train.place import Place
 from worlds import World
 
-STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro": 2}}
+STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro_size": 2}}
 
 
 def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share(lab: Lab) -> None:

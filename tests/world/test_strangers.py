@@ -22,7 +22,7 @@ from phalanx.run.events import read_events
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="another user and a network namespace need root")
 SPACE, HERE, THERE = "phalanx-stranger", "10.231.97.1", "10.231.97.2"
 NOBODY = 65534
-CHANGES = {"steps": 30, "evaluate": {"every": None}}
+CHANGES = {"steps": 30, "evaluation": {"every": None}}
 
 
 def listening(root: int) -> set[tuple[str, int]]:

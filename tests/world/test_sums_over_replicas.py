@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.gradients import DividedGradients
 from phalanx.train.objective import Scoring
 from phalanx.train.parallel import mesh as mesh_module
@@ -77,7 +77,7 @@ def summed(
     model, plain = Model(varied, unlike), Model(varied, unlike)
     plain.load_state_dict(model.state_dict())
     with as_before_2_13(old):
-        mesh = build_mesh(Layout(replicate=replicate, shard=2), Place(rank, world, rank))
+        mesh = build_mesh(Parallelism(replicate=replicate, shard=2), Place(rank, world, rank))
         divided, _ = divide(model, model, mesh, Choices())
     own = mesh.own(MICRO_BATCHES)
     gradients = DividedGradients(divided, None, last=own[-1])
@@ -161,7 +161,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
     model, plain = Stages(), Stages()
     plain.load_state_dict(model.state_dict())
     task, place = Squares(), Place(rank, world, rank)
-    layout = Layout.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "schedule": schedule})
+    layout = Parallelism.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "pipeline_schedule": schedule})
     with as_before_2_13(old):
         mesh = build_mesh(layout, place)
         own = mesh.own(MICRO_BATCHES)
@@ -216,7 +216,7 @@ def written(rank: int, world: int) -> list[str]:
     that does not, with state in a buffer."""
     said = []
     for build in (Writing, Model):
-        mesh = build_mesh(Layout(shard=2), Place(rank, world, rank))
+        mesh = build_mesh(Parallelism(shard=2), Place(rank, world, rank))
         model = build(False)
         divide(model, model, mesh, Choices())
         for training in (False, True, True):
@@ -232,7 +232,7 @@ def written(rank: int, world: int) -> list[str]:
 def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: World) -> None:
     for said in world.run(2, written):
         (one,) = said
-        assert one.startswith("True: layout.shard: the forward of the model changes parameter 'first.weight'")
+        assert one.startswith("True: parallelism.shard: the forward of the model changes parameter 'first.weight'")
 
 
 def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int]]) -> list[int]:
@@ -240,7 +240,7 @@ def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int
     found = []
     for layout in layouts:
         before = connections()
-        mesh = build_mesh(Layout(**layout), Place(rank, world, rank))
+        mesh = build_mesh(Parallelism(**layout), Place(rank, world, rank))
         dist.barrier()
         found.append(len(connections() - before))
         assert mesh.fsdp is not None

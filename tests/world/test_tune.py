@@ -14,15 +14,15 @@ from phalanx.recipe import Recipe, differences, load_recipe
 from phalanx.tuning import Tuned, Watcher, text_of, tune
 
 TRIED = {
-    "shares": Candidate({"layout": {"replicate": 2}, "batch.micro": 6, "threads": 1}, 1.5, "two workers"),
-    "refused": Candidate({"batch.micro": 5}, 1.4, "does not divide the batch"),
-    "fails": Candidate({"layout": {"tensor": 3}}, 1.3, "two heads cannot be cut in three"),
+    "shares": Candidate({"parallelism": {"replicate": 2}, "batch.micro_size": 6, "num_threads": 1}, 1.5, "two workers"),
+    "refused": Candidate({"batch.micro_size": 5}, 1.4, "does not divide the batch"),
+    "fails": Candidate({"parallelism": {"tensor": 3}}, 1.3, "two heads cannot be cut in three"),
 }
 
 
 @pytest.fixture(scope="module")
 def recipe(lab: Lab) -> Path:
-    return lab.recipe_file({"callbacks": [], "batch": {"micro": "auto"}}, "tuned-by-a-test")
+    return lab.recipe_file({"callbacks": [], "batch": {"micro_size": "auto"}}, "tuned-by-a-test")
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def test_a_world_of_two_is_measured_against_one(tuned: tuple[Tuned, list[str]]) 
     row = tuned[0].rows[0]
     assert row.found is not None
     assert 0 < row.found.low <= row.found.high
-    assert row.kept == ("layout" in tuned[0].changes)
+    assert row.kept == ("parallelism" in tuned[0].changes)
 
 
 def test_a_candidate_that_cannot_run_is_a_row_that_says_why(tuned: tuple[Tuned, list[str]]) -> None:
     _, refused, fails = tuned[0].rows
     assert (refused.found, refused.kept, fails.found, fails.kept) == (None, False, None, False)
-    assert "batch.micro: 5 x" in refused.note
+    assert "batch.micro_size: 5 x" in refused.note
     assert "3 ranks cannot share the model's 2 attention heads" in fails.note
 
 

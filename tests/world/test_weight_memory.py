@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lab import FAULTS, Ended, Lab, Values
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import NonFiniteStep
 
@@ -42,8 +42,8 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(lab: Lab, layout: Values, run: Run | None = None, **more: Any) -> Ended:
     changes: Values = {"model": {"build": "hf:memory"}, "task": "peak:Counted", "callbacks": [FAULTS, "peak:Told"]}
-    changes |= {"steps": 1, "layout": layout, "evaluate": {"every": None}, "checkpoint": {"every": None}}
-    ended = lab.train({**changes, **more}, Layout(**layout).world, run)
+    changes |= {"steps": 1, "parallelism": layout, "evaluation": {"every": None}, "checkpoint": {"every": None}}
+    ended = lab.train({**changes, **more}, Parallelism(**layout).world, run)
     assert ended.code == 0, ended.message
     return ended
 
@@ -65,9 +65,9 @@ def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
     lab: Lab, model: nn.Module, layout: Values
 ) -> None:
     sizes = [parameter.nbytes for parameter in model.parameters()]
-    part = sum(sizes) / Layout(**layout).world
+    part = sum(sizes) / Parallelism(**layout).world
     found = peaks(train(lab, layout))
-    assert len(found) == Layout(**layout).world
+    assert len(found) == Parallelism(**layout).world
     for most in found:
         assert part < most < 1.02 * part + max(sizes) + SLACK
 

@@ -82,8 +82,8 @@ def chaos(
         raise UsageError("--queue has this machine only; leave out --nodes")
     loaded = load_recipe(recipe, given)
     loaded.check_named()
-    if loaded.recipe.exchange.exact == "auto":  # on a GPU it may promise no bits, and digests are compared here
-        given = [*given, "exchange.exact=world"]
+    if loaded.recipe.determinism == "auto":  # on a GPU it may promise no bits, and digests are compared here
+        given = [*given, "determinism=fixed-world"]
         loaded = load_recipe(recipe, given)
     course = course_of(loaded, nproc, nodes, queue)
     plan = draw(seed, faults, kinds_of(kinds, course), course)
@@ -133,7 +133,7 @@ def course_of(loaded: "Loaded", nproc: int | None, nodes: int, queue: bool) -> "
             f"checkpoint.every={saved.every}: the list of faults goes by the saves, so their number must be "
             "known; give it here, such as checkpoint.every='20 steps'"
         )
-    return Course(recipe.steps, saved.every, saved.keep, recipe.recovery.attempts, world, nodes, queue)
+    return Course(recipe.steps, saved.every, saved.keep, recipe.fault_tolerance.max_restarts, world, nodes, queue)
 
 
 def finished_run(path: Path, loaded: "Loaded", course: "Course") -> "Run":
@@ -147,7 +147,7 @@ def finished_run(path: Path, loaded: "Loaded", course: "Course") -> "Run":
         raise UsageError(
             f"--against {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
         )
-    layout = load_recipe(run.resolved).recipe.layout
+    layout = load_recipe(run.resolved).recipe.parallelism
     if isinstance(layout, str) or layout.world != course.world:
         raise UsageError(f"--against {path}: its workers were not {course.world}, and the digest goes by that")
     return run

@@ -15,7 +15,7 @@ from phalanx.streams import printable
 
 if TYPE_CHECKING:
     from phalanx.data import Progress
-    from phalanx.recipe.schema import Data, Source
+    from phalanx.recipe.schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, help="Prepare, verify and inspect training data.")
 
@@ -106,22 +106,24 @@ def _source(
     images: str | None,
     size: tuple[int, int] | None,
     exclude: list[str],
-) -> "Source":
+) -> "DataSource":
     """The source that the command line names; UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
-    from phalanx.recipe.schema import LARGEST_SIDE, Idx, Source
+    from phalanx.recipe.schema import LARGEST_SIDE, DataSource, IdxFiles
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
     if ((jsonl or parquet) and not globs) or (jsonl and parquet):
         raise UsageError("--jsonl or --parquet says what kind of files the globs name; give one of them, and globs")
     kind = "idx" if idx else "images" if images is not None else "jsonl" if jsonl else "parquet" if parquet else "text"
+    options = {"text_field": "field", "image_size": "size", "exclude": "exclude"}
     set_here = {"field": field != "text", "exclude": bool(exclude), "size": size is not None}
-    for name, kinds in SOURCES_WITH.items():
-        if set_here[name] and kind not in kinds:
-            raise UsageError(f"--{name} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
+    for key, kinds in SOURCES_WITH.items():
+        option = options[key]
+        if set_here[option] and kind not in kinds:
+            raise UsageError(f"--{option} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
     if idx is not None:
-        return Source(idx=Idx(images=idx[0], labels=idx[1]))
+        return DataSource(idx=IdxFiles(images=idx[0], labels=idx[1]))
     if images is not None:
         if size is None or min(size) < 1 or max(size) > LARGEST_SIDE:
             given = "" if size is None else f"--size {size[0]} {size[1]}: "
@@ -129,21 +131,21 @@ def _source(
                 f"{given}--images needs the common size of the images, 1 to {LARGEST_SIDE:,} pixels a side, for "
                 "instance --size 224 224"
             )
-        return Source(images=images, size=size)
-    return Source.model_validate({kind: globs, "field": field, "exclude": exclude})
+        return DataSource(images=images, image_size=size)
+    return DataSource.model_validate({kind: globs, "text_field": field, "exclude": exclude})
 
 
-def _data(tokenizer: str) -> "Data":
-    from phalanx.recipe.schema import LARGEST_VOCABULARY, Bpe, Data
+def _data(tokenizer: str) -> "DataConfig":
+    from phalanx.recipe.schema import LARGEST_VOCABULARY, BpeTokenizerConfig, DataConfig
 
     if not tokenizer.startswith("bpe:"):
-        return Data(tokenizer=tokenizer)
+        return DataConfig(tokenizer=tokenizer)
     size = tokenizer.removeprefix("bpe:")
     if not size.isdecimal() or len(size) > 9 or not 257 <= int(size) <= LARGEST_VOCABULARY:
         raise UsageError(
             f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {LARGEST_VOCABULARY:,} tokens, for instance bpe:8192"
         )
-    return Data(tokenizer=Bpe(bpe=int(size)))
+    return DataConfig(tokenizer=BpeTokenizerConfig(bpe=int(size)))
 
 
 @contextmanager

@@ -60,17 +60,17 @@ def evaluate(
         print(f"warning: {printable(note)}", file=sys.stderr)
     recipe = trained.recipe
     check_data(recipe)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.held_out_samples == 0:
-        raise UsageError(f"{run}: nothing was held out (evaluate.share = 0 and no evaluate.source)")
-    assert isinstance(recipe.batch.micro, int)
+        raise UsageError(f"{run}: nothing was held out (evaluation.holdout_fraction = 0 and no evaluation.source)")
+    assert isinstance(recipe.batch.micro_size, int)
     scores = score(
         Objective(trained.model, Scoring(load_task(recipe.task, trained.folder), recipe.precision, place.device)),
         data,
         place=place,
         mesh=alone(),
         samples=samples or data.held_out_samples,
-        micro=recipe.batch.micro,
+        micro=recipe.batch.micro_size,
     )
     assert scores is not None
     facts = {"checkpoint": trained.checkpoint.name, "loss": scores.loss, **scores.metrics, "samples": scores.samples}

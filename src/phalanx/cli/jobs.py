@@ -68,7 +68,7 @@ def submit(
     """Put a recipe, or with --framework any program, into a queue. It is started again until it is done.
 
     A training run: `phalanx jobs submit recipe.yaml steps=500`. An array of runs, all or none: `phalanx jobs submit
-    a.yaml b.yaml`, or `recipe.yaml --vary optim.lr=1e-3,3e-4`. Any program: `phalanx jobs submit --framework jax
+    a.yaml b.yaml`, or `recipe.yaml --vary optimizer.lr=1e-3,3e-4`. Any program: `phalanx jobs submit --framework jax
     --nproc 2 -- python script.py`.
     """
     from phalanx.cli import submitting, sweep

@@ -92,7 +92,7 @@ def page(found: "Planned", top: int) -> list[str]:
     device, best = found.cluster.node.accelerator, found.best
     nodes = -(-found.devices // found.cluster.node.count)
     lines = [
-        f"{found.recipe.name}: {_number(found.parameters)} parameters, {found.recipe.batch.global_} samples of "
+        f"{found.recipe.name}: {_number(found.parameters)} parameters, {found.recipe.batch.global_size} samples of "
         f"{found.tokens} {'token' if found.tokens == 1 else 'tokens'} a step",
         f"{found.devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} ({found.cluster.name}); "
         f"costs from {SAID[found.layer]}",
@@ -105,7 +105,7 @@ def page(found: "Planned", top: int) -> list[str]:
             f"{rank + 1:<3}{_layout(option):<44} {setup.micro:>5} {setup.recompute:<9} {setup.precision:<9} "
             f"{time_text(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
         )
-    per_second = found.recipe.batch.global_ * found.tokens / best.seconds
+    per_second = found.recipe.batch.global_size * found.tokens / best.seconds
     money, units = found.budget, "tokens" if found.tokens > 1 else "samples"
     lines += [
         f"   of {found.valid:,} valid ones",
@@ -163,7 +163,14 @@ def unlike(found: "Planned", count: int) -> list["Option"]:
 
 def _kind(option: "Option") -> tuple[Any, ...]:
     setup, layout = option.setup, option.setup.layout
-    inner = (layout.tensor, layout.pipeline, layout.context > 1, layout.expert > 1, layout.schedule, setup.chunks)
+    inner = (
+        layout.tensor,
+        layout.pipeline,
+        layout.context > 1,
+        layout.expert > 1,
+        layout.pipeline_schedule,
+        setup.chunks,
+    )
     return (*inner, setup.recompute, setup.precision, layout.shard > 1)
 
 
@@ -243,8 +250,8 @@ def _layout(option: "Option") -> str:
         for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")
         if getattr(layout, name) > 1
     ]
-    if layout.pipeline > 1 and (option.setup.chunks > 1 or layout.schedule != "1f1b"):
-        sizes.append(f"{layout.schedule}" + (f" {option.setup.chunks}" if option.setup.chunks > 1 else ""))
+    if layout.pipeline > 1 and (option.setup.chunks > 1 or layout.pipeline_schedule != "1f1b"):
+        sizes.append(f"{layout.pipeline_schedule}" + (f" {option.setup.chunks}" if option.setup.chunks > 1 else ""))
     return ", ".join(sizes) or "one device"
 
 

@@ -28,10 +28,13 @@ def profile(
     check_output("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
     check_start(loaded, 1)
-    with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
+    with (
+        NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
+        preparing() as progress,
+    ):
         nowhere = Run(Path(".phalanx-profile-writes-nothing"))
         with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False, preload=nursery.preload) as ready:
-            payload = {"recipe": ready.recipe.model_dump(mode="json", by_alias=True), "folder": str(ready.folder)}
+            payload = {"recipe": ready.recipe.model_dump(mode="json"), "folder": str(ready.folder)}
             answer = nursery.call("phalanx.train.trial:traced", {**payload, "steps": steps, "out": str(out.absolute())})
     typer.echo(_page(answer, top))
     typer.echo(f"\nwrote {out}")

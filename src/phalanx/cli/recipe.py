@@ -23,7 +23,7 @@ def schema(
 def check(
     path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optim.lr=3e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optimizer.lr=3e-4.")
     ] = None,
     nproc: Annotated[
         int | None,
@@ -44,14 +44,14 @@ def check(
         room.import_object(value, loaded.folder, loaded.at(key))
     if len(loaded.missing()) == 1:  # one for a loop of the user's own names neither
         loaded.check_named()
-    whole = loaded.recipe.model_dump(mode="json", by_alias=True)
+    whole = loaded.recipe.model_dump(mode="json")
     automatic = [key for key in _automatic(whole) if room.can_be_auto(key)]
     if as_json:
         print(json.dumps({"recipe": whole, "auto": automatic}, indent=2))
     else:
         recipe, batch = loaded.recipe, loaded.recipe.batch
-        each = "" if batch.per is None else " a worker"
-        print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_} samples{each}")
+        each = " a worker" if batch.scale_with_workers else ""
+        print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_size} samples{each}")
         if automatic:
             print(f"auto, chosen when it starts: {', '.join(automatic)}")
 

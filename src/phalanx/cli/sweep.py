@@ -30,7 +30,7 @@ def variations(vary: Sequence[str]) -> list[tuple[str, ...]]:
         key, equals, values = given.partition("=")
         listed = [value.strip() for value in values.split(",")]
         if not key or not equals or not all(listed):
-            raise UsageError(f"--vary {given}: expected KEY=VALUE,VALUE,... such as optim.lr=1e-3,3e-4")
+            raise UsageError(f"--vary {given}: expected KEY=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-4")
         if len(set(listed)) < len(listed):
             raise UsageError(f"--vary {given}: a value stands in it twice")
         each.append([f"{key}={value}" for value in listed])

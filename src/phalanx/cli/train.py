@@ -18,7 +18,7 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Overrides, such as steps=50 optim.lr=3e-4; for a script, its arguments."
+            metavar="KEY=VALUE", help="Overrides, such as steps=50 optimizer.lr=3e-4; for a script, its arguments."
         ),
     ] = None,
     run: Annotated[

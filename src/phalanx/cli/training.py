@@ -54,7 +54,10 @@ def train_here(
         return int(ExitCode.DONE)
     if membership.nodes == 1:  # of several the others hear of it, below
         check_start(loaded, nproc, begins=not run.has_checkpoint())
-    with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, contextlib.ExitStack() as stack:
+    with (
+        NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
+        contextlib.ExitStack() as stack,
+    ):
         crew = stack.enter_context(crew_of(nursery, membership))
         workers = workers_of(loaded, nproc, membership.nodes)
         with preparing() as progress:
@@ -167,16 +170,18 @@ def introduction(ready: Ready) -> str:
     plan, cluster, recipe = ready.plan, ready.cluster, ready.recipe
     rates = cluster.get("matmul_tflops") or {}
     measured = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
-    workers = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+    workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
     lines = [
         f"run      {ready.run.path}",
         f"model    {recipe.model.build}, {plan.get('parameters', 0) / 1e6:.2f} M parameters",
         f"machine  {cluster.get('name')}, {cluster.get('cores')} cores; matmul TFLOP/s measured: {measured}",
-        f"workers  {workers}, each {recipe.threads} {'thread' if recipe.threads == 1 else 'threads'}",
+        f"workers  {workers}, each {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
     ]
     for choice in plan.get("chosen", []):
-        if choice["why"] != "given" and choice["key"] != "threads":
-            lines.append(f"chosen   {choice['key']} = {choice['value']}: {choice['why']}")
+        if choice["why"] != "given" and choice["key"] != "num_threads":
+            value = choice["value"]
+            shown = str(value).lower() if isinstance(value, bool) else value
+            lines.append(f"chosen   {choice['key']} = {shown}: {choice['why']}")
     if predicted := plan.get("predicted_step_seconds"):
         lines.append(
             f"predicted {predicted:.3g} s a step, {duration(predicted * recipe.steps)} for {recipe.steps} steps"
@@ -227,7 +232,10 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
                 announce(place, RunAnnouncement(is_finished=True))
                 print(done, file=out)
                 return int(ExitCode.DONE)
-            with NurseryProcess(answer=answering(loaded.recipe.recovery.silence)) as nursery, preparing() as progress:
+            with (
+                NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
+                preparing() as progress,
+            ):
                 ready = stack.enter_context(
                     starting(
                         loaded,

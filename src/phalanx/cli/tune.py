@@ -86,12 +86,12 @@ class Screen:
         if self._quiet:
             return
         recipe = ready.recipe
-        workers = recipe.layout.world if not isinstance(recipe.layout, str) else 1
+        workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
         print(f"{ready.cluster.get('name')}, {ready.cluster.get('cores')} cores; {recipe.name} by itself:")
         print(
-            f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro={recipe.batch.micro}, "
-            f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.threads} "
-            f"{'thread' if recipe.threads == 1 else 'threads'}: {duration(seconds)} a step\n"
+            f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
+            f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.num_threads} "
+            f"{'thread' if recipe.num_threads == 1 else 'threads'}: {duration(seconds)} a step\n"
         )
         print(f"{'tried':<26} {'predicted':>9}  {'measured (quartiles)':<23} {'a step':>9}  result", flush=True)
 

@@ -312,8 +312,8 @@ def check_threads(machine: Machine, threads: int, workers: int) -> None:
     most = max(FEW_THREADS, THREADS_A_CORE * machine.threads) // workers
     if threads > most:
         raise RecipeError(
-            f"threads: found {threads:,} for each of {workers:,} {'worker' if workers == 1 else 'workers'} on a node "
-            f"with {_cores(machine)}, expected at most {max(1, most):,} or auto"
+            f"num_threads: found {threads:,} for each of {workers:,} {'worker' if workers == 1 else 'workers'} on a "
+            f"node with {_cores(machine)}, expected at most {max(1, most):,} or auto"
         )
 
 

@@ -7,13 +7,13 @@ from phalanx.data.manifest import TOKENIZER, is_dataset
 from phalanx.data.pieces import make_plan
 from phalanx.data.prepare import Progress, prepare_source, silent
 from phalanx.data.tokenizers import check_tokenizer
-from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
+from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
 
 def cached(
-    source: Source,
-    data: Data,
+    source: DataSource,
+    data: DataConfig,
     folder: Path,
     root: Path | None = None,
     progress: Callable[[Progress], None] = silent,
@@ -34,25 +34,25 @@ def cached(
 
 
 def prepare_all(
-    data: Data,
-    evaluate: Evaluate,
+    data: DataConfig,
+    evaluate: EvaluationConfig,
     folder: Path,
     root: Path | None = None,
     progress: Callable[[Progress], None] = silent,
-) -> tuple[Data, Evaluate]:
+) -> tuple[DataConfig, EvaluationConfig]:
     """The same `data` and `evaluate` with every source `prepared`, as `open_data` wants them; paths are absolute.
 
     They share one tokenizer: a BPE is trained on the first source and used for all.
     """
     first, *others = data.source if isinstance(data.source, list) else [data.source]
 
-    def prepared(source: Source, data: Data) -> Source:
+    def prepared(source: DataSource, data: DataConfig) -> DataSource:
         place = cached(source, data, folder, root, progress).absolute()
-        return Source(prepared=str(place), weight=source.weight)
+        return DataSource(prepared=str(place), weight=source.weight)
 
     sources = [prepared(first, data)]
     trained = Path(sources[0].prepared or "") / TOKENIZER
-    if isinstance(data.tokenizer, Bpe) and trained.is_file():
+    if isinstance(data.tokenizer, BpeTokenizerConfig) and trained.is_file():
         data = data.model_copy(update={"tokenizer": str(trained)})
     sources += [prepared(source, data) for source in others]
     scored = None if evaluate.source is None else prepared(evaluate.source, data)

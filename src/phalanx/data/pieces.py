@@ -22,7 +22,7 @@ from phalanx.data.shard import ShardWriter
 from phalanx.data.sources import CHUNK, Part, documents, split_file, split_parquet
 from phalanx.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Bpe, Data, Source
+from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource
 from phalanx.run.directory import write_json
 
 SMALLEST, LARGEST = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
@@ -72,13 +72,13 @@ def weigh(piece: Piece) -> int:
     return sum(part.weight for part in piece)
 
 
-def make_plan(source: Source, data: Data, folder: Path) -> Plan:
+def make_plan(source: DataSource, data: DataConfig, folder: Path) -> Plan:
     """Find the files of a source and divide them. RecipeError when something is not there."""
     if source.idx is not None:
         images = find_idx(source.idx.images, source.idx.labels, folder)
         pieces: list[Piece] = [tuple(images.parts)]
     elif source.images is not None:
-        images = find_folder(folder / source.images, source.size)
+        images = find_folder(folder / source.images, source.image_size)
         pieces = _group(images.parts)
     else:
         return _plan_text(source, data, folder)
@@ -93,7 +93,7 @@ def make_plan(source: Source, data: Data, folder: Path) -> Plan:
     )
 
 
-def _plan_text(source: Source, data: Data, folder: Path) -> Plan:
+def _plan_text(source: DataSource, data: DataConfig, folder: Path) -> Plan:
     kinds = {"text": source.text, "jsonl": source.jsonl, "parquet": source.parquet}
     kind, globs = next((kind, globs) for kind, globs in kinds.items() if globs is not None)
     files = find_files(as_list(globs), source.exclude, folder)
@@ -105,14 +105,14 @@ def _plan_text(source: Source, data: Data, folder: Path) -> Plan:
     if not parts:
         raise RecipeError(f"data.source: the {len(files)} file(s) found hold no text at all")
     tokenizer, checksum, separator = "bytes", None, None
-    if isinstance(data.tokenizer, Bpe):
+    if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
         tokenizer = str(tokenizer_file(folder / data.tokenizer))
         separator = load_tokenizer(tokenizer).separator  # it says what is wrong before anything is written
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
     pieces = tuple(_group(parts))
-    return Plan(kind, source.field, tuple(files), pieces, tokenizer, checksum, separator)  # type: ignore[arg-type]
+    return Plan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, separator)  # type: ignore[arg-type]
 
 
 def _piece_size(total: int) -> int:

@@ -40,7 +40,7 @@ from phalanx.data.pieces import (
 )
 from phalanx.data.tokenizers import describe, load_tokenizer, train_bpe
 from phalanx.errors import AWAY, ExitCode, PhalanxError, RecipeError, UsageError
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run.directory import sync, write_whole
 from phalanx.run.lock import NoLocksError, taken
 from phalanx.waits import HELD, LOOK, Wait, resume, stopped
@@ -65,8 +65,8 @@ def silent(_: Progress) -> None:
 
 
 def prepare_source(
-    source: Source,
-    data: Data,
+    source: DataSource,
+    data: DataConfig,
     folder: Path,
     out: Path,
     *,

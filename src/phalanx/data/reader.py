@@ -193,25 +193,25 @@ def _document_starts(places: list[tuple[Shard, int]], length: int) -> npt.NDArra
     return begins
 
 
-def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
+def open_data(data: schema.DataConfig, evaluate: schema.EvaluationConfig, seed: int) -> Data:
     """Open what a recipe names, its sources all `prepared`. Nothing but manifests is read yet.
 
     RecipeError when the sources do not fit each other or are too small; DataError when one is damaged.
     """
     sources = data.source if isinstance(data.source, list) else [data.source]
-    share = 0.0 if evaluate.source else evaluate.share
-    train = [_open(source, data.sequence) for source in sources]
-    facts = _common_facts(train, data.sequence)
+    share = 0.0 if evaluate.source else evaluate.holdout_fraction
+    train = [_open(source, data.seq_len) for source in sources]
+    facts = _common_facts(train, data.seq_len)
     orders = [_order(dataset, share, seed) for dataset in train]
     weights = [source.weight for source in sources]
     mixture = Mixture(weights)
     if evaluate.source:
-        dataset = _open(evaluate.source, data.sequence)
-        _common_facts([*train, dataset], data.sequence, scored=True)
+        dataset = _open(evaluate.source, data.seq_len)
+        _common_facts([*train, dataset], data.seq_len, scored=True)
         everything = Order(dataset.samples, dataset.samples, dataset.manifest.fingerprint, 0)
         held_out, held_out_samples = Pool([dataset], [everything], Mixture([1]), held_out=True), dataset.samples
     else:
-        again = [_open(source, data.sequence) for source in sources]  # verified at other times than the training data
+        again = [_open(source, data.seq_len) for source in sources]  # verified at other times than the training data
         held_out = Pool(again, orders, mixture, held_out=True)
         held_out_samples = mixture.samples_within([order.held for order in orders])
     decides = {
@@ -219,7 +219,7 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
         "mixture": mixture.counts.tolist(),
         "held": [order.held for order in orders],
         "sequence": facts.sequence,
-        "documents": data.documents,
+        "documents": "separate" if data.document_masking else "join",  # as it was first written: it is hashed
     }
     return Data(
         facts,
@@ -228,17 +228,17 @@ def open_data(data: schema.Data, evaluate: schema.Evaluate, seed: int) -> Data:
         sum(order.samples - order.held for order in orders),
         held_out,
         held_out_samples,
-        separate=data.documents == "separate" and facts.kind == "tokens",
+        separate=data.document_masking and facts.kind == "tokens",
     )
 
 
-def _open(source: schema.Source, sequence: int) -> Dataset:
+def _open(source: schema.DataSource, sequence: int) -> Dataset:
     if source.prepared is None:
         raise ValueError("a source must be prepared before it is opened")
     dataset = Dataset(Path(source.prepared), sequence)
     if not dataset.samples:
         raise RecipeError(
-            f"data.sequence: {sequence} tokens and the next are more than any shard of {source.prepared} holds"
+            f"data.seq_len: {sequence} tokens and the next are more than any shard of {source.prepared} holds"
         )
     return dataset
 
@@ -263,10 +263,10 @@ def _alike(manifest: Manifest) -> dict[str, Any]:
 
 def _common_facts(datasets: Sequence[Dataset], sequence: int, scored: bool = False) -> Facts:
     """The facts that all datasets share; RecipeError when one is of another kind. `scored`: the last of them is that
-    of `evaluate.source`."""
+    of `evaluation.source`."""
     first = datasets[0].manifest
     for number, dataset in enumerate(datasets[1:], 1):
-        other = "evaluate.source" if scored and number == len(datasets) - 1 else f"data.source.{number}"
+        other = "evaluation.source" if scored and number == len(datasets) - 1 else f"data.source.{number}"
         for key, here in _alike(first).items():
             there = _alike(dataset.manifest)[key]
             folders = f"{datasets[0].folder} and {dataset.folder}"

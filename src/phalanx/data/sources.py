@@ -202,7 +202,7 @@ def _field(record: Any, field: str, where: str) -> bytes:
         cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
         raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}{cure}")
     if field not in record:
-        raise RecipeError(f"{where}: no field {field!r}; it has {_names(record)}. Name it in data.source.field")
+        raise RecipeError(f"{where}: no field {field!r}; it has {_names(record)}. Name it in data.source.text_field")
     return _encode(record[field], field, where)
 
 
@@ -234,7 +234,9 @@ def _parquet(raw: BinaryIO, part: Part, field: str) -> Iterator[Chunk]:
     table = _open_parquet(raw, part.path)
     names = table.schema_arrow.names
     if field not in names:
-        raise RecipeError(f"{part.path}: no column {field!r}; it has {_names(names)}. Name it in data.source.field")
+        raise RecipeError(
+            f"{part.path}: no column {field!r}; it has {_names(names)}. Name it in data.source.text_field"
+        )
     size, given = os.fstat(raw.fileno()).st_size, 0
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"

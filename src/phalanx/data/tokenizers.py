@@ -17,7 +17,7 @@ from phalanx.bounded import read_bytes, read_json, read_text
 from phalanx.data.manifest import TOKENIZER, is_dataset, read_manifest, token_dtype
 from phalanx.data.shard import Values
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.schema import Bpe, Data
+from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig
 
 LARGEST = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
@@ -236,7 +236,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     return FileTokenizer(stored, described["name"], described.get("separator"))
 
 
-def check_tokenizer(data: Data, folder: Path, dataset: Path) -> None:
+def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
     """RecipeError where a dataset holds something else than tokens of `data.tokenizer` (its path relative to `folder`).
     `bytes` is the default, so it asks for nothing."""
     if data.tokenizer == ByteTokenizer.name:
@@ -244,7 +244,7 @@ def check_tokenizer(data: Data, folder: Path, dataset: Path) -> None:
     described = read_manifest(dataset).tokenizer
     if described is None:
         raise RecipeError(f"data.tokenizer: is for text, and {dataset} holds pictures: leave it out")
-    if isinstance(data.tokenizer, Bpe):
+    if isinstance(data.tokenizer, BpeTokenizerConfig):
         asked = f"bpe:{data.tokenizer.bpe}"
         same = described["name"] == asked
     else:

@@ -544,7 +544,8 @@ class Agent:
             )
         elif found.certain or found.silent > self.silence:
             if not found.certain:
-                hint = f"recovery.silence is {self.silence:g} s: if nothing was stuck, but only slow, raise it"
+                limit = f"fault_tolerance.hang_timeout_s is {self.silence:g} s"
+                hint = f"{limit}: if nothing was stuck, but only slow, raise it"
                 self._warn(hint)
             self.end(attempt, found.words)
 

@@ -177,7 +177,7 @@ def how_ended(code: int) -> str:
     if code == -signal.SIGBUS:
         how += " (if nobody did that, a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
-        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro)"
+        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro_size)"
     return how
 
 

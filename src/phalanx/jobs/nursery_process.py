@@ -79,7 +79,7 @@ class Raised(PhalanxError):
 
 
 def answering(silence: float) -> float:
-    """Seconds in which a trial must have ended, where `recovery.silence` is so long."""
+    """Seconds in which a trial must have ended, where `fault_tolerance.hang_timeout_s` is so long."""
     return max(ANSWER, silence)
 
 
@@ -218,7 +218,7 @@ class NurseryProcess:
         self.ask(RunCall(function=function, payload=payload, call_id=self._calls))
         what = f"a trial before the run ({function.rpartition(':')[2]}) to end"
         wait = Wait(what, self._patience[1], self.tell)
-        hint = "; if it is only slow, raise recovery.silence"
+        hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
         while (reply := self._answer(CallReply, wait=wait, hint=hint)).call_id != self._calls:
             pass  # to a call that was interrupted, or an end behind an answer
         if isinstance(reply, CallReturned):

@@ -2,7 +2,7 @@
 
 The first two are those that large-batch and scaling papers count with (FireCaffe, Iandola et al. 2016). Their layers
 are the Caffe model zoo's; their weights are drawn for ReLU (He et al. 2015), not with the zoo's hand-set deviations.
-forward(images [b, channels, height, width] float) -> logits [b, classes].
+forward(images [b, in_channels, height, width] float) -> logits [b, num_classes].
 """
 
 from collections.abc import Sequence
@@ -36,24 +36,26 @@ def _pool(stride: int = 2, padding: int = 0) -> nn.MaxPool2d:
     return nn.MaxPool2d(3, stride, padding, ceil_mode=True)
 
 
-def nin(classes: int = 1000, channels: int = 3, width: int = 96) -> nn.Sequential:
+def nin(num_classes: int = 1000, in_channels: int = 3, base_channels: int = 96) -> nn.Sequential:
     """Network-in-Network for ImageNet (Lin, Chen and Yan 2014; Caffe zoo's `nin_imagenet`), images of 224 or 227; the
     least that it takes are 43.
 
     Convolutions each followed by two of 1x1, no dense layer: the last maps, one a class, are averaged.
-    7,595,176 parameters with 1000 classes and 3 channels. `width`: maps of the first convolution; the others have as
-    many more or less. Raises ValueError when it is no multiple of 3.
+    7,595,176 parameters with 1000 classes and 3 channels. `base_channels`: maps of the first convolution; the others
+    have as many more or less. Raises ValueError when it is no multiple of 3.
     """
-    if width < 3 or width % 3:
-        raise ValueError(f"width={width} must be a multiple of 3: the maps of all layers are in proportion to 96")
-    check_bounds(classes=classes, channels=channels, width=width)
-    a, b, c, d = width, width * 8 // 3, width * 4, width * 32 // 3  # 96, 256, 384, 1024
+    if base_channels < 3 or base_channels % 3:
+        raise ValueError(
+            f"base_channels={base_channels} must be a multiple of 3: the maps of all layers are in proportion to 96"
+        )
+    check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels)
+    a, b, c, d = base_channels, base_channels * 8 // 3, base_channels * 4, base_channels * 32 // 3  # 96, 256, 384, 1024
     model = nn.Sequential(
-        *(_conv(channels, a, 11, stride=4), _conv(a, a, 1), _conv(a, a, 1), _pool()),  # 54 -> 27
+        *(_conv(in_channels, a, 11, stride=4), _conv(a, a, 1), _conv(a, a, 1), _pool()),  # 54 -> 27
         *(_conv(a, b, 5, padding=2), _conv(b, b, 1), _conv(b, b, 1), _pool()),  # 27 -> 13
         *(_conv(b, c, 3, padding=1), _conv(c, c, 1), _conv(c, c, 1), _pool()),  # 13 -> 6
         nn.Dropout(0.5),
-        *(_conv(c, d, 3, padding=1), _conv(d, d, 1), _conv(d, classes, 1)),
+        *(_conv(c, d, 3, padding=1), _conv(d, d, 1), _conv(d, num_classes, 1)),
         nn.AdaptiveAvgPool2d(1),  # 6 -> 1
         nn.Flatten(),
     )
@@ -76,12 +78,12 @@ class Inception(nn.Module):
         return torch.cat((self.one(x), self.three(x), self.five(x), self.pool(x)), dim=1)
 
 
-def googlenet(classes: int = 1000, channels: int = 3) -> nn.Sequential:
+def googlenet(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
     """GoogLeNet (Szegedy et al. 2015, table 1), images of 224, without auxiliary heads, with local response
     normalisation and no batch normalisation. 6,998,552 parameters with 1000 classes and 3 channels."""
-    check_bounds(classes=classes, channels=channels)
+    check_bounds(num_classes=num_classes, in_channels=in_channels)
     model = nn.Sequential(
-        *(_conv(channels, 64, 7, stride=2, padding=3), _pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
+        *(_conv(in_channels, 64, 7, stride=2, padding=3), _pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
         *(_conv(64, 64, 1), _conv(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _pool()),  # 56 -> 28
         Inception(192, 64, 96, 128, 16, 32, 32),  # 3a -> 256
         Inception(256, 128, 128, 192, 32, 96, 64),  # 3b -> 480
@@ -97,7 +99,7 @@ def googlenet(classes: int = 1000, channels: int = 3) -> nn.Sequential:
         nn.AdaptiveAvgPool2d(1),  # 7 -> 1
         nn.Flatten(),
         nn.Dropout(0.4),
-        nn.Linear(1024, classes),
+        nn.Linear(1024, num_classes),
     )
     _initialise(model)
     return model
@@ -123,24 +125,28 @@ class Residual(nn.Module):
         return out
 
 
-def resnet(classes: int = 10, channels: int = 3, width: int = 32, blocks: Sequence[int] = (2, 2, 2)) -> nn.Sequential:
+def resnet(
+    num_classes: int = 10, in_channels: int = 3, base_channels: int = 32, blocks: Sequence[int] = (2, 2, 2)
+) -> nn.Sequential:
     """A small ResNet for images of any size from 16 up. `blocks` counts the residual blocks of each stage; each stage
     after the first halves the size and doubles the width.
 
     It has group normalisation: a batch norm would tie the samples of a micro-batch together, so that results would
-    depend on how a batch is split. Raises ValueError when `width` is no multiple of 8 or a stage has no block.
+    depend on how a batch is split. Raises ValueError when `base_channels` is no multiple of 8 or a stage has no block.
     """
     groups = 8
-    if width < groups or width % groups:
-        raise ValueError(f"width={width} must be a multiple of {groups}, the number of groups of its normalisation")
+    if base_channels < groups or base_channels % groups:
+        raise ValueError(
+            f"base_channels={base_channels} must be a multiple of {groups}, the number of groups of its normalisation"
+        )
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks={tuple(blocks)} must give at least one block for each stage")
-    check_bounds(classes=classes, channels=channels, width=width, blocks=sum(blocks))
-    check_bounds(**{"the width of the last stage": width * 2 ** (len(blocks) - 1)})
-    stages: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
-    inputs = width
+    check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels, blocks=sum(blocks))
+    check_bounds(**{"the width of the last stage": base_channels * 2 ** (len(blocks) - 1)})
+    stages: list[nn.Module] = [nn.Conv2d(in_channels, base_channels, 3, padding=1, bias=False)]
+    inputs = base_channels
     for stage, count in enumerate(blocks):
-        outputs = width * 2**stage
+        outputs = base_channels * 2**stage
         for block in range(count):
             stages.append(Residual(inputs, outputs, 2 if stage and not block else 1, groups))
             inputs = outputs
@@ -150,7 +156,7 @@ def resnet(classes: int = 10, channels: int = 3, width: int = 32, blocks: Sequen
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(inputs, classes),
+        nn.Linear(inputs, num_classes),
     )
     _initialise(model)
     return model

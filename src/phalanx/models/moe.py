@@ -228,54 +228,69 @@ class MixtureTransformer(Transformer):
 
 
 def moe(
-    vocab: int,
-    sequence: int,
+    vocab_size: int,
+    seq_len: int,
     layers: int = 4,
-    width: int = 256,
-    heads: int = 4,
-    kv_heads: int | None = None,
-    experts: int = 8,
+    hidden_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    num_experts: int = 8,
     top_k: int = 2,
-    ffn: int | None = None,
-    shared: int = 0,
+    expert_hidden_size: int | None = None,
+    shared_expert_hidden_size: int = 0,
     dense_layers: int = 0,
-    balance: float = 0.01,
-    tie: bool = True,
+    aux_loss_coef: float = 0.01,
+    tie_embeddings: bool = True,
     qk_norm: bool = True,
     rope_base: float = 10000.0,
     dropout: float = 0.0,
     head_dim: int | None = None,
 ) -> MixtureTransformer:
     """A decoder-only mixture-of-experts language model; forward(tokens [b, s], documents [b, s] or None) -> logits
-    [b, s, vocab].
+    [b, s, vocab_size].
 
-    Each token uses `top_k` of the `experts` of a layer. `ffn` is the inner width of one expert; by default a token's
-    experts together are as wide as the feed-forward of `transformer`: 8/3 x width / top_k, rounded to a multiple of
-    64. `shared` is the inner width of an expert that every token uses besides (0: none). The first `dense_layers`
-    layers have the feed-forward of `transformer`. `balance` is the weight of the loss that keeps the experts evenly
-    used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
+    Each token uses `top_k` of the `num_experts` of a layer. `expert_hidden_size` is the inner width of one expert; by
+    default a token's
+    experts together are as wide as the feed-forward of `transformer`: 8/3 x hidden_size / top_k, rounded to a
+    multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses besides (0: none).
+    The first `dense_layers`
+    layers have the feed-forward of `transformer`. `aux_loss_coef` is the weight of the loss that keeps the experts
+    evenly used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
-    sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "experts": experts}
-    check_bounds(ffn=ffn or 1, shared=shared)
-    dim = check_sizes(width, heads, kv_heads, dropout, head_dim, **sizes)
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
-    inner = max(64, round(width * 8 / 3 / top_k / 64) * 64) if ffn is None else ffn
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}
+    check_bounds(expert_hidden_size=expert_hidden_size or 1, shared_expert_hidden_size=shared_expert_hidden_size)
+    dim = check_sizes(hidden_size, num_heads, num_kv_heads, dropout, head_dim, **sizes)
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")
+    inner = max(64, round(hidden_size * 8 / 3 / top_k / 64) * 64) if expert_hidden_size is None else expert_hidden_size
     if inner < 1:
-        raise ValueError(f"ffn={inner} must be at least 1")
-    if shared < 0:
-        raise ValueError(f"shared={shared} must be at least 0: the inner width of the shared expert, 0 for none")
+        raise ValueError(f"expert_hidden_size={inner} must be at least 1")
+    if shared_expert_hidden_size < 0:
+        raise ValueError(
+            f"shared_expert_hidden_size={shared_expert_hidden_size} must be at least 0: 0 for no shared expert"
+        )
     if not 0 <= dense_layers < layers:
         raise ValueError(f"dense_layers={dense_layers} must be at least 0 and below layers={layers}")
-    if balance < 0:
-        raise ValueError(f"balance={balance} must be at least 0")
+    if aux_loss_coef < 0:
+        raise ValueError(f"aux_loss_coef={aux_loss_coef} must be at least 0")
 
     def feed_forward(layer: int) -> nn.Module:
         if layer < dense_layers:
-            return FeedForward(width, default_ffn(width), "swiglu")
-        return Mixture(width, experts, top_k, inner, shared, balance)
+            return FeedForward(hidden_size, default_ffn(hidden_size), "swiglu")
+        return Mixture(hidden_size, num_experts, top_k, inner, shared_expert_hidden_size, aux_loss_coef)
 
     return MixtureTransformer(
-        vocab, sequence, layers, width, heads, kv_heads, feed_forward, tie, qk_norm, rope_base, dropout, dim
+        vocab_size,
+        seq_len,
+        layers,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        feed_forward,
+        tie_embeddings,
+        qk_norm,
+        rope_base,
+        dropout,
+        dim,
     )

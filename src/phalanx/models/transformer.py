@@ -207,7 +207,7 @@ class Transformer(nn.Module):
         no token sees another document; positions run on, which rotary attention, being relative, does not notice.
         `positions` [b, s] or [s] says where each token stands, when these are not the first s of their sequence."""
         if tokens.shape[1] > self.sequence:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for sequence={self.sequence}")
+            raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for seq_len={self.sequence}")
         x = self.embedding(tokens)  # [b, s, w]
         if _on_gpu(x):  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
             x = _compute_dtype(x)
@@ -236,64 +236,81 @@ def default_ffn(width: int, activation: str = "swiglu") -> int:
     return max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
 
 
-def check_sizes(width: int, heads: int, kv_heads: int, dropout: float, head_dim: int | None, **sizes: int) -> int:
+def check_sizes(
+    hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float, head_dim: int | None, **sizes: int
+) -> int:
     """The features of a head. Raises ValueError, naming the argument, when sizes of a decoder do not fit together."""
-    for name, value in {**sizes, "width": width, "heads": heads, "kv_heads": kv_heads}.items():
+    for name, value in {
+        **sizes,
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+    }.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    check_bounds(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim or 1, **sizes)
-    if head_dim is None and width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}, or give head_dim")
-    dim = width // heads if head_dim is None else head_dim
+    check_bounds(
+        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim or 1, **sizes
+    )
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give head_dim")
+    dim = hidden_size // num_heads if head_dim is None else head_dim
     if dim < 2 or dim % 2:
-        what = "width / heads =" if head_dim is None else "head_dim ="
+        what = "hidden_size / num_heads =" if head_dim is None else "head_dim ="
         raise ValueError(f"{what} {dim} must be even: rotary positions turn pairs of features")
-    if heads % kv_heads:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
     return dim
 
 
 def transformer(
-    vocab: int,
-    sequence: int,
+    vocab_size: int,
+    seq_len: int,
     layers: int = 4,
-    width: int = 256,
-    heads: int = 4,
-    kv_heads: int | None = None,
-    ffn: int | None = None,
+    hidden_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    ffn_hidden_size: int | None = None,
     activation: Literal["swiglu", "relu2"] = "swiglu",
-    tie: bool = True,
+    tie_embeddings: bool = True,
     qk_norm: bool = True,
     rope_base: float = 10000.0,
     dropout: float = 0.0,
     head_dim: int | None = None,
 ) -> Transformer:
-    """A decoder-only language model; forward(tokens [b, s], documents [b, s] or None) -> logits [b, s, vocab].
+    """A decoder-only language model; forward(tokens [b, s], documents [b, s] or None) -> logits [b, s, vocab_size].
 
-    `sequence` is the longest input. `kv_heads` (default: heads) divides `heads`. `ffn`, the feed-forward's inner width,
-    defaults to 8/3 x width rounded to a multiple of 64 for "swiglu" and to 4 x width for "relu2", which cost alike.
-    `head_dim`, the features of a head, defaults to width / heads.
-    `tie` shares the embedding with the output layer. `dropout` acts on the embedding and on what each attention and
-    feed-forward adds. Raises ValueError when the sizes do not fit together.
+    `seq_len` is the longest input. `num_kv_heads` (default: num_heads) divides `num_heads`. `ffn_hidden_size`, the
+    feed-forward's inner width, defaults to 8/3 x hidden_size rounded to a multiple of 64 for "swiglu" and to
+    4 x hidden_size for "relu2": both cost the same. `head_dim`, the features of a head, defaults to
+    hidden_size / num_heads. `tie_embeddings` shares the embedding with the output layer. `dropout` acts on the
+    embedding and on what each attention and feed-forward adds. Raises ValueError when the sizes do not fit together.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if activation not in ("swiglu", "relu2"):
         raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
-    inner = default_ffn(width, activation) if ffn is None else ffn
+    inner = default_ffn(hidden_size, activation) if ffn_hidden_size is None else ffn_hidden_size
     dim = check_sizes(
-        width, heads, kv_heads, dropout, head_dim, vocab=vocab, sequence=sequence, layers=layers, ffn=inner
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        dropout,
+        head_dim,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        layers=layers,
+        ffn_hidden_size=inner,
     )
     return Transformer(
-        vocab,
-        sequence,
+        vocab_size,
+        seq_len,
         layers,
-        width,
-        heads,
-        kv_heads,
-        lambda layer: FeedForward(width, inner, activation),
-        tie,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        lambda layer: FeedForward(hidden_size, inner, activation),
+        tie_embeddings,
         qk_norm,
         rope_base,
         dropout,

@@ -64,7 +64,7 @@ def data_wait(summary: Summary, history: History) -> Advice | None:
         f"data wait is {units.percent(share)} of the step",
         "give the reader a core of its own (one thread less for training), or prepare the data once with `phalanx data"
         " prepare`, onto a fast local disk, and name that directory",
-        "threads, data.source.prepared",
+        "num_threads, data.source.prepared",
         gain=share,
     )
 
@@ -80,7 +80,7 @@ def exchange(summary: Summary, history: History) -> Advice | None:
         "exchange",
         f"exchange is {units.percent(share)} of the step on {summary.what.world} workers",
         f"raise the global batch{larger} and its learning rate with care, or use fewer workers with more threads each",
-        "batch.global",
+        "batch.global_size",
         gain=share,
     )
 
@@ -119,7 +119,7 @@ def optimizer_share(summary: Summary, history: History) -> Advice | None:
         f"the optimizer is {units.percent(share)} of the step",
         f"its cost does not grow with the batch, so raise the global batch{f' from {batch}' if batch else ''}"
         " (more samples for each update) and train fewer steps",
-        "batch.global",
+        "batch.global_size",
         gain=share / 2,
     )
 
@@ -134,9 +134,9 @@ def low_mfu(summary: Summary, history: History) -> Advice | None:
     within = mfu / computing if computing > 0 else 0.0
     if computing < 0.3 or within >= 0.20:
         return None
-    micro, width = summary.what.micro_batch, summary.what.model_args.get("width")
+    micro, width = summary.what.micro_batch, summary.what.model_args.get("hidden_size")
     if micro is not None and micro <= 4:
-        why, key = f"micro-batches of {micro} are small; try batch.micro={micro * 4}", "batch.micro"
+        why, key = f"micro-batches of {micro} are small; try batch.micro_size={micro * 4}", "batch.micro_size"
     elif isinstance(width, int) and width < 256:
         why, key = f"a width of {width} is too narrow to keep the units busy; compile may help", "compile"
     else:
@@ -181,10 +181,10 @@ def idle_cores(summary: Summary, history: History) -> Advice | None:
         return None
     return Advice(
         "idle cores",
-        f"{used:.0f} of the machine's {what.cores} cores were used"
-        f" ({units.times(what.world, 'worker')} of {units.times(what.threads, 'thread')})",
+        f"{used:.0f} of the machine's {what.cores} cores were used ({units.times(what.world, 'worker')} of "
+        f"{units.times(what.threads, 'thread')})",
         "give each worker more threads, or start more workers with --nproc",
-        "threads",
+        "num_threads",
         gain=1 - used / what.cores,
     )
 
@@ -234,8 +234,9 @@ def evaluation_share(summary: Summary, history: History) -> Advice | None:
     return Advice(
         "evaluation",
         f"evaluating took {units.percent(evaluating / wall)} of the time",
-        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples (evaluate.samples)",
-        "evaluate.every",
+        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples "
+        f"(evaluation.max_samples)",
+        "evaluation.every",
         gain=evaluating / wall,
     )
 
@@ -274,8 +275,9 @@ def guards_fired(summary: Summary, history: History) -> Advice | None:
     return Advice(
         "guards",
         f"{units.times(fired, 'step')} had a loss or gradient that was not finite, {first}{back}",
-        f"lower the learning rate, lengthen the warm-up (optim.schedule.warmup) or clip lower (optim.clip){wider}",
-        "optim.lr",
+        f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower "
+        f"(optimizer.max_grad_norm){wider}",
+        "optimizer.lr",
         urgent=True,
     )
 
@@ -337,7 +339,7 @@ def overfitting(summary: Summary, history: History) -> Advice | None:
         "overfitting",
         f"held-out loss rises while training loss falls since step {best_step}"
         f" ({units.loss(best)} to {units.loss(later[-1])}): overfitting",
-        "use the best checkpoint, and next time more data, fewer steps, or more weight decay (optim.weight_decay)",
+        "use the best checkpoint, and next time more data, fewer steps, or more weight decay (optimizer.weight_decay)",
         "steps",
         gain=1 - best_step / max(best_step, summary.last_step),
     )

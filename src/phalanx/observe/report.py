@@ -111,10 +111,10 @@ def noise_in_words(samples: float, batch: int | None) -> str:
         return scale
     if samples > 2 * batch:
         times = float(f"{samples / batch:.2g}")
-        return f"{scale}; batch.global is {batch}: room to grow to about {_rounded(samples)} ({times:g} x)"
+        return f"{scale}; batch.global_size is {batch}: room to grow to about {_rounded(samples)} ({times:g} x)"
     if samples > batch / 2:
-        return f"{scale}; batch.global is {batch}: about as large as pays off"
-    return f"{scale}; batch.global is {batch}: a smaller one would need hardly more steps"
+        return f"{scale}; batch.global_size is {batch}: about as large as pays off"
+    return f"{scale}; batch.global_size is {batch}: a smaller one would need hardly more steps"
 
 
 def _rounded(samples: float) -> int:

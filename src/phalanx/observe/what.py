@@ -85,7 +85,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict) or not raw:
         raise DataError(f"{path}: is empty or no recipe")
     try:
-        return Recipe.model_validate(raw).model_dump(mode="json", by_alias=True)
+        return Recipe.model_validate(raw).model_dump(mode="json")
     except ValidationError:
         return raw
 
@@ -123,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys: {"optim": {"lr": 1}} -> {"optim.lr": 1}."""
+    """Nested mappings as dotted keys: {"optimizer": {"lr": 1}} -> {"optimizer.lr": 1}."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
     return {
@@ -143,12 +143,12 @@ def what_ran(
 ) -> What:
     """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
     plan, cluster, environment = plan or {}, cluster or {}, environment or {}
-    model, batch, optim = _part(recipe, "model"), _part(recipe, "batch"), _part(recipe, "optim")
+    model, batch, optim = _part(recipe, "model"), _part(recipe, "batch"), _part(recipe, "optimizer")
     loop = _part(plan, "loop")  # what only a training loop of the user's own knew
     task = "a training loop of one's own" if loop else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
     start = history.attempts[-1] if history.attempts else None
-    threads = recipe.get("threads")
+    threads = recipe.get("num_threads")
     return What(
         name=str(recipe.get("name") or run.path.name),
         run=str(run.path),
@@ -157,13 +157,13 @@ def what_ran(
         parameters=_int(plan.get("parameters")),
         task=task,
         data=str(loop.get("data") or _data(_part(recipe, "data"), task)),
-        global_batch=_int(batch.get("global")),
-        micro_batch=_int(batch.get("micro")),
+        global_batch=_int(batch.get("global_size")),
+        micro_batch=_int(batch.get("micro_size")),
         unit=unit,
         units_per_sample=_int(plan.get("units_per_sample")) or 1,
         optimizer=_optimizer(optim, loop.get("optimizer")),
         precision=str(recipe.get("precision", "?")),
-        layout=_layout(recipe.get("layout")),
+        layout=_layout(recipe.get("parallelism")),
         world=start.world if start else 1,
         nodes=history.nodes,
         threads=_int(threads) or _int(cluster.get("threads")),
@@ -173,14 +173,18 @@ def what_ran(
         matmul_tflops={k: float(v) for k, v in _part(cluster, "matmul_tflops").items() if isinstance(v, int | float)},
         flops_rule=plan.get("flops_rule"),
         checkpoint_every=_int(_part(recipe, "checkpoint").get("every")),
-        evaluate_every=_int(_part(recipe, "evaluate").get("every")),
+        evaluate_every=_int(_part(recipe, "evaluation").get("every")),
         chosen=tuple(
-            (str(item.get("key", "?")), str(item.get("value", "?")), str(item.get("why", "")))
+            (str(item.get("key", "?")), _shown(item.get("value", "?")), str(item.get("why", "")))
             for item in plan.get("chosen") or ()
             if isinstance(item, Mapping)
         ),
         versions=_versions(environment),
     )
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -223,9 +227,9 @@ def _optimizer(optim: Mapping[str, Any], own: str | None = None) -> str:
     if not optim:
         return "?"
     schedule = _part(optim, "schedule")
-    clip = f", clip {optim['clip']:g}" if isinstance(optim.get("clip"), int | float) else ""
+    clip = f", clip {optim['max_grad_norm']:g}" if isinstance(optim.get("max_grad_norm"), int | float) else ""
     text = (own or f"{optim.get('name', '?')}, lr {optim.get('lr', '?')}") + clip
-    return f"{text}, warm-up {schedule.get('warmup')}, {schedule.get('decay')} decay" if schedule else text
+    return f"{text}, warm-up {schedule.get('warmup_steps')}, {schedule.get('decay')} decay" if schedule else text
 
 
 def _layout(layout: Any) -> str:
@@ -233,9 +237,9 @@ def _layout(layout: Any) -> str:
         return str(layout or "?")
     sizes = {name: size for name, size in layout.items() if type(size) is int and size != 1}
     text = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one process"
-    more = ["overlap"] if layout.get("overlap") else []
+    more = ["async_tp"] if layout.get("async_tp") else []
     if "pipeline" in sizes:  # how its stages are cut and take turns means nothing without them
-        stages = layout.get("stages")
-        more += [str(layout.get("schedule", "?"))]
+        stages = layout.get("layers_per_stage")
+        more += [str(layout.get("pipeline_schedule", "?"))]
         more += [f"blocks {' + '.join(map(str, stages))}"] if isinstance(stages, list) else []
     return f"{text} ({', '.join(more)})" if more else text

@@ -27,8 +27,8 @@ def exposed(count: int, backward: float, each: float) -> float:
 
 
 def best_bucket(setup: Setup, rates: Rates) -> float | None:
-    """MiB of the best bucket, for `exchange.bucket`; None where gradients do not travel in buckets of ours: there is
-    one replica, it is divided otherwise than by tensor ranks, or nothing travels beside backward."""
+    """MiB of the best bucket, for `grad_sync.bucket_mib`; None where gradients do not travel in buckets of ours: there
+    is one replica, it is divided otherwise than by tensor ranks, or nothing travels beside backward."""
     layout, costs = setup.layout, Costs(setup, rates)
     whole = layout.shard * layout.context * layout.expert * layout.pipeline == 1
     if layout.replicate == 1 or not whole or not setup.wire.hides or setup.wire.keeps:

@@ -129,27 +129,27 @@ Candidates = Iterator[tuple[str, Setup, How]]
 
 def _losses(setup: Setup, how: How) -> Candidates:
     if how.loss != "chunked" and setup.profile.tokens > 1:
-        yield "memory.loss=chunked", setup, replace(how, loss="chunked")
+        yield "memory.chunked_loss=true", setup, replace(how, loss="chunked")
 
 
 def _micros(setup: Setup, how: How) -> Candidates:
     for size in divisors(setup.micro)[::-1]:
         if size < setup.micro:
-            yield f"batch.micro={size}", replace(setup, micro=size), how
+            yield f"batch.micro_size={size}", replace(setup, micro=size), how
 
 
 def _recomputed(setup: Setup, how: How) -> Candidates:
     ways = ("none", "selective", "full")
     now = 0 if setup.recompute == "attention" else ways.index(setup.recompute)
     for way in ways[now + 1 :]:
-        yield f"memory.recompute={way}", replace(setup, recompute=way), how
+        yield f"memory.activation_checkpointing={way}", replace(setup, recompute=way), how
 
 
 def _states(setup: Setup, how: How) -> Candidates:
-    formats = ("fp32", "bf16", "8bit")
+    formats = ("fp32", "bf16", "int8")
     if how.optimizer == "adamw" and not how.offload:
         for state in formats[formats.index(how.state) + 1 :]:
-            yield f"optim.state={state}", setup, replace(how, state=state)
+            yield f"optimizer.state_dtype={state}", setup, replace(how, state=state)
 
 
 def _sharded(setup: Setup, how: How) -> Candidates:
@@ -163,18 +163,18 @@ def _tensors(setup: Setup, how: How) -> Candidates:
     heads = [op.kv_heads for each in setup.profile.segments for op in each.operations if isinstance(op, Attention)]
     for ranks, changed in _taken_from_replicas(setup, "tensor"):
         if heads and ranks <= setup.cluster.domain and all(count % ranks == 0 for count in heads):
-            yield f"layout.tensor={ranks} {_left(changed)}", changed, how
+            yield f"parallelism.tensor={ranks} {_left(changed)}", changed, how
 
 
 def _pipelines(setup: Setup, how: How) -> Candidates:
     for ranks, changed in _taken_from_replicas(setup, "pipeline"):
         if ranks <= setup.profile.blocks and changed.micros >= ranks:
-            yield f"layout.pipeline={ranks} {_left(changed)}", changed, how
+            yield f"parallelism.pipeline={ranks} {_left(changed)}", changed, how
 
 
 def _offloaded(setup: Setup, how: How) -> Candidates:
     if not how.offload and how.optimizer in ("adamw", "sgd") and not is_cpu(setup.cluster.node.accelerator):
-        yield "memory.offload=optimizer", setup, replace(how, offload=True)
+        yield "optimizer.offload=true", setup, replace(how, offload=True)
 
 
 def _devices(setup: Setup, how: How) -> Candidates:
@@ -211,7 +211,7 @@ def _taken_from_replicas(setup: Setup, dimension: str) -> Iterator[tuple[int, Se
         replicate, shard = (replicate // 2, shard) if replicate % 2 == 0 else (replicate, shard // 2)
         ranks *= 2
         update = {dimension: ranks, "replicate": replicate, "shard": shard}
-        if layout.expert > shard * layout.context or (dimension == "pipeline" and layout.stages):
+        if layout.expert > shard * layout.context or (dimension == "pipeline" and layout.layers_per_stage):
             return
         yield ranks, replace(setup, layout=layout.model_copy(update=update))
 
@@ -223,12 +223,12 @@ def _with(setup: Setup, shard: int, replicate: int) -> Setup:
 
 def _shard(setup: Setup, shard: int, replicate: int) -> str:
     same = replicate == setup.layout.replicate
-    return f"layout.shard={shard}" + ("" if same else f" layout.replicate={replicate}")
+    return f"parallelism.shard={shard}" + ("" if same else f" parallelism.replicate={replicate}")
 
 
 def _left(setup: Setup) -> str:
     layout = setup.layout
-    return f"layout.replicate={layout.replicate} layout.shard={layout.shard}"
+    return f"parallelism.replicate={layout.replicate} parallelism.shard={layout.shard}"
 
 
 def _told(change: Change) -> str:

@@ -207,7 +207,7 @@ def _course(setup: Setup, rank: int) -> Iterator[tuple[Kind, int, bool]]:
     """What a rank does, as (kind, chunk, whether it is the last that needs what forward kept). Twice as many
     micro-batches as ranks fill a pipeline, more hold no more; fewer are what is left of a full one."""
     ranks, micros = setup.layout.pipeline, setup.micros
-    schedule: Schedule = "interleaved" if setup.chunks > 1 else setup.layout.schedule
+    schedule: Schedule = "interleaved" if setup.chunks > 1 else setup.layout.pipeline_schedule
     last = "W" if schedule == "zero-bubble" else "B"
     enough = micros if schedule == "gpipe" else 2 * ranks
     for kind, chunk, micro in order(schedule, rank, ranks, setup.chunks, enough):

@@ -24,7 +24,7 @@ BOTH = ("megatron-2021",)
 """Stacks whose bf16 gradients stay beside the fp32 ones (DeepSpeed's BF16 optimizer as BLOOM was trained with)."""
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
 """Numbers that an optimizer keeps for each parameter. (muon's vectors have two, but they are few.)"""
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.03}
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03}
 """Of each of them. 8 bits come with a scale for each block (Dettmers et al. 2022): 4 bytes for 128."""
 
 

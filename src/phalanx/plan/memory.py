@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import RecipeError
-from phalanx.plan.resolve import Choice, parts_of, shared_among
-from phalanx.plan.setup import wire_of
+from phalanx.plan.resolve import LOSSES, Choice, parts_of, shared_among
+from phalanx.plan.setup import WIRES, Wire, wire_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.devices import sizes_for
 from phalanx.recipe.exchanges import candidates
 from phalanx.recipe.pipelines import fitting, stages_of
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 WAYS = ("none", "selective", "full")
 """Ways of recomputing, the cheapest first."""
@@ -73,16 +73,16 @@ Tried = tuple[str, str, int]
 def parameter_bytes(recipe: Recipe, device: str) -> int:
     """Bytes of training state for each parameter that is trained: fp32 weight and gradient, and what the optimizer
     keeps (muon's matrices need half of what is counted, its other parameters all)."""
-    optim = recipe.optim
-    if recipe.memory.offload == "optimizer" and device != "cpu":
+    optim = recipe.optimizer
+    if optim.offload and device != "cpu":
         kept = 0
     elif optim.name in ("sgd", "lars"):
         kept = 4 if optim.momentum or optim.name == "lars" else 0  # lars has its buffer at momentum 0, too
     else:
-        kept = {"fp32": 8, "bf16": 4, "8bit": 2}[optim.state]
-    single = isinstance(recipe.layout, Layout) and recipe.layout.replicate == 1
-    taken = [recipe.exchange.model_copy(update={"strategy": each}) for each in candidates(recipe, device)]
-    wires = [wire_of(each) for each in taken]
+        kept = {"fp32": 8, "bf16": 4, "int8": 2}[optim.state_dtype]
+    single = isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.replicate == 1
+    methods = candidates(recipe, device)
+    wires = [wire_of(recipe)] if len(methods) == 1 else [WIRES.get(each, Wire()) for each in methods]
     travelling = max(0.0 if single and not wire.keeps else wire.memory for wire in wires)
     # Matrix products in 16 bits keep a copy of their weights from forward to backward; FSDP gathers them in 16 bits.
     cast = device != "cpu" and recipe.precision not in ("fp32", "tf32") and _layout(recipe).shard == 1
@@ -112,11 +112,11 @@ def activation_bytes(recipe: Recipe, peak: int, micro: int, world: int) -> int:
     layout = _layout(recipe)
     samples = float(micro)
     if layout.pipeline > 1:
-        in_all = recipe.batch.global_ // parts_of(recipe, world) // micro
-        at_once = in_all if layout.schedule == "gpipe" else min(in_all, layout.pipeline)
+        in_all = recipe.batch.global_size // parts_of(recipe, world) // micro
+        at_once = in_all if layout.pipeline_schedule == "gpipe" else min(in_all, layout.pipeline)
         samples = micro * at_once / layout.pipeline
     ranks = layout.context
-    if layout.tensor > 1 and (recipe.data.sequence // layout.context) % layout.tensor == 0:
+    if layout.tensor > 1 and (recipe.data.seq_len // layout.context) % layout.tensor == 0:
         ranks *= layout.tensor  # they cut the sequence wherever they do not cut the width
     return math.ceil(peak * samples / ranks)
 
@@ -124,28 +124,29 @@ def activation_bytes(recipe: Recipe, peak: int, micro: int, world: int) -> int:
 def sizes(recipe: Recipe, world: int) -> list[int]:
     """Micro-batches that may be chosen, the largest first: they divide what a worker gets of the batch, and leave a
     pipeline enough of them. RecipeError when there are none."""
-    if recipe.batch.micro != "auto":
-        return [recipe.batch.micro]
-    share = recipe.batch.global_ // shared_among(recipe, world)
+    if recipe.batch.micro_size != "auto":
+        return [recipe.batch.micro_size]
+    share = recipe.batch.global_size // shared_among(recipe, world)
     found, layout = divisors(share)[::-1], _layout(recipe)
     if layout.pipeline == 1:
         return found
     stages = stages_of(layout)
-    running = [size for size in found if fitting(layout.schedule, share // size, stages, layout.pipeline)]
+    running = [size for size in found if fitting(layout.pipeline_schedule, share // size, stages, layout.pipeline)]
     # With twice as many micro-batches as stages, a third of the time is lost to filling and draining at most.
     for least in (2 * stages, stages, 1):
         if enough := [size for size in running if share // size >= least]:
             return enough
     raise RecipeError(
-        f"batch.micro: no micro-batch lets {layout.schedule} run {stages} stages on {layout.pipeline} ranks with the "
-        f"{share} samples of a step; raise batch.global, to {stages * (recipe.batch.global_ // share)} or a multiple"
+        f"batch.micro_size: no micro-batch lets {layout.pipeline_schedule} run {stages} stages on {layout.pipeline} "
+        f"ranks with the {share} samples of a step; raise batch.global_size, to "
+        f"{stages * (recipe.batch.global_size // share)} or a multiple"
     )
 
 
 def smaller_micro(recipe: Recipe) -> int | None:
     """The micro-batch to go on with when that of a resolved recipe was too large; None when there is none smaller."""
-    values = recipe.model_dump(by_alias=True)
-    now, values["batch"]["micro"] = recipe.batch.micro, "auto"
+    values = recipe.model_dump()
+    now, values["batch"]["micro_size"] = recipe.batch.micro_size, "auto"
     assert isinstance(now, int)
     # `auto` wants micro-batches enough for a pipeline, and smaller ones only make more of them.
     return next((size for size in sizes(Recipe.model_validate(values), 1) if size < now), None)
@@ -162,8 +163,8 @@ def losses_to_try(recipe: Recipe, logits: int, room: Room) -> list[str]:
         return ["whole"]
     if _layout(recipe).tensor > 1:
         return ["chunked"]  # ranks that hold parts of the vocabulary never have all logits
-    if recipe.memory.loss != "auto":
-        return [recipe.memory.loss]
+    if recipe.memory.chunked_loss != "auto":
+        return [LOSSES[recipe.memory.chunked_loss is True]]
     return (
         ["whole", "chunked"]
         if _logits(recipe, logits, sizes(recipe, room.world)[0]) > large_logits(room)
@@ -173,14 +174,14 @@ def losses_to_try(recipe: Recipe, logits: int, room: Room) -> list[str]:
 
 def _ways(recipe: Recipe) -> tuple[str, ...]:
     """Of recomputing, as little as possible first."""
-    if recipe.memory.recompute != "auto":
-        return (recipe.memory.recompute,)
+    if recipe.memory.activation_checkpointing != "auto":
+        return (recipe.memory.activation_checkpointing,)
     return tuple(way for way in WAYS if way != "selective" or not _layout(recipe).splits_backward)
 
 
 def options(recipe: Recipe, needs: Needs, loss: str, room: Room) -> list[Option]:
     """What is predicted to fit, the best first: as little recomputed as possible, then as many samples at once."""
-    given = recipe.batch.micro != "auto"
+    given = recipe.batch.micro_size != "auto"
     most, least = (1, 1) if given else PART[sizes_for(room.device)]
     usable = room.memory * most // least
     state = state_bytes(recipe, needs.trainable, needs.frozen, room.device)
@@ -214,12 +215,12 @@ def choose_memory(
     if not left:
         raise RecipeError(_too_large(recipe, needs, room, loss, failed))
     best, why = left[0], ""
-    if forecast is not None and recipe.batch.micro == "auto":
+    if forecast is not None and recipe.batch.micro_size == "auto":
         best, why = _fastest(left, forecast)
     return [
-        Choice("memory.recompute", best.recompute, _why_recompute(recipe, needs, best, failed)),
-        Choice("memory.loss", best.loss, _why_loss(recipe, needs, room, best)),
-        Choice("batch.micro", best.micro, why or _why_micro(recipe, room, best, failed)),
+        Choice("memory.activation_checkpointing", best.recompute, _why_recompute(recipe, needs, best, failed)),
+        Choice("memory.chunked_loss", best.loss == "chunked", _why_loss(recipe, needs, room, best)),
+        Choice("batch.micro_size", best.micro, why or _why_micro(recipe, room, best, failed)),
     ]
 
 
@@ -241,8 +242,9 @@ def _fastest(left: Sequence[Option], forecast: Forecast) -> tuple[Option, str]:
 
 def _loss(recipe: Recipe, needs: Needs, room: Room) -> tuple[str, list[Option]]:
     """How to compute the loss, and what fits then."""
-    if recipe.memory.loss != "auto":
-        return recipe.memory.loss, options(recipe, needs, recipe.memory.loss, room)
+    if recipe.memory.chunked_loss != "auto":
+        given = LOSSES[recipe.memory.chunked_loss is True]
+        return given, options(recipe, needs, given, room)
     if "chunked" in needs.peaks:
         # By the micro-batch that it allows itself: with all logits fewer samples fit, and it would seem to be needless.
         chunked = options(recipe, needs, "chunked", room)
@@ -259,7 +261,7 @@ def _logits(recipe: Recipe, logits: int, micro: int) -> int:
 
 
 def _why_recompute(recipe: Recipe, needs: Needs, best: Option, failed: Collection[Tried]) -> str:
-    if recipe.memory.recompute != "auto":
+    if recipe.memory.activation_checkpointing != "auto":
         return "given"
     if best.recompute == "none":
         return "activations fit into memory"
@@ -272,7 +274,7 @@ def _why_recompute(recipe: Recipe, needs: Needs, best: Option, failed: Collectio
 
 
 def _why_loss(recipe: Recipe, needs: Needs, room: Room, best: Option) -> str:
-    if recipe.memory.loss != "auto":
+    if recipe.memory.chunked_loss != "auto":
         return "given"
     if recipe.task != LANGUAGE:
         return "chunks are for language models"
@@ -285,7 +287,7 @@ def _why_loss(recipe: Recipe, needs: Needs, room: Room, best: Option) -> str:
 
 
 def _why_micro(recipe: Recipe, room: Room, best: Option, failed: Collection[Tried]) -> str:
-    if recipe.batch.micro != "auto":
+    if recipe.batch.micro_size != "auto":
         return "given"
     of_all = sizes(recipe, room.world)
     parts = shared_among(recipe, room.world)
@@ -293,10 +295,10 @@ def _why_micro(recipe: Recipe, room: Room, best: Option, failed: Collection[Trie
     if best.micro != of_all[0]:
         why = f"the largest whose activations ({best.activations / 1e9:.2f} GB) fit into {_part(room)} of the memory"
     elif layout.pipeline > 1:
-        count = recipe.batch.global_ // parts // best.micro
+        count = recipe.batch.global_size // parts // best.micro
         why = f"{count} micro-batches a step for the {stages_of(layout)} stages of the pipeline"
-    elif recipe.exchange.exact == "replicas":
-        why = f"exact: replicas: {parts} micro-batches can be shared by any number of workers that divides it"
+    elif recipe.determinism == "elastic":
+        why = f"determinism: elastic: {parts} micro-batches can be shared by any number of workers that divides it"
     else:
         why = "a worker's whole share at once"
     larger = sorted({size for way, _, size in failed if way == best.recompute and size > best.micro})
@@ -307,38 +309,40 @@ def _why_micro(recipe: Recipe, room: Room, best: Option, failed: Collection[Trie
 
 def _too_large(recipe: Recipe, needs: Needs, room: Room, loss: str, failed: Collection[Tried]) -> str:
     """Why nothing is left, and what would be right."""
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     state = state_bytes(recipe, needs.trainable, needs.frozen, room.device)
     peaks = needs.peaks.get(loss) or next(iter(needs.peaks.values()))
     ways = _ways(recipe)
     per_sample = [peak for way in ways if (peak := peaks.get(way)) is not None]
-    more = "" if ways[-1] == "full" else ", memory.recompute=full"
+    more = "" if ways[-1] == "full" else ", memory.activation_checkpointing=full"
     if isinstance(micro, int):
-        automatic = recipe.model_dump(by_alias=True)
-        automatic["batch"]["micro"] = "auto"
+        automatic = recipe.model_dump()
+        automatic["batch"]["micro_size"] = "auto"
         others = options(Recipe.model_validate(automatic), needs, loss, room)
         least = max((size for _, _, size in failed), default=micro)
         fitting = max((one.micro for one in others if one.micro < least), default=None)
-        cure = f"batch.micro={fitting} would fit" if fitting else f"not even one would fit: use a smaller model{more}"
+        cure = (
+            f"batch.micro_size={fitting} would fit" if fitting else f"not even one would fit: use a smaller model{more}"
+        )
         if failed or not per_sample:
-            return f"batch.micro: a trial of {micro} samples at once ran out of memory; {cure}"
+            return f"batch.micro_size: a trial of {micro} samples at once ran out of memory; {cure}"
         needed = state + activation_bytes(recipe, min(per_sample), micro, room.world)
         return (
-            f"batch.micro: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
+            f"batch.micro_size: {micro} samples at once need at least {needed / 1e9:.1f} GB, and a worker has "
             f"{room.memory / 1e9:.1f} GB; {cure}"
         )
     if failed or not per_sample:
         what = "trials ran out of memory, the last with " + (
             f"{min(size for _, _, size in failed)} samples at once" if failed else "one sample"
         )
-        return f"batch.micro: not even one micro-batch fits: {what}; use a smaller model or sequence{more}"
+        return f"batch.micro_size: not even one micro-batch fits: {what}; use a smaller model or sequence{more}"
     most, least = PART[sizes_for(room.device)]
     left = max(room.memory * most // least - state, 0)
     smallest = activation_bytes(recipe, min(per_sample), sizes(recipe, room.world)[-1], room.world)
     return (
-        f"batch.micro: not even one sample fits: it takes {smallest / 1e6:.0f} MB in forward and backward, and "
+        f"batch.micro_size: not even one sample fits: it takes {smallest / 1e6:.0f} MB in forward and backward, and "
         f"{left / 1e6:.0f} MB are left beside parameters and optimizer state; "
-        f"use a smaller model or sequence{more}, or give batch.micro to try all the same"
+        f"use a smaller model or sequence{more}, or give batch.micro_size to try all the same"
     )
 
 
@@ -347,8 +351,8 @@ def _part(room: Room) -> str:
     return "half" if (most, least) == (1, 2) else f"{most / least:.0%}"
 
 
-def _layout(recipe: Recipe) -> Layout:
-    return recipe.layout if isinstance(recipe.layout, Layout) else Layout()
+def _layout(recipe: Recipe) -> Parallelism:
+    return recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism()
 
 
 def _ranks(recipe: Recipe) -> int:

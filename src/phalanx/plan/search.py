@@ -25,7 +25,7 @@ from phalanx.plan.setup import Setup
 from phalanx.plan.step import SLOWED, Parts, exposed, passing, update_seconds
 from phalanx.plan.work import Array, Division, Price, Work, work
 from phalanx.recipe.checks import divisors
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 SIMULATED = 50
 """So many of the best estimates that fit are simulated."""
@@ -50,7 +50,7 @@ class Space:
 
     devices: int
     batch: int
-    layout: Layout | None = None
+    layout: Parallelism | None = None
     micro: int | None = None
     ways: tuple[str, ...] = WAYS
     domain: int = 8
@@ -118,8 +118,12 @@ def _layouts(profile: Profile, space: Space, heads: Sequence[int], experts: int)
 def _orders(blocks: int, pipeline: int, space: Space) -> list[tuple[int, int]]:
     """Schedules by number, and stages of a rank."""
     if space.layout is not None:
-        schedule = space.layout.schedule
-        stages = len(space.layout.stages) if space.layout.stages else pipeline * (2 if schedule == "interleaved" else 1)
+        schedule = space.layout.pipeline_schedule
+        stages = (
+            len(space.layout.layers_per_stage)
+            if space.layout.layers_per_stage
+            else pipeline * (2 if schedule == "interleaved" else 1)
+        )
         return [(SCHEDULES.index(schedule), stages // pipeline)]
     if pipeline == 1:
         return [(SCHEDULES.index("1f1b"), 1)]
@@ -271,11 +275,11 @@ def setups(base: Setup, columns: Columns, rows: Sequence[int]) -> list[Setup]:
     found = []
     for row in rows:
         value = {name: int(columns[name][row]) for name in COLUMNS}
-        layout = Layout(
+        layout = Parallelism(
             **{name: value[name] for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")},
-            schedule=SCHEDULES[value["schedule"]],
-            stages=base.layout.stages,
-            overlap=base.layout.overlap,
+            pipeline_schedule=SCHEDULES[value["schedule"]],
+            layers_per_stage=base.layout.layers_per_stage,
+            async_tp=base.layout.async_tp,
         )
         found.append(
             replace(

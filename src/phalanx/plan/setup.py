@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from phalanx.cluster.description import Cluster
 from phalanx.plan.profile import Product, Profile
-from phalanx.recipe.schema import LOCAL, Exchange, Layout
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import LocalSgdConfig, Parallelism
 
 INT8 = (1 + 4 / 256) / 4
 """Bytes of numbers in 8 bits with an fp32 scale for each 256 of them, as a share of those in fp32."""
@@ -67,23 +68,28 @@ WIRES = {
     "bf16": Wire(2 / 4, 2.0 + 2.0 + 1.0),  # sent, received, and a part that is summed: a half of two workers
     "int8": Wire(INT8, 4.0 + 2 * 4.0 * INT8),  # held back; sent and received with a scale for 256
 }
-"""By strategy; others send gradients as they are."""
+"""By compression; others send gradients as they are."""
 
 
-def wire_of(exchange: Exchange, profile: Profile | None = None) -> Wire:
-    """What an exchange sends in a step; of powersgd it depends on the model, of which at most all is sent.
-
-    Workers that train apart send nothing but every so many steps, when they wait for it (Stich 2019, arXiv 1805.09767;
-    Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on (2025, arXiv 2501.18512). They keep beside
-    gradients the weights with which a round began, how far they moved, and the momentum of outer steps."""
-    if exchange.strategy == "powersgd":
-        share = 1.0 if profile is None else _thin_share(profile, exchange.low_rank)
+def wire_of(recipe: Recipe, profile: Profile | None = None) -> Wire:
+    """What a recipe sends in a step; of powersgd it depends on the model, of which at most all is sent."""
+    if recipe.local_sgd is not None:
+        return local_wire(recipe.local_sgd)
+    if recipe.grad_sync.compression == "powersgd":
+        share = 1.0 if profile is None else _thin_share(profile, recipe.grad_sync.powersgd_rank)
         return Wire(share, 4.0 + 4.0 * share)  # held back; sent
-    if exchange.strategy not in LOCAL:
-        return WIRES.get(exchange.strategy, Wire())
-    each = WIRES.get(exchange.wire, Wire())
-    momentum = 4.0 if exchange.strategy == "diloco" and exchange.outer.momentum else 0.0
-    return Wire(each.share / exchange.every, each.memory + 4.0 + 4.0 + momentum, exchange.delay > 0, keeps=True)
+    return WIRES.get(recipe.grad_sync.compression, Wire())
+
+
+def local_wire(local_sgd: LocalSgdConfig) -> Wire:
+    """What workers send that take steps of their own: nothing but every so many steps, when they wait for it (Stich
+    2019, arXiv 1805.09767; Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on (2025, arXiv 2501.18512).
+    They keep beside gradients the weights with which a round began, how far they moved, and the momentum of outer
+    steps."""
+    each = WIRES.get(local_sgd.sync_dtype, Wire())
+    momentum = 4.0 if local_sgd.method == "diloco" and local_sgd.outer_optimizer.momentum else 0.0
+    memory = each.memory + 4.0 + 4.0 + momentum
+    return Wire(each.share / local_sgd.sync_every, memory, local_sgd.sync_delay > 0, keeps=True)
 
 
 def _thin_share(profile: Profile, rank: int) -> float:
@@ -107,7 +113,7 @@ class Setup:
 
     profile: Profile
     cluster: Cluster
-    layout: Layout
+    layout: Parallelism
     micro: int
     batch: int
     """Samples of a step."""
@@ -116,7 +122,7 @@ class Setup:
     """none, selective (memory-bound operations), full; or attention: only what unfused attention stores."""
     zero: int = 1
     """What data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 gradients, too, 3 weights, too. Weights are
-    divided over `layout.shard`; the rest over all replicas."""
+    divided over `parallelism.shard`; the rest over all replicas."""
     chunks: int = 1
     """Stages that one pipeline rank has (interleaving)."""
     stack: Stack = field(default_factory=Stack)

@@ -135,7 +135,7 @@ def chunks(setup: Setup) -> list[Chunk]:
             after.append(segment)
         else:
             before.append(segment)
-    given = setup.layout.stages or even(len(blocks), stages)
+    given = setup.layout.layers_per_stage or even(len(blocks), stages)
     found, at = [], 0
     for index, count in enumerate(given):
         mine = [(each, 1) for each in before] if index == 0 else []
@@ -332,7 +332,7 @@ def step(setup: Setup, rates: Rates, price: Price | None = None) -> Parts:
     backward = [through(costs, chunk, "backward") for chunk in parts_of_model]
     stages = [Stage(f.total, b.total) for f, b in zip(forward, backward, strict=True)]
     send = sent_between(costs)
-    schedule: Schedule = "interleaved" if setup.chunks > 1 else layout.schedule
+    schedule: Schedule = "interleaved" if setup.chunks > 1 else layout.pipeline_schedule
     made = seconds(schedule, stages, layout.pipeline, setup.micros, send)
     busiest = max(
         range(layout.pipeline), key=lambda rank: sum(s.forward + s.backward for s in stages[rank :: layout.pipeline])

@@ -96,7 +96,7 @@ def _pipelined(setup: Setup, rates: Rates, price: Price | None) -> list[Event]:
         Stage(through(costs, chunk, "forward").total, through(costs, chunk, "backward").total)
         for chunk in chunks(setup)
     ]
-    schedule: Schedule = "interleaved" if setup.chunks > 1 else setup.layout.schedule
+    schedule: Schedule = "interleaved" if setup.chunks > 1 else setup.layout.pipeline_schedule
     words = {"F": "forward", "B": "backward", "W": "gradients of weights"}
     return [
         Event(

@@ -17,7 +17,7 @@ from phalanx.plan.resolve import parts_of, shared_among
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import divisors
 from phalanx.recipe.devices import sizes_for
-from phalanx.recipe.schema import LOCAL, Layout
+from phalanx.recipe.schema import Parallelism
 
 MARGIN = 1.02
 """A gain below that is not worth another recipe: repeated runs of the same one differ by as much."""
@@ -28,14 +28,14 @@ EXCHANGE = 4e9
 CACHE = 32e6
 """Bytes that a processor's caches hold: an order of magnitude."""
 CHANGEABLE = (
-    "batch.micro",
+    "batch.micro_size",
     "compile",
-    "layout",
-    "layout.overlap",
-    "memory.loss",
-    "memory.recompute",
+    "parallelism",
+    "parallelism.async_tp",
+    "memory.chunked_loss",
+    "memory.activation_checkpointing",
     "precision",
-    "threads",
+    "num_threads",
 )
 """Keys that tuning may change: they change speed, memory and rounding."""
 
@@ -80,9 +80,9 @@ class Candidate:
     @property
     def label(self) -> str:
         """`compile=true`, or `2 processes x 1 thread`."""
-        layout = self.changes.get("layout")
-        if layout is not None and "threads" in self.changes:
-            world, threads = math.prod(layout.values()), self.changes["threads"]
+        layout = self.changes.get("parallelism")
+        if layout is not None and "num_threads" in self.changes:
+            world, threads = math.prod(layout.values()), self.changes["num_threads"]
             return f"{world} processes x {threads} {'thread' if threads == 1 else 'threads'}"
         return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items())
 
@@ -124,7 +124,7 @@ def steps_to_pay(found: Measured, extra_seconds: float) -> int:
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with dotted keys set. ValueError for a key that tuning must leave alone."""
-    values = recipe.model_dump(by_alias=True)
+    values = recipe.model_dump()
     for key, value in changes.items():
         if key not in CHANGEABLE:
             raise ValueError(f"tuning must not change {key}")
@@ -158,8 +158,8 @@ def untried(given: Recipe, facts: Facts, waiting: float) -> list[str]:
         notes.append(f"precision: {given.precision} is given; --allow-precision tries others")
     if not facts.processes:
         notes.append("processes: their number is given")
-    if given.memory.recompute in ("auto", "none"):
-        notes.append("memory.recompute: nothing is recomputed, and to do so would only take time")
+    if given.memory.activation_checkpointing in ("auto", "none"):
+        notes.append("memory.activation_checkpointing: nothing is recomputed, and to do so would only take time")
     notes.append(f"data: read ahead by a thread; a step waits {waiting:.1%} of its time for them")
     return notes
 
@@ -176,7 +176,7 @@ def _precisions(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
 
 
 def _splits_backward(recipe: Recipe) -> bool:
-    return isinstance(recipe.layout, Layout) and recipe.layout.splits_backward
+    return isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.splits_backward
 
 
 def _compile(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
@@ -185,24 +185,24 @@ def _compile(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
         why = f"{rest:.0%} of a step is not matmul, of which fusing saves about half"
         yield Candidate({"compile": True}, 1 / (1 - rest / 2), why)
     elif recipe.compile is True and facts.device != "cpu":
-        yield Candidate({"compile": "graphs"}, 1.05, "a graph starts all kernels of a block at once")
+        yield Candidate({"compile": "cuda-graphs"}, 1.05, "a graph starts all kernels of a block at once")
 
 
 def _processes(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     """More processes with fewer threads each, on a CPU."""
-    layout = recipe.layout
-    if facts.device != "cpu" or not facts.processes or not isinstance(layout, Layout) or layout.world > 1:
+    layout = recipe.parallelism
+    if facts.device != "cpu" or not facts.processes or not isinstance(layout, Parallelism) or layout.world > 1:
         return
-    batch = recipe.batch.global_
+    batch = recipe.batch.global_size
     for world in divisors(facts.cores)[1:]:
         micro = _next_micro(recipe, batch // world) if batch % world == 0 else None
-        replicas = changed(recipe, {"layout": {"replicate": world}})
-        if micro is None or not _fits(replicas, micro, recipe.memory.recompute, facts):
+        replicas = changed(recipe, {"parallelism": {"replicate": world}})
+        if micro is None or not _fits(replicas, micro, recipe.memory.activation_checkpointing, facts):
             continue
         exchange = 2 * (world - 1) / world * 4 * facts.parameters / EXCHANGE
-        changes: dict[str, Any] = {"layout": {"replicate": world}, "batch.micro": micro}
-        if recipe.exchange.exact != "replicas":  # there threads are part of what must not change with the workers
-            changes["threads"] = facts.cores // world
+        changes: dict[str, Any] = {"parallelism": {"replicate": world}, "batch.micro_size": micro}
+        if recipe.determinism != "elastic":  # there threads are part of what must not change with the workers
+            changes["num_threads"] = facts.cores // world
         predicted = facts.step_seconds / (0.95 * facts.step_seconds + exchange)
         yield Candidate(changes, predicted, "threads wait for each other in every operation, processes once a step")
 
@@ -210,66 +210,74 @@ def _processes(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
 def _layouts(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     """Replicas instead of shards and the other way round, where nothing else divides the model; products that overlap
     with what tensor ranks send."""
-    layout = recipe.layout
-    if isinstance(layout, Layout) and layout.tensor > 1 and not layout.overlap and not recipe.compile:
-        if recipe.data.sequence // layout.context % (2 * layout.tensor) == 0:
+    layout = recipe.parallelism
+    if isinstance(layout, Parallelism) and layout.tensor > 1 and not layout.async_tp and not recipe.compile:
+        if recipe.data.seq_len // layout.context % (2 * layout.tensor) == 0:
             # On two cores with two ranks: 0.96 x; their cores have no time left in which to send.
             predicted = 1.05 if facts.device != "cpu" else 0.95
-            yield Candidate({"layout.overlap": True}, predicted, "half of what leaves a block's parts is hidden")
+            yield Candidate({"parallelism.async_tp": True}, predicted, "half of what leaves a block's parts is hidden")
         return
-    whole = recipe.exchange.exact == "replicas" or recipe.exchange.strategy in LOCAL
-    if not isinstance(layout, Layout) or whole or layout.expert > 1:
+    whole = recipe.determinism == "elastic" or recipe.local_sgd is not None
+    if not isinstance(layout, Parallelism) or whole or layout.expert > 1:
         return
     size = layout.replicate * layout.shard
     if size != layout.world or size == 1:
         return
-    replicas = {"layout": {"replicate": size}}
-    if layout.shard > 1 and _fits(changed(recipe, replicas), _micro(recipe), recipe.memory.recompute, facts):
+    replicas = {"parallelism": {"replicate": size}}
+    if layout.shard > 1 and _fits(
+        changed(recipe, replicas), _micro(recipe), recipe.memory.activation_checkpointing, facts
+    ):
         yield Candidate(replicas, 1.1, "replicas exchange gradients only, and they fit")
     elif layout.shard == 1:
-        yield Candidate({"layout": {"shard": size}}, 0.95, "shards share the optimizer's work and gather parameters")
+        yield Candidate(
+            {"parallelism": {"shard": size}}, 0.95, "shards share the optimizer's work and gather parameters"
+        )
 
 
 def _micros(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     """The next larger and the next smaller micro-batch."""
     micro = _micro(recipe)
-    share = recipe.batch.global_ // parts_of(recipe, 1)
+    share = recipe.batch.global_size // parts_of(recipe, 1)
     larger = [size for size in divisors(share) if size > micro]
-    if larger and recipe.exchange.exact != "replicas" and _fits(recipe, larger[0], recipe.memory.recompute, facts):
+    if (
+        larger
+        and recipe.determinism != "elastic"
+        and _fits(recipe, larger[0], recipe.memory.activation_checkpointing, facts)
+    ):
         predicted = 1.05 if facts.device != "cpu" else 1.01
-        yield Candidate({"batch.micro": larger[0]}, predicted, "fewer, larger operations")
+        yield Candidate({"batch.micro_size": larger[0]}, predicted, "fewer, larger operations")
     smaller = _next_micro(recipe, micro - 1)
     if smaller is not None and facts.device == "cpu":
         held = micro * facts.saved_bytes_per_sample
         why = f"{held / 1e6:.0f} MB of activations are {'more than' if held > CACHE else 'about what'} the caches hold"
-        yield Candidate({"batch.micro": smaller}, 1.03 if held > CACHE else 0.92, why)
+        yield Candidate({"batch.micro_size": smaller}, 1.03 if held > CACHE else 0.92, why)
 
 
 def _recomputes(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
     gains = {"selective": {"none": 1.05}, "full": {"none": 1.33, "selective": 1.2}}
-    for way, predicted in gains.get(recipe.memory.recompute, {}).items():
+    for way, predicted in gains.get(recipe.memory.activation_checkpointing, {}).items():
         if way == "selective" and _splits_backward(recipe):
             continue
         if _fits(recipe, _micro(recipe), way, facts):
-            yield Candidate({"memory.recompute": way}, predicted, "activations fit into memory")
+            yield Candidate({"memory.activation_checkpointing": way}, predicted, "activations fit into memory")
 
 
 def _losses(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
-    if facts.vocabulary is None or recipe.memory.loss != "whole" or ":" in recipe.task:
+    if facts.vocabulary is None or recipe.memory.chunked_loss is not False or ":" in recipe.task:
         return
     logits = 4.0 * _micro(recipe) * facts.sequence * facts.vocabulary
     if logits > 8 * CACHE:
-        yield Candidate({"memory.loss": "chunked"}, 1.02, f"all logits at once are {logits / 1e6:.0f} MB")
+        yield Candidate({"memory.chunked_loss": True}, 1.02, f"all logits at once are {logits / 1e6:.0f} MB")
 
 
 def _threads(recipe: Recipe, facts: Facts) -> Iterator[Candidate]:
-    workers, now = _workers(recipe), recipe.threads
-    if facts.device != "cpu" or recipe.exchange.exact == "replicas":
+    workers, now = _workers(recipe), recipe.num_threads
+    if facts.device != "cpu" or recipe.determinism == "elastic":
         return
     if facts.logical > facts.cores and now != facts.logical // workers:
-        yield Candidate({"threads": facts.logical // workers}, 1.02, "hyperthreads may fill waiting times")
+        yield Candidate({"num_threads": facts.logical // workers}, 1.02, "hyperthreads may fill waiting times")
     if now == facts.cores // workers and now > 3:
-        yield Candidate({"threads": now - 1}, 0.98, "leaves a core to the reader and the system")
+        yield Candidate({"num_threads": now - 1}, 0.98, "leaves a core to the reader and the system")
 
 
 def _matmul_seconds(recipe: Recipe, facts: Facts) -> float:
@@ -277,7 +285,7 @@ def _matmul_seconds(recipe: Recipe, facts: Facts) -> float:
     rate = _rate(recipe.precision, facts)
     if not rate:
         return facts.step_seconds / 2
-    samples = recipe.batch.global_ / (_workers(recipe) if facts.device != "cpu" else 1)
+    samples = recipe.batch.global_size / (_workers(recipe) if facts.device != "cpu" else 1)
     return min(0.9 * facts.step_seconds, facts.flops_per_sample * samples / (rate * 1e12))
 
 
@@ -299,19 +307,19 @@ def _fits(recipe: Recipe, micro: int, way: str, facts: Facts) -> bool:
 
 
 def _next_micro(recipe: Recipe, most: int) -> int | None:
-    """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `replicas`
+    """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `elastic`
     promises to allow."""
-    batch = recipe.batch.global_
+    batch = recipe.batch.global_size
     return max((size for size in divisors(batch // shared_among(recipe, 1)) if size <= most), default=None)
 
 
 def _micro(recipe: Recipe) -> int:
-    assert isinstance(recipe.batch.micro, int)
-    return recipe.batch.micro
+    assert isinstance(recipe.batch.micro_size, int)
+    return recipe.batch.micro_size
 
 
 def _workers(recipe: Recipe) -> int:
-    return recipe.layout.world if isinstance(recipe.layout, Layout) else 1
+    return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else 1
 
 
 def _ratios(rounds: Sequence[Round]) -> list[float]:

@@ -8,8 +8,8 @@ from phalanx.errors import RecipeError
 
 
 def arguments(builder: Callable[..., Any], given: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, plus what is `known` and not None (vocab, sequence, classes) where the builder takes it and it is
-    missing. RecipeError: arguments that the builder does not take, or that it needs and nobody tells."""
+    """`given`, plus what is `known` and not None (vocab_size, seq_len, num_classes) where the builder takes it and it
+    is missing. RecipeError: arguments that the builder does not take, or that it needs and nobody tells."""
     parameters = inspect.signature(builder).parameters
     filled = {k: v for k, v in known.items() if k in parameters and k not in given and v is not None}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -12,19 +12,19 @@ FREE = (
     "name",
     "steps",
     "checkpoint",
-    "recovery",
+    "fault_tolerance",
     "callbacks",
-    "evaluate.every",
-    "evaluate.samples",
-    "layout",
+    "evaluation.every",
+    "evaluation.max_samples",
+    "parallelism",
     "device",
 )
 """Keys that may change when a run goes on; every other one changes the mathematics or its rounding.
 
-`evaluate.share` and `evaluate.source` are not free: they say what is held out of training. `layout` and `device`
-are: they change rounding only, which is told.
+`evaluation.holdout_fraction` and `evaluation.source` are not free: they say what training never sees. `parallelism` and
+`device` are: they change rounding only, and a note says so.
 """
-PLACES = ("data.source", "data.tokenizer", "evaluate.source", "batch.micro")
+PLACES = ("data.source", "data.tokenizer", "evaluation.source", "batch.micro_size")
 """Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
 
 
@@ -52,7 +52,8 @@ def is_free(key: str) -> bool:
 
 def is_mathematics(key: str, trained: Recipe) -> bool:
     """Whether a value of `key` in resolved.yaml must be that of the checkpoint's own recipe, `trained`."""
-    own = (*PLACES, "exchange") if trained.exchange.exact == "no" else PLACES  # chosen while training
+    # what is chosen while training
+    own = (*PLACES, "determinism", "grad_sync", "local_sgd") if trained.determinism == "off" else PLACES
     return not is_free(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
 
 
@@ -79,7 +80,7 @@ def refused(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(by_alias=True)
+    return recipe.model_dump()
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[Difference]:

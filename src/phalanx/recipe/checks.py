@@ -7,38 +7,46 @@ from pathlib import Path
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import DeviceKind, kind_of
-from phalanx.recipe.exchanges import FIRST, heeds_start
+from phalanx.recipe.exchanges import FIRST
 from phalanx.recipe.explain import nearest, several
 from phalanx.recipe.growing import grown
 from phalanx.recipe.imports import HUGGING_FACE
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
 from phalanx.recipe.schema import (
-    LOCAL,
-    LOSSY,
     MOST_SAMPLES,
     SOURCE_KINDS,
-    Data,
-    Evaluate,
-    Exchange,
-    Layout,
-    Optim,
+    DataConfig,
+    DataSource,
+    EvaluationConfig,
+    GradSyncConfig,
+    LocalSgdConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    Parallelism,
     Recipe,
-    Schedule,
-    Source,
 )
 
 WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
-"""Dimensions of a layout whose product is the world."""
+"""Dimensions of the parallelism whose product is the world."""
 TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
-"""Key of `optim` -> optimizers that use it."""
-DECAYS_WITH = {"power": ("poly",), "drops": ("step",), "gamma": ("step",), "final": ("cosine", "linear", "poly")}
-"""Key of `optim.schedule` -> decays that use it."""
-SOURCES_WITH = {"field": ("jsonl", "parquet"), "exclude": ("text", "jsonl", "parquet"), "size": ("images",)}
+"""Key of `optimizer` -> optimizers that use it."""
+DECAYS_WITH = {
+    "power": ("poly",),
+    "milestones": ("step",),
+    "gamma": ("step",),
+    "min_lr_ratio": ("cosine", "linear", "poly"),
+}
+"""Key of `optimizer.schedule` -> decays that use it."""
+SOURCES_WITH = {
+    "text_field": ("jsonl", "parquet"),
+    "exclude": ("text", "jsonl", "parquet"),
+    "image_size": ("images",),
+}
 """Key of a source -> kinds of sources that use it."""
-OF_TEXT = ("tokenizer", "sequence", "documents")
+OF_TEXT = ("tokenizer", "seq_len", "document_masking")
 """Keys of `data` that pictures do not use."""
 FP8_SINCE = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
@@ -55,7 +63,7 @@ NO_FP8 = (
 
 def workers_for(recipe: Recipe, otherwise: int) -> int:
     """How many workers a run has when nobody says: as many as its layout takes, and `otherwise` where that is auto."""
-    return recipe.layout.world if isinstance(recipe.layout, Layout) else otherwise
+    return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else otherwise
 
 
 def check(
@@ -64,10 +72,10 @@ def check(
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
     `folder` is the recipe's; without `workers` only what holds for any number of them is checked. `at` says in errors
-    where a key was written (`Loaded.at`). A run that no longer `begins` needs no `init`.
+    where a key was written (`Loaded.at`). A run that no longer `begins` needs no `init_from`.
     """
     if not begins:
-        recipe = recipe.model_copy(update={"init": None})
+        recipe = recipe.model_copy(update={"init_from": None})
     problems = [f"{at(key)}: {problem}" for key, problem in _problems(recipe, folder, workers)]
     if problems:
         raise several(problems)
@@ -84,7 +92,7 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
         )
     if kind == "images":
         for name in OF_TEXT:
-            if getattr(recipe.data, name) != getattr(Data(), name):
+            if getattr(recipe.data, name) != getattr(DataConfig(), name):
                 raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are pictures: leave it out")
 
 
@@ -121,155 +129,197 @@ def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tup
     if ":" not in recipe.task and recipe.task not in TASKS:
         known = f"expected {', '.join(TASKS)} or module:Class"
         yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, tuple(TASKS))}"
-    if recipe.init is not None and workers is not None:
-        path = recipe.init.removeprefix(HUGGING_FACE)
-        if path == recipe.init and (folder / path / "config.json").is_file():
-            yield "init", f"{folder / path} is a Hugging Face directory, or an export; give {HUGGING_FACE}{path}"
+    if recipe.init_from is not None and workers is not None:
+        path = recipe.init_from.removeprefix(HUGGING_FACE)
+        if path == recipe.init_from and (folder / path / "config.json").is_file():
+            yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HUGGING_FACE}{path}"
         elif not (folder / path).exists():
-            kind = "checkpoint or run" if path == recipe.init else "directory"
-            yield "init", f"there is no {kind} at {folder / path}"
+            kind = "checkpoint or run" if path == recipe.init_from else "directory"
+            yield "init_from", f"there is no {kind} at {folder / path}"
     yield from _device(recipe, workers or 1)
     yield from _optimizer(recipe)
-    yield from _exchange(recipe)
+    yield from _grad_sync(recipe)
     replicas = workers
-    if isinstance(recipe.layout, Layout):
-        yield from _layout(recipe, recipe.layout, workers or recipe.layout.world)
-        replicas = recipe.layout.replicate * recipe.layout.shard
+    if isinstance(recipe.parallelism, Parallelism):
+        yield from _layout(recipe, recipe.parallelism, workers or recipe.parallelism.world)
+        replicas = recipe.parallelism.replicate * recipe.parallelism.shard
     yield from _sources(recipe)
-    scaling = recipe.optim.scaling
-    if scaling is not None and scaling.base_batch is None and recipe.batch.per is None:
+    scaling = recipe.optimizer.lr_scaling
+    if scaling is not None and scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
         yield (
-            "optim.scaling",
-            "base_batch is missing: for how many samples of a step is optim.lr right? (batch.per: worker would say so)",
+            "optimizer.lr_scaling",
+            "base_batch_size is missing: for how many samples of a step is optimizer.lr right? "
+            "(batch.scale_with_workers: true would say so)",
         )
     if workers is not None and replicas is not None:
-        samples = grown(recipe, workers).batch.global_
+        samples = grown(recipe, workers).batch.global_size
         if samples > MOST_SAMPLES:
             yield (
-                "batch.global",
+                "batch.global_size",
                 f"{samples:,} samples of {workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
             )
         else:
-            yield from _batch(samples, recipe.batch.micro, replicas)
+            yield from _batch(samples, recipe.batch.micro_size, replicas)
 
 
-def _asked(exchange: Exchange) -> str:
-    """What `exact` promises about what is sent: `auto` never sends less than `world`."""
-    return "world" if exchange.exact == "auto" else exchange.exact
+def _promised(recipe: Recipe) -> str:
+    """What `determinism` promises about what is sent: `auto` never sends less than `fixed-world`."""
+    return "fixed-world" if recipe.determinism == "auto" else recipe.determinism
 
 
-def _exchange(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, exact, key = recipe.exchange.strategy, _asked(recipe.exchange), "exchange.strategy"
-    for name in ("every", "outer", "fragments", "delay", "wire"):
-        if getattr(recipe.exchange, name) != getattr(Exchange(), name) and strategy not in LOCAL:
-            yield f"exchange.{name}", f"is for strategy: local or diloco, and the strategy is {strategy}: leave it out"
-    if recipe.exchange.start not in ("auto", FIRST) and not heeds_start(recipe.exchange):
-        told = f"is for strategy: powersgd, local or diloco, and the strategy is {strategy}: leave it out"
-        yield "exchange.start", told
-    if recipe.exchange.low_rank != Exchange().low_rank and strategy != "powersgd":
-        yield "exchange.low_rank", f"is for strategy: powersgd, and the strategy is {strategy}: leave it out"
-    if strategy in LOCAL:
-        yield from _local(recipe)
+def _grad_sync(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """How gradients are added, and what they are sent as."""
+    grad_sync, determinism, usual = recipe.grad_sync, _promised(recipe), GradSyncConfig()
+    compression, method, lossy = grad_sync.compression, grad_sync.method, grad_sync.compression != "none"
+    key, other = ("grad_sync.compression", "none") if lossy else ("grad_sync.algorithm", "all-reduce")
+    if lossy and grad_sync.algorithm not in ("auto", "all-reduce"):
+        yield (
+            key,
+            f"{compression} goes with algorithm: auto or all-reduce, and the algorithm is {grad_sync.algorithm}: "
+            "use one of these, or compression: none",
+        )
+    for name, given in (("warmup_steps", (FIRST,)), ("powersgd_rank", ())):
+        if getattr(grad_sync, name) not in (getattr(usual, name), *given) and compression != "powersgd":
+            what = f"is for compression: powersgd, and the compression is {compression}: leave it out"
+            yield f"grad_sync.{name}", what
+    if recipe.local_sgd is not None:
+        if method not in ("auto", "all-reduce"):
+            yield key, f"{method} is for gradients, and local_sgd sends weights: use {other}, or local_sgd: null"
+        yield from _local_sgd(recipe, recipe.local_sgd)
         return
-    if strategy in ("auto", "allreduce"):
+    if method in ("auto", "all-reduce"):
         return
-    if exact == "replicas":
-        yield key, f"found {strategy}, but exact: replicas has a way of its own to add up: use auto, or exact: world"
-    elif strategy in LOSSY and exact != "no":
-        yield key, f"{strategy} rounds what it sends, which exact: {exact} forbids: use allreduce, or exact: no"
-    if isinstance(recipe.layout, Layout):
-        layout, sharded = recipe.layout, recipe.layout.shard * recipe.layout.context * recipe.layout.expert > 1
+    if determinism == "elastic":
+        allowed = "off" if lossy else "fixed-world"
+        yield (
+            key,
+            f"found {method}, but determinism: elastic has an order of addition of its own: use {other}, or "
+            f"determinism: {allowed}",
+        )
+    elif lossy and determinism != "off":
+        yield (
+            key,
+            f"{method} rounds what it sends, which determinism: {determinism} forbids: use none, or determinism: off",
+        )
+    if isinstance(recipe.parallelism, Parallelism):
+        layout = recipe.parallelism
+        sharded = layout.shard * layout.context * layout.expert > 1
         if layout.replicate == 1 < layout.world:
-            yield key, f"{strategy} is for replicas, and layout has none: give layout.replicate, or allreduce"
+            yield key, f"{method} is for replicas, and there are none: give parallelism.replicate, or use {other}"
         elif layout.pipeline > 1 or (sharded and layout.replicate * layout.shard != layout.world):
-            yield key, f"{strategy} goes with replicate and shard, or replicate and tensor: give these, or allreduce"
-        elif strategy == "powersgd" and layout.replicate != layout.world:
-            yield key, "powersgd projects whole gradients: give layout.replicate only, or int8"
-    if strategy in ("int8", "powersgd") and recipe.precision == "fp16":
-        yield key, f"{strategy} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
+            yield key, f"{method} goes with replicate and shard, or replicate and tensor: give these, or use {other}"
+        elif method == "powersgd" and layout.replicate != layout.world:
+            yield key, "powersgd projects whole gradients: give parallelism.replicate only, or use int8"
+    if method in ("int8", "powersgd") and recipe.precision == "fp16":
+        yield key, f"{method} keeps what it could not send, but the loss scale of fp16 changes: use bf16"
 
 
-def _local(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str, str]]:
     """Workers that take steps of their own."""
-    strategy, exact, key = recipe.exchange.strategy, _asked(recipe.exchange), "exchange.strategy"
-    if exact != "no":
-        yield key, f"{strategy} has workers train apart, which exact: {exact} forbids: use allreduce, or exact: no"
-    if isinstance(recipe.layout, Layout) and recipe.layout.replicate != recipe.layout.world:
-        yield key, f"{strategy} is for workers that hold the whole model: give layout.replicate only, or allreduce"
-    if strategy == "local" and recipe.exchange.outer != Exchange().outer:
-        yield "exchange.outer", "is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco"
-    every, fragments, delay = recipe.exchange.every, recipe.exchange.fragments, recipe.exchange.delay
+    layout, determinism = recipe.parallelism, _promised(recipe)
+    if determinism != "off":
+        why = f"workers take steps of their own, which determinism: {determinism} forbids"
+        yield "local_sgd", f"{why}: use local_sgd: null, or determinism: off"
+    if isinstance(layout, Parallelism) and layout.replicate != layout.world:
+        yield (
+            "local_sgd",
+            "is for workers that hold the whole model: give parallelism.replicate only, or local_sgd: null",
+        )
+    if local_sgd.method == "average" and local_sgd.outer_optimizer != LocalSgdConfig().outer_optimizer:
+        yield (
+            "local_sgd.outer_optimizer",
+            "is for method: diloco, and average takes the plain mean: leave it out, or use diloco",
+        )
+    every, fragments, delay = local_sgd.sync_every, local_sgd.num_fragments, local_sgd.sync_delay
     if fragments > every:
-        yield "exchange.fragments", f"found {fragments}, but at most one leaves after a step: at most every = {every}"
+        yield (
+            "local_sgd.num_fragments",
+            f"found {fragments}, but at most one leaves after a step: at most sync_every = {every}",
+        )
     elif delay >= every // fragments:
         between = every // fragments
-        yield "exchange.delay", f"found {delay}, but the next fragment leaves after {between}: at most {between - 1}"
-    if recipe.optim.state == "8bit":
-        yield "optim.state", f"8bit state has no mean over workers, which {strategy} may have to take: use bf16"
+        yield (
+            "local_sgd.sync_delay",
+            f"found {delay}, but the next fragment leaves after {between}: at most {between - 1}",
+        )
+    if recipe.optimizer.state_dtype == "int8":
+        yield "optimizer.state_dtype", "int8 state has no mean over workers, which local_sgd may have to take: use bf16"
 
 
-def _layout(recipe: Recipe, layout: Layout, workers: int) -> Iterator[tuple[str, str]]:
+def _layout(recipe: Recipe, layout: Parallelism, workers: int) -> Iterator[tuple[str, str]]:
     if layout.world != workers:
         product = " x ".join(f"{name} {getattr(layout, name)}" for name in WORLD if getattr(layout, name) > 1)
         yield (
-            "layout",
+            "parallelism",
             f"takes {layout.world} workers ({product or 'one of each'}), but the run has {workers}: "
-            f"use --nproc {layout.world} or layout=auto",
+            f"use --nproc {layout.world} or parallelism=auto",
         )
     sharded = layout.shard * layout.context
     if sharded % layout.expert:
-        yield "layout.expert", f"found {layout.expert}, which must divide shard x context = {sharded}"
+        yield "parallelism.expert", f"found {layout.expert}, which must divide shard x context = {sharded}"
     others = layout.replicate * layout.shard != layout.world or layout.expert > 1
-    if recipe.exchange.exact == "replicas" and others:
-        yield "layout", "exchange.exact = replicas goes with replicate and shard only: give these, or exact: world"
-    if recipe.optim.name == "muon" and layout.tensor > 1:
-        yield "layout.tensor", "muon works on whole matrices, which tensor ranks do not have; use layout.shard or adamw"
-    if recipe.compile == "graphs" and layout.replicate != layout.world:
-        yield "compile", "graphs cannot hold the communication of a divided model: give layout.replicate only, or true"
+    if recipe.determinism == "elastic" and others:
+        yield (
+            "parallelism",
+            "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world",
+        )
+    if recipe.optimizer.name == "muon" and layout.tensor > 1:
+        yield (
+            "parallelism.tensor",
+            "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw",
+        )
+    if recipe.compile == "cuda-graphs" and layout.replicate != layout.world:
+        yield (
+            "compile",
+            "cuda-graphs cannot hold the communication of a divided model: give parallelism.replicate only, or true",
+        )
     if recipe.compile is True and layout.splits_backward:
         yield (
             "compile",
-            f"blocks of a {layout.schedule} pipeline cannot be compiled; use false, or layout.schedule=1f1b",
+            f"blocks of a {layout.pipeline_schedule} pipeline cannot be compiled; use false, or "
+            "parallelism.pipeline_schedule=1f1b",
         )
-    if recipe.memory.recompute == "selective" and layout.splits_backward:
-        why = f"a {layout.schedule} pipeline's backward comes in two parts, of which selective repeats one"
-        yield "memory.recompute", f"{why}; use full or none, or layout.schedule=1f1b"
+    if recipe.memory.activation_checkpointing == "selective" and layout.splits_backward:
+        why = f"a {layout.pipeline_schedule} pipeline's backward comes in two parts, of which selective repeats one"
+        yield "memory.activation_checkpointing", f"{why}; use full or none, or parallelism.pipeline_schedule=1f1b"
     yield from _pipeline(recipe, layout)
-    if layout.overlap and layout.tensor == 1:
-        yield "layout.overlap", "is about what tensor ranks send each other; give layout.tensor, or false"
+    if layout.async_tp and layout.tensor == 1:
+        yield "parallelism.async_tp", "is about what tensor ranks send each other; give parallelism.tensor, or false"
     for name in ("tensor", "expert"):
-        if recipe.optim.state == "8bit" and getattr(layout, name) > 1:
-            yield f"layout.{name}", "optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16"
+        if recipe.optimizer.state_dtype == "int8" and getattr(layout, name) > 1:
+            what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
+            yield f"parallelism.{name}", what
     for name in ("tensor", "context"):
         if getattr(layout, name) > 1 and recipe.task == "classification":
-            yield f"layout.{name}", "is for models of sequences; classification of images has none"
-    if (length := recipe.data.sequence) % layout.context:
-        yield "layout.context", f"found {layout.context}, which must divide data.sequence = {length}"
+            yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
+    if (length := recipe.data.seq_len) % layout.context:
+        yield "parallelism.context", f"found {layout.context}, which must divide data.seq_len = {length}"
 
 
-def _pipeline(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+def _pipeline(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:
     """Stages and micro-batches of a pipeline."""
     stages, ranks = stages_of(layout), layout.pipeline
     if ranks == 1:
-        if layout.stages is not None:
-            yield "layout.stages", "is for pipelines: give layout.pipeline, or leave it out"
-        if layout.schedule != Layout().schedule:
-            yield "layout.schedule", f"{layout.schedule} is for pipelines: give layout.pipeline, or leave it out"
+        if layout.layers_per_stage is not None:
+            yield "parallelism.layers_per_stage", "is for pipelines: give parallelism.pipeline, or leave it out"
+        if layout.pipeline_schedule != Parallelism().pipeline_schedule:
+            what = f"{layout.pipeline_schedule} is for pipelines: give parallelism.pipeline, or leave it out"
+            yield "parallelism.pipeline_schedule", what
         return
-    if problem := stages_problem(layout.schedule, stages, ranks):
-        yield "layout.pipeline" if layout.stages is None else "layout.stages", problem
+    if problem := stages_problem(layout.pipeline_schedule, stages, ranks):
+        yield "parallelism.pipeline" if layout.layers_per_stage is None else "parallelism.layers_per_stage", problem
         return
     parts = layout.replicate * layout.shard
-    share, micro = recipe.batch.global_ // parts, recipe.batch.micro
-    if recipe.batch.global_ % parts or (isinstance(micro, int) and share % micro):
+    share, micro = recipe.batch.global_size // parts, recipe.batch.micro_size
+    if recipe.batch.global_size % parts or (isinstance(micro, int) and share % micro):
         return  # which is another problem
-    sizes = [size for size in divisors(share) if fitting(layout.schedule, share // size, stages, ranks)]
-    what = f"{layout.schedule} with {stages} stages on {ranks} ranks"
+    sizes = [size for size in divisors(share) if fitting(layout.pipeline_schedule, share // size, stages, ranks)]
+    what = f"{layout.pipeline_schedule} with {stages} stages on {ranks} ranks"
     if not sizes:
-        yield "batch.global", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
+        yield "batch.global_size", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
     elif isinstance(micro, int) and micro not in sizes:
         valid = ", ".join(map(str, sizes))
-        yield "batch.micro", f"{what} cannot run {share // micro} micro-batches a step; {valid} would be valid"
+        yield "batch.micro_size", f"{what} cannot run {share // micro} micro-batches a step; {valid} would be valid"
 
 
 def _device(recipe: Recipe, workers: int) -> Iterator[tuple[str, str]]:
@@ -290,14 +340,14 @@ def device_problems(recipe: Recipe, kind: DeviceKind, name: str, fp8: bool) -> I
     """What a recipe asks for that a kind of device does not have; `name` is what the device is called."""
     if recipe.precision == "fp8" and not fp8:
         yield "precision", NO_FP8.format(name + kind.about_fp8)
-    if recipe.compile == "graphs" and not kind.graphs:
+    if recipe.compile == "cuda-graphs" and not kind.graphs:
         what = "has none" if kind.is_gpu else "is no GPU"
-        yield "compile", f"graphs are CUDA graphs, and {name} {what}; true or false would be valid"
-    if recipe.exchange.exact in ("world", "replicas") and not kind.deterministic:
+        yield "compile", f"cuda-graphs need a GPU that has them, and {name} {what}; true or false would be valid"
+    if recipe.determinism in ("fixed-world", "elastic") and not kind.deterministic:
         yield (
-            "exchange.exact",
-            f"found {recipe.exchange.exact}, but torch does not say which kernels give the same bits twice on {name}; "
-            "auto or no would be valid, or device=cpu",
+            "determinism",
+            f"found {recipe.determinism}, but torch does not say which kernels give the same bits twice on {name}; "
+            "auto or off would be valid, or device=cpu",
         )
 
 
@@ -305,52 +355,58 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
     sources = {f"data.source.{number}" if several_given else "data.source": each for number, each in _listed(recipe)}
-    if recipe.evaluate.source is not None:
-        sources["evaluate.source"] = recipe.evaluate.source
+    if recipe.evaluation.source is not None:
+        sources["evaluation.source"] = recipe.evaluation.source
     for key, source in sources.items():
-        if source.images is not None and source.size is None:
-            yield key, "images need a common size, for instance `size: [224, 224]`"
+        if source.images is not None and source.image_size is None:
+            yield key, "images need a common size, for instance `image_size: [224, 224]`"
         (kind,) = (name for name in SOURCE_KINDS if getattr(source, name) is not None)
         for name, kinds in SOURCES_WITH.items():
             if (
-                getattr(source, name) != Source.model_fields[name].get_default(call_default_factory=True)
+                getattr(source, name) != DataSource.model_fields[name].get_default(call_default_factory=True)
                 and kind not in kinds
             ):
                 yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {kind}: leave it out"
     if all(source.images is not None or source.idx is not None for _, source in _listed(recipe)):
         for name in OF_TEXT:
-            if getattr(recipe.data, name) != getattr(Data(), name):
+            if getattr(recipe.data, name) != getattr(DataConfig(), name):
                 yield f"data.{name}", "is for text, and the source has pictures: leave it out"
-    if recipe.evaluate.source is not None and recipe.evaluate.share != Evaluate().share:
-        yield "evaluate.share", "is a share of the training data, and evaluate.source names other data: leave one out"
+    if (
+        recipe.evaluation.source is not None
+        and recipe.evaluation.holdout_fraction != EvaluationConfig().holdout_fraction
+    ):
+        yield (
+            "evaluation.holdout_fraction",
+            "is a share of the training data, and evaluation.source names other data: leave one out",
+        )
 
 
-def _listed(recipe: Recipe) -> Iterator[tuple[int, Source]]:
+def _listed(recipe: Recipe) -> Iterator[tuple[int, DataSource]]:
     source = recipe.data.source
     yield from enumerate(source if isinstance(source, list) else [source])
 
 
 def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The optimizer's state, where it is kept, and keys that only others have."""
-    name, state = recipe.optim.name, recipe.optim.state
+    name, state = recipe.optimizer.name, recipe.optimizer.state_dtype
     for key, names in OPTIMIZERS_WITH.items():
-        if getattr(recipe.optim, key) != getattr(Optim(), key) and name not in names:
-            yield f"optim.{key}", f"is for {', '.join(names)}, and the optimizer is {name}: leave it out"
-    schedule = recipe.optim.schedule
+        if getattr(recipe.optimizer, key) != getattr(OptimizerConfig(), key) and name not in names:
+            yield f"optimizer.{key}", f"is for {', '.join(names)}, and the optimizer is {name}: leave it out"
+    schedule = recipe.optimizer.schedule
     for key, decays in DECAYS_WITH.items():
-        if getattr(schedule, key) != getattr(Schedule(), key) and schedule.decay not in decays:
+        if getattr(schedule, key) != getattr(LrScheduleConfig(), key) and schedule.decay not in decays:
             what = f"is for decay: {', '.join(decays)}, and it is {schedule.decay}: leave it out"
-            yield f"optim.schedule.{key}", what
+            yield f"optimizer.schedule.{key}", what
     if state != "fp32" and name != "adamw":
-        yield "optim.state", f"{state} is for adamw; {name} keeps its state in fp32"
-    if recipe.memory.offload == "optimizer" and name not in ("adamw", "sgd"):
+        yield "optimizer.state_dtype", f"{state} is for adamw; {name} keeps its state in fp32"
+    if recipe.optimizer.offload and name not in ("adamw", "sgd"):
         yield (
-            "memory.offload",
-            f"optimizer goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
+            "optimizer.offload",
+            f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
             "worker holds",
         )
-    if recipe.memory.loss == "chunked" and recipe.task == "classification":
-        yield "memory.loss", "chunked is for language models, and the task is classification: use auto or whole"
+    if recipe.memory.chunked_loss is True and recipe.task == "classification":
+        yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"
 
 
 def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, str]]:
@@ -358,15 +414,15 @@ def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, st
     if samples % parts:
         below, above = samples // parts * parts, (samples // parts + 1) * parts
         fits = " or ".join(str(size) for size in (below, above) if size)
-        yield "batch.global", f"{samples} samples cannot be divided among {parts} workers; {fits} can"
+        yield "batch.global_size", f"{samples} samples cannot be divided among {parts} workers; {fits} can"
     elif isinstance(micro, int) and samples % (micro * parts):
         share = samples // parts
         best = min(divisors(share), key=lambda size: (abs(size - micro), size))
         yield (
-            "batch.micro",
+            "batch.micro_size",
             (
                 f"{micro} x {parts} {'worker' if parts == 1 else 'workers'} = {micro * parts} does not divide "
-                f"batch.global = {samples}; the nearest micro-batch that does is {best}"
+                f"batch.global_size = {samples}; the nearest micro-batch that does is {best}"
             ),
         )
 

@@ -16,7 +16,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return {
-            field.alias or name: _plain(below)
+            name: _plain(below)
             for name, field in type(value).model_fields.items()
             if (below := getattr(value, name)) is not None or field.default is not None
         }

@@ -83,16 +83,15 @@ def _problem(key: Key, details: ErrorDetails, model: Model) -> str:
 
 
 def _meant(key: Key, model: Model) -> str:
-    """The key that was meant: one beside it, else the highest of its name elsewhere, else all that may stand here."""
-    name, beside = str(key[-1]), keys_at(key[:-1], model)
-    if near := nearest(name, beside):
-        return near
+    """The key that was meant: the highest of its name elsewhere, else one of nearly its name here, else all that may
+    stand here."""
+    name, here = str(key[-1]), keys_at(key[:-1], model)
     alike = [other for other in flat_keys(model=model) if other[-1] == name]
     least = min(map(len, alike), default=0)  # a key deep down is rarely meant by who leaves out where it stands
     elsewhere = [dotted(other) for other in alike if len(other) == least]
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"; known are {', '.join(beside)}"
+    return nearest(name, here) or f"; known are {', '.join(here)}"
 
 
 def found(value: Any) -> str:

@@ -9,42 +9,47 @@ from phalanx.recipe.schema import Recipe
 
 
 def grown(recipe: Recipe, workers: int) -> Recipe:
-    """The recipe for a run that starts on so many workers: `batch.global` is a number for the whole run, and
-    `optim.scaling`, where there is one, says for how many samples `optim.lr` is meant."""
-    batch, optim = recipe.batch, recipe.optim
-    if optim.scaling is not None and optim.scaling.base_batch is None and batch.per == "worker":
-        scaling = optim.scaling.model_copy(update={"base_batch": batch.global_})
-        optim = optim.model_copy(update={"scaling": scaling})
-    if batch.per == "worker":
-        batch = batch.model_copy(update={"global_": batch.global_ * workers, "per": None})
-    return recipe.model_copy(update={"batch": batch, "optim": optim})
+    """The recipe for a run that starts on so many workers: `batch.global_size` is a number for the whole run, and
+    `optimizer.lr_scaling`, where there is one, says for how many samples `optimizer.lr` is meant."""
+    batch, optim = recipe.batch, recipe.optimizer
+    if optim.lr_scaling is not None and optim.lr_scaling.base_batch_size is None and batch.scale_with_workers:
+        scaling = optim.lr_scaling.model_copy(update={"base_batch_size": batch.global_size})
+        optim = optim.model_copy(update={"lr_scaling": scaling})
+    if batch.scale_with_workers:
+        whole = {"global_size": batch.global_size * workers, "scale_with_workers": False}
+        batch = batch.model_copy(update=whole)
+    return recipe.model_copy(update={"batch": batch, "optimizer": optim})
 
 
 def growth_told(given: Recipe, resolved: Recipe, peak: float) -> list[str]:
     """What a first start says of a batch and a learning rate that grew; `peak` is the highest rate that the scaling
     allows."""
-    told, batch, scaling = [], resolved.batch.global_, resolved.optim.scaling
-    if given.batch.global_ != batch:
-        told.append(f"batch.global {given.batch.global_} for each of {batch // given.batch.global_} workers: {batch}")
-    if scaling is not None and peak != given.optim.lr:
-        late = f" at step {scaling.warmup}" if peak > given.optim.lr and scaling.warmup else ""
+    told, batch, scaling = [], resolved.batch.global_size, resolved.optimizer.lr_scaling
+    if given.batch.global_size != batch:
         told.append(
-            f"optim.scaling: {scaling.rule}: learning rate {given.optim.lr:.3g} for {scaling.base_batch} samples, "
-            f"{peak:.3g}{late} for {batch}"
+            f"batch.global_size {given.batch.global_size} for each of {batch // given.batch.global_size} workers: "
+            f"{batch}"
         )
-        if late and scaling.warmup > resolved.steps:
+    if scaling is not None and peak != given.optimizer.lr:
+        late = f" at step {scaling.warmup_steps}" if peak > given.optimizer.lr and scaling.warmup_steps else ""
+        told.append(
+            f"optimizer.lr_scaling: {scaling.rule}: learning rate {given.optimizer.lr:.3g} for "
+            f"{scaling.base_batch_size} samples, {peak:.3g}{late} for {batch}"
+        )
+        if late and scaling.warmup_steps > resolved.steps:
             told.append(
-                f"optim.scaling.warmup: the run ends after {resolved.steps} of its {scaling.warmup} steps, before that"
+                f"optimizer.lr_scaling.warmup_steps: the run ends after {resolved.steps} of its "
+                f"{scaling.warmup_steps} steps, before that"
             )
     return told
 
 
 def stays_told(given: Recipe, resolved: Recipe, workers: int) -> list[str]:
     """What is said where a run whose batch is for each worker goes on with another number of workers."""
-    if given.batch.per is None or given.batch.global_ * workers == resolved.batch.global_:
+    if not given.batch.scale_with_workers or given.batch.global_size * workers == resolved.batch.global_size:
         return []
-    began = resolved.batch.global_ // given.batch.global_
+    began = resolved.batch.global_size // given.batch.global_size
     return [
-        f"batch.global stays {resolved.batch.global_}, as the run began on {began} "
+        f"batch.global_size stays {resolved.batch.global_size}, as the run began on {began} "
         f"{'worker' if began == 1 else 'workers'}: only another run can have another batch"
     ]

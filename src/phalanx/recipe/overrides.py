@@ -1,4 +1,4 @@
-"""Dotted overrides, `optim.lr=3e-4`: from the command line into the values of a recipe, before they are checked."""
+"""Dotted overrides, `optimizer.lr=3e-4`: from the command line into the values of a recipe, before they are checked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def override(value: dict[str, Any], places: Places, overrides: Sequence[str]) ->
         name, equals, text = argument.partition("=")
         parts = name.strip().split(".")
         if not equals or not all(parts):
-            raise UsageError(f"override {argument!r}: expected KEY=VALUE, such as optim.lr=3e-4")
+            raise UsageError(f"override {argument!r}: expected KEY=VALUE, such as optimizer.lr=3e-4")
         label = f"override {argument if len(argument) <= 100 else f'{argument[:97]}...'}"
         _put(value, parts, parse(text, label, numbered=False)[0], places, label)
 

@@ -1,14 +1,14 @@
 """What each schedule of a pipeline asks of its stages and micro-batches. Pure: `check` refuses by it, `plan` and
 `train` count by it."""
 
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 
-def stages_of(layout: Layout) -> int:
+def stages_of(layout: Parallelism) -> int:
     """Stages of a pipeline: as given, else one a rank, or two for the interleaved schedule."""
-    if layout.stages is not None:
-        return len(layout.stages)
-    return layout.pipeline * (2 if layout.schedule == "interleaved" else 1)
+    if layout.layers_per_stage is not None:
+        return len(layout.layers_per_stage)
+    return layout.pipeline * (2 if layout.pipeline_schedule == "interleaved" else 1)
 
 
 def stages_problem(schedule: str, stages: int, ranks: int) -> str | None:

@@ -15,18 +15,18 @@ _INTRODUCTION = """\
 What to train and how, in one YAML file. Unknown keys are refused. Every key has a default, but a recipe in a file names
 its `model` and its `data.source` itself. `phalanx recipe check RECIPE` checks one without running it, `phalanx recipe
 schema` prints the JSON Schema for editors, and any key can be overridden on the command line: `phalanx train RECIPE
-steps=50 optim.lr=3e-4`.
+steps=50 optimizer.lr=3e-4`.
 
-- YAML 1.2: `1e-3` is a number, `no` is a word, a key that stands twice is an error.
+- YAML 1.2: `1e-3` is a number, `no` and `off` are words, a key that stands twice is an error.
 - Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values.
 - In any text, `${python.stdlib}` is the folder of Python's standard library, `${python.packages}` that of installed
-  packages, `${recipe.folder}` that of the recipe, and `${env.NAME}` an environment variable.
+  packages, `${recipe.dir}` that of the recipe, and `${env.NAME}` an environment variable.
 - `auto` is resolved before training; the run keeps what was chosen.
 
 This page is made from the schema: `phalanx recipe schema --markdown > docs/recipe.md`.
 """
 
-_PARTS = {part.__name__: part for part in Part.__subclasses__()}
+_PARTS = {part.model_config.get("title", part.__name__): part for part in Part.__subclasses__()}
 
 
 def markdown() -> str:
@@ -72,8 +72,8 @@ def _default(holder: Schema, key: Key) -> str:
 
 
 def _field(part: type[Part], name: str) -> FieldInfo:
-    """A part's field by the name that it has in files."""
-    return next(field for own, field in part.model_fields.items() if name in (own, field.alias))
+    """A part's field."""
+    return part.model_fields[name]
 
 
 def _text(schema: Schema) -> str:

@@ -20,7 +20,7 @@ _NOUNS = {"integer": "whole number", "number": "number"}
 @cache
 def _schema(model: Model) -> Schema:
     """The model's JSON Schema, with every reference replaced by what it refers to."""
-    schema = model.model_json_schema(by_alias=True, mode="validation")
+    schema = model.model_json_schema(mode="validation")
     whole: Schema = _resolved(schema, schema.get("$defs", {}))
     return whole
 
@@ -40,10 +40,14 @@ def json_schema() -> Schema:
     """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Recipe.model_json_schema(by_alias=True, mode="validation"),
+        **Recipe.model_json_schema(mode="validation"),
         "title": "Phalanx recipe",
         "examples": [
-            {"name": "gpt-python", "steps": 300, "optim": {"lr": 1e-3, "schedule": {"warmup": 20, "decay": "cosine"}}}
+            {
+                "name": "gpt-python",
+                "steps": 300,
+                "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 20, "decay": "cosine"}},
+            }
         ],
     }
 

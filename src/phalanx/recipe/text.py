@@ -1,7 +1,7 @@
 """YAML text to plain values, with the place of every key remembered. Knows YAML, not recipes.
 
-The rules are those of YAML 1.2, so that `1e-3` is a number and `exact: no` is the word `no`. ruamel.yaml parses, in
-Python: its parser in C ends the process on a text of 100,000 brackets.
+The rules are those of YAML 1.2, so that `1e-3` is a number and `determinism: off` is the word `off`. ruamel.yaml
+parses, in Python: its parser in C ends the process on a text of 100,000 brackets.
 """
 
 import contextlib

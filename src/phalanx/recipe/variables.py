@@ -1,4 +1,4 @@
-"""Variables in a recipe's strings: `${python.stdlib}`, `${python.packages}`, `${env.NAME}`, `${recipe.folder}`. Nothing
+"""Variables in a recipe's strings: `${python.stdlib}`, `${python.packages}`, `${env.NAME}`, `${recipe.dir}`. Nothing
 else is expanded.
 """
 
@@ -22,7 +22,7 @@ def variables(folder: Path, environment: Mapping[str, str] = os.environ) -> dict
     return {
         "python.stdlib": sysconfig.get_path("stdlib"),
         "python.packages": sysconfig.get_path("purelib"),
-        "recipe.folder": str(folder),
+        "recipe.dir": str(folder),
         **{f"env.{name}": value for name, value in environment.items()},
     }
 
@@ -42,7 +42,7 @@ def expand(value: Any, known: Mapping[str, str], at: Callable[[Key], str], key: 
             if name.startswith("env."):
                 why = f"{name[4:] or 'it'} is not set in the environment"
             else:
-                why = "known are ${python.stdlib}, ${python.packages}, ${recipe.folder} and ${env.NAME}"
+                why = "known are ${python.stdlib}, ${python.packages}, ${recipe.dir} and ${env.NAME}"
             raise RecipeError(f"{at(key)}: {dotted(key)}: unknown variable {match[0]}; {why}")
         return known[name]
 
@@ -51,6 +51,6 @@ def expand(value: Any, known: Mapping[str, str], at: Callable[[Key], str], key: 
 
 def expanded(recipe: Recipe, folder: Path) -> Recipe:
     """A recipe built in Python, or from defaults, with its variables replaced. `load_recipe` has done this already."""
-    plain = recipe.model_dump(by_alias=True)
+    plain = recipe.model_dump()
     filled = expand(plain, variables(folder), lambda _: "recipe")
     return recipe if filled == plain else Recipe.model_validate(filled)

@@ -55,6 +55,8 @@ def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
 def _mark(recipe: Recipe, folder: Path) -> Path:
     root = state_root()
     check_own(root, "the state folder")
-    what: dict[str, Any] = {"model": recipe.model.model_dump(mode="json", by_alias=True), "task": recipe.task}
+    model = recipe.model.model_dump(mode="json")
+    model["rules"] = model.pop("tp_plan")  # as it was first written: the hash stays what it was
+    what: dict[str, Any] = {"model": model, "task": recipe.task}
     text = json.dumps({**what, "folder": os.path.realpath(folder)}, sort_keys=True)
     return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Adapter
+from phalanx.recipe.schema import LoraConfig
 from phalanx.train.parallel.families import matches
 
 A, B = "lora_a", "lora_b"
@@ -29,28 +29,28 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def chosen(model: nn.Module, spec: Adapter) -> dict[str, nn.Module]:
+def chosen(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Module]:
     """The layers that get an adapter, by name. Without `spec.modules`: every linear layer within a list of blocks,
     which leaves out the head. RecipeError naming a pattern that fits no linear layer, and the layers there are."""
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    if spec.modules is None:
+    if spec.target_modules is None:
         found = {name: module for name, module in linear.items() if name.startswith(lists)} if lists else {}
         if not found:
             raise RecipeError(
-                f"adapter.modules: the model has no blocks with linear layers; name some of {_ends(linear)}"
+                f"lora.target_modules: the model has no blocks with linear layers; name some of {_ends(linear)}"
             )
         return found
-    patterns = [spec.modules] if isinstance(spec.modules, str) else spec.modules
+    patterns = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
     fitting = {pattern: [name for name in linear if _fits(pattern, name)] for pattern in patterns}
     for pattern, names in fitting.items():
         if not names:
-            raise RecipeError(f"adapter.modules: {pattern!r} fits no linear layer; there are {_ends(linear)}")
+            raise RecipeError(f"lora.target_modules: {pattern!r} fits no linear layer; there are {_ends(linear)}")
     wanted = {name for names in fitting.values() for name in names}
     return {name: module for name, module in linear.items() if name in wanted}
 
 
-def add_adapters(model: nn.Module, spec: Adapter, generator: torch.Generator | None = None) -> None:
+def add_adapters(model: nn.Module, spec: LoraConfig, generator: torch.Generator | None = None) -> None:
     """Freeze the model and put adapters beside the chosen layers. Changes the model in place; A is drawn on the CPU, so
     that it does not depend on the device. RecipeError when no layer fits or `spec.rank` is too large for one."""
     layers = chosen(model, spec)
@@ -58,7 +58,7 @@ def add_adapters(model: nn.Module, spec: Adapter, generator: torch.Generator | N
     for name, module in layers.items():
         smaller = min(_weight(module).shape)
         if spec.rank >= smaller:
-            raise RecipeError(f"adapter.rank: {spec.rank} must be below {smaller}, the smaller side of {name}")
+            raise RecipeError(f"lora.rank: {spec.rank} must be below {smaller}, the smaller side of {name}")
     model.requires_grad_(False)
     for module in layers.values():
         weight = _weight(module)
@@ -88,12 +88,12 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         others = [other for other in users[id(_weight(module))] if other != name]
         if others:
             raise RecipeError(
-                f"adapter.modules: {name} shares its weight with {others[0]}, so an adapter there could not be folded "
-                f"into it; leave {name} out, or build a model that does not tie them"
+                f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
+                f"folded into it; leave {name} out, or build a model that does not tie them"
             )
 
 
-def scale_of(spec: Adapter) -> float:
+def scale_of(spec: LoraConfig) -> float:
     """alpha / rank."""
     return spec.alpha / spec.rank
 

@@ -4,8 +4,8 @@ those of another document.
 Tried, not read off. The last token is changed, and what the model says about those before it must stay. And a sample of
 two documents must give what each of them gives by itself, so that masks, windows, positions and recurrent layers are
 judged by what they do. So a mask that was forgotten in a model of one's own is found as well as an encoder, such as
-BERT, that was never meant for it. Whether a sequence can be split over workers (`layout.context`) is tried in the same
-way.
+BERT, that was never meant for it. Whether a sequence can be split over workers (`parallelism.context`) is tried
+in the same way.
 """
 
 import itertools
@@ -79,17 +79,17 @@ def check_documents(model: nn.Module, task: Task, batch: TensorBatch) -> None:
             raise
         except Exception as error:
             raise RecipeError(
-                f"data.documents: {name} fails where it is to keep documents separate ({told(error)}); use "
-                "data.documents=join, or a model that takes `documents`"
+                f"data.document_masking: {name} fails where it is to keep documents separate ({told(error)}); use "
+                "data.document_masking=false, or a model that takes `documents`"
             ) from error
     if not torch.equal(*parts):
         return
     off = (packed - parts[0]).abs().amax(-1)[0] > OTHER * parts[0].abs().max()
     if off.float().mean() > SOME:
         raise RecipeError(
-            f"data.documents: {name} does not keep documents separate: a sample of two gives other outputs than each "
-            f"by itself, at {int(off.sum())} of {length} tokens; use data.documents=join, or a model whose masks and "
-            "positions follow `documents`"
+            f"data.document_masking: {name} does not keep documents separate: a sample of two gives other outputs "
+            f"than each by itself, at {int(off.sum())} of {length} tokens; use data.document_masking=false, or a "
+            "model whose masks and positions follow `documents`"
         )
 
 
@@ -118,8 +118,8 @@ def check_split(model: nn.Module, task: Task, batch: TensorBatch) -> None:
     off = (whole - parts).abs().amax(-1)[0] > OTHER * whole.abs().max()
     if off.sum() > MANY:
         raise RecipeError(
-            f"layout.context: {type(model).__name__} looks at other positions by something else than "
+            f"parallelism.context: {type(model).__name__} looks at other positions by something else than "
             "torch.nn.functional.scaled_dot_product_attention (attention of its own, a convolution, a shift, a state "
             "that it carries along), so each part of a sequence would be trained as a sequence of its own; call that "
-            "function as F.scaled_dot_product_attention, or use layout.context=1"
+            "function as F.scaled_dot_product_attention, or use parallelism.context=1"
         )

@@ -14,8 +14,7 @@ from torch import Tensor
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.changes import differences, is_mathematics
-from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps
-from phalanx.recipe.schema import LOCAL
+from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps, is_chosen_while_training
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
@@ -48,14 +47,14 @@ def make_stepper(
     recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
 ) -> Stepper:
     """The stepper, with gradients summed in the way that the layout asks for."""
-    if recipe.exchange.strategy in LOCAL:
+    if recipe.local_sgd is not None:
         return make_local_stepper(recipe, place, divided, optimizer, scale, seeds)
-    micro, mesh = recipe.batch.micro, divided.mesh
+    micro, mesh = recipe.batch.micro_size, divided.mesh
     assert isinstance(micro, int)
-    micro_batches = recipe.batch.global_ // micro
-    replicas, strategy = recipe.exchange.exact == "replicas", candidates(recipe, place.device.type)[0]
+    micro_batches = recipe.batch.global_size // micro
+    replicas, strategy = recipe.determinism == "elastic", candidates(recipe, place.device.type)[0]
     holds_back = WAYS[strategy].holds_back and not replicas
-    chosen = recipe.exchange.strategy == "auto" and recipe.exchange.exact == "no"  # may hold back at times
+    chosen = is_chosen_while_training(recipe)  # may hold back at times
     parameters = list(divided.trainable().values())
     if mesh.rounds:
         parameters = as_reduced(divided.modules, parameters)
@@ -70,12 +69,12 @@ def make_stepper(
             world=mesh.layout.replicate,
             micro_batches=micro_batches // mesh.turns,
             replicas=replicas,
-            capacity=bucket_bytes(recipe.exchange),
+            capacity=bucket_bytes(recipe.grad_sync),
             group=mesh.replicate,
             slots=slots_for(micro_batches) if mesh.only_replicates else 0,
             strategy=strategy,
             nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
-            low_rank=recipe.exchange.low_rank,
+            low_rank=recipe.grad_sync.powersgd_rank,
             start=first_steps(recipe),
         )
         divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
@@ -99,10 +98,10 @@ def make_stepper(
         place=place,
         mesh=mesh,
         micro_batches=micro_batches,
-        clip=recipe.optim.clip,
+        clip=recipe.optimizer.max_grad_norm,
         seeds=seeds,
         modules=divided.modules,
-        own_gradients=recipe.compile == "graphs",
+        own_gradients=recipe.compile == "cuda-graphs",
         elastic=replicas,
     )
 
@@ -236,8 +235,8 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
             "worker's; GroupNorm has none"
         )
         parts.reporter.event(RunWarning(text=text))
-    if samples < recipe.batch.global_:
-        text = f"the data have only {samples} training samples, less than batch.global"
+    if samples < recipe.batch.global_size:
+        text = f"the data have only {samples} training samples, less than batch.global_size"
         parts.reporter.event(RunWarning(text=text))
 
 

@@ -1,9 +1,9 @@
-"""Watches how much of a step the exchange of gradients leaves exposed, and has `exchange: auto` act on it.
+"""Watches how much of a step the exchange of gradients leaves exposed, and has `grad_sync.algorithm: auto` act on it.
 
 It takes the seconds that every step tells anyway. Workers agree on them once when a strategy has had its first steps,
 and then every so many; what follows from them (`exchange/choice.py`) is alike on all. What counts as exposed is what
 the worker waits that comes last: others wait for that worker besides, which no exchange can help. Where there is
-nothing to choose, it tells once what is exposed and what `exact: no` might gain.
+nothing to choose, it tells once what is exposed and what `determinism: off` might gain.
 """
 
 import statistics
@@ -116,12 +116,12 @@ class ExchangeWatch:
 
     def _tell_fixed(self, exchange: GradientExchange, seen: Seen) -> None:
         """Nothing is chosen: say once in a run what that costs."""
-        exact, strategy = self._recipe.exchange.exact, self._candidates[0]
-        name = "fixed tree" if exact == "replicas" else strategy
+        exact, strategy = self._recipe.determinism, self._candidates[0]
+        name = "fixed tree" if exact == "elastic" else strategy
         self._progress.exchange = Choice(name, exchange.world, {name: seen}, settled=True)
         why = f"{seen.share:.1%} of a step is exposed (efficiency {1 - seen.share:.2f})"
         foretold = None
-        if exact != "no" and seen.share > LIMIT:
+        if exact != "off" and seen.share > LIMIT:
             other, foretold = gain_of_no(seen)
-            why += f"; exact: no would allow {other}, with an efficiency of {foretold:.2f} at best"
+            why += f"; determinism: off would allow {other}, with an efficiency of {foretold:.2f} at best"
         self._say(name, why, seen, {name: seen}, foretold)

@@ -3,8 +3,8 @@
 The rule is that of DistributedDataParallel: what the first worker of a stage has counts. At the end of each step in
 which a forward changed a persistent buffer the others take it over, so all hold the same whenever something is saved or
 evaluated, and a run that goes on is the run that was stopped. It is not the same on another number of workers, since
-the first then sees other samples: under `exact: replicas` such a model is refused, by the trial before the run, or in
-the step that shows it. Parameters that are not trained count as buffers do.
+the first then sees other samples: under `determinism: elastic` such a model is refused, by the trial before the run, or
+in the step that shows it. Parameters that are not trained count as buffers do.
 
 Whether anything changes is seen by the versions that torch counts. Running statistics are written without being
 counted, so normalisation layers that keep some count as changed, and in its first step a worker compares values, too.
@@ -122,7 +122,8 @@ class ForwardState:
     @torch.no_grad()
     def settle(self, found: bool) -> list[str]:
         """After the step, of which all know whether any worker `found` something: have all hold what the first does.
-        Returns the names that are new. RecipeError on all workers under `exact: replicas`. Every worker calls it."""
+        Returns the names that are new. RecipeError on all workers under `determinism: elastic`. Every worker calls
+        it."""
         new: list[str] = []
         self._values = None
         if found:

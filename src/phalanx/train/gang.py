@@ -39,7 +39,7 @@ from phalanx.train.state import Last, Progress, Standing
 from phalanx.train.step import Outcome
 from phalanx.train.timing import Beating, stopwatch
 
-CURE = "lower optim.lr, lengthen optim.schedule.warmup, or look at the data of these steps"
+CURE = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
 BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
 STEP_ONCE = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
 
@@ -118,8 +118,8 @@ class Gang:
                 gc.freeze()  # what exists now stays; later collections need not look at it again
         with Feed(
             parts.data,
-            global_batch=recipe.batch.global_,
-            micro=recipe.batch.global_ // parts.stepper.micro_batches,
+            global_batch=recipe.batch.global_size,
+            micro=recipe.batch.global_size // parts.stepper.micro_batches,
             rank=parts.divided.mesh.data,
             world=parts.divided.mesh.data_size,
             turns=parts.divided.mesh.turns,
@@ -242,9 +242,9 @@ class Gang:
             watch.lap("exchange")
         self.saving.settle(outcome.flags)
         watch.lap("checkpoint")
-        units = recipe.batch.global_ * parts.units_per_sample
+        units = recipe.batch.global_size * parts.units_per_sample
         progress.step = parts.callbacks.view.step = step
-        progress.samples += recipe.batch.global_
+        progress.samples += recipe.batch.global_size
         self._changing = False
         if outcome.skipped is None:
             progress.last_loss = outcome.loss
@@ -286,7 +286,7 @@ class Gang:
         if squares is None or squares.small_terms >= squares.big_terms:
             return None
         scale.update(squares.small, squares.small_terms, squares.big, squares.big_terms)
-        samples = self.parts.recipe.batch.global_ / squares.big_terms
+        samples = self.parts.recipe.batch.global_size / squares.big_terms
         return None if scale.value is None else _finite(scale.value * samples)
 
     def _flags(self) -> tuple[bool, ...]:
@@ -342,7 +342,7 @@ class Gang:
     def _evaluate_if_due(self) -> bool:
         """Score held-out data if it is time; whether the score is the best so far."""
         parts, recipe, progress = self.parts, self.parts.recipe, self.progress
-        every = recipe.evaluate.every
+        every = recipe.evaluation.every
         due = every is not None and (self.keeping.due(lambda step: step % every == 0) or progress.step == recipe.steps)
         if not due or progress.step == 0:
             return False

@@ -1,8 +1,8 @@
 """Gradients of a step, summed over all micro-batches and workers, however the model is divided.
 
 Four ways with one face: `LocalGradients` of one worker alone; `exchange.GradientExchange` between replicas of the
-whole model; `ShardedReplicas` of replicas that are sharded each, under `exact: replicas`; `DividedGradients` of any
-other model of which each worker holds a part. `begin` and `end` stand around each
+whole model; `ShardedReplicas` of replicas that are sharded each, under `determinism: elastic`; `DividedGradients` of
+any other model of which each worker holds a part. `begin` and `end` stand around each
 backward, `finish` after the last; then `norm`, and `tensors`: what to scale in place before the optimizer runs.
 """
 
@@ -182,9 +182,9 @@ class DividedGradients:
 
 
 class ShardedReplicas:
-    """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `exact: replicas`. In a round
-    each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree in
-    which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
+    """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
+    round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
+    in which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
     bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
 
     slots = None

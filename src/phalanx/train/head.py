@@ -58,8 +58,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             return torch.func.functional_call(model, tensors, map_tensors(args, lent), map_tensors(kwargs, lent))
         except Exception as error:
             raise RecipeError(
-                f"layout: {type(model).__name__} cannot run without data, so its output layer cannot be found before "
-                f"it is divided ({type(error).__name__}); use layout.tensor=1 and memory.loss=whole"
+                f"parallelism: {type(model).__name__} cannot run without data, so its output layer cannot be found "
+                f"before it is divided ({type(error).__name__}); use parallelism.tensor=1 and memory.chunked_loss=false"
             ) from error
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, storage_failed
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import InMemoryCheckpointSaved, InMemoryIntervalChosen, RunWarning
 from phalanx.run.hot import begin_line, cut, forget, note_saved, open_folder, remove_copies
@@ -357,7 +357,7 @@ def share_of(text: str) -> float:
     return float(text.strip().removesuffix("%")) / 100.0
 
 
-def holders(layout: Layout, rank: int, copies: tuple[str, ...]) -> list[int]:
+def holders(layout: Parallelism, rank: int, copies: tuple[str, ...]) -> list[int]:
     """The ranks that differ from this one along these axes only: they hold the same."""
     own = coordinates(layout, rank)
     fixed = [axis for axis in own if axis not in copies]

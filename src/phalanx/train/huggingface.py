@@ -256,7 +256,7 @@ def _check_facts(config: Any, facts: Facts) -> None:
             "use the tokenizer.json that belongs to the model"
         )
     if facts.sequence is not None and longest is not None and facts.sequence > longest:
-        raise RecipeError(f"data.sequence: {facts.sequence} tokens, but the model has positions for {longest} only")
+        raise RecipeError(f"data.seq_len: {facts.sequence} tokens, but the model has positions for {longest} only")
 
 
 @contextmanager

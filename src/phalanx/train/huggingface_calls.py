@@ -42,7 +42,9 @@ def adapt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if documents is not None:
         if "attention_mask" not in names:
             kind = type(model).__name__
-            raise RecipeError(f"data.documents: {kind} takes no attention_mask, so it cannot keep documents separate")
+            raise RecipeError(
+                f"data.document_masking: {kind} takes no attention_mask, so it cannot keep documents separate"
+            )
         own["attention_mask"] = _masks(model, documents)
         positions = positions_in(documents) if positions is None else positions
     if positions is not None and "position_ids" in names:
@@ -85,8 +87,8 @@ def _masks(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
         else:
             name = type(model).__name__
             raise RecipeError(
-                f"data.documents: {name} has layers of {kind}, which no mask keeps within a document; use "
-                "data.documents=join, or a model of attention alone"
+                f"data.document_masking: {name} has layers of {kind}, which no mask keeps within a document; use "
+                "data.document_masking=false, or a model of attention alone"
             )
     if getattr(model.config, "_attn_implementation", "eager") != "sdpa":
         dtype = next(model.parameters()).dtype

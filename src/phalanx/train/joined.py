@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.recipe.exchanges import bucket_between_nodes, gradients_of_one, travels_beside
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.directory import write_json, write_whole
 from phalanx.run.pulse import Pulse, Silent
@@ -82,13 +82,13 @@ class Joined:
         force: bool,
         pulse: Pulse | Silent,
     ):
-        assert isinstance(recipe.layout, Layout)
+        assert isinstance(recipe.parallelism, Parallelism)
         self.rank, self.world, self.device = place.rank, place.world, place.device
         self._run, self._recipe, self._folder, self._place = run, recipe, folder, place
         self._report, self._stop, self._force, self._pulse = report, stop, force, pulse
         if place.leads:
             clean(run.checkpoints)
-        self._mesh = build_mesh(recipe.layout, place, recipe.exchange)
+        self._mesh = build_mesh(recipe.parallelism, place, recipe)
         self._prepared: Prepared | None = None
         self._gang: Gang | None = None
         self._over = False
@@ -102,8 +102,8 @@ class Joined:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model that `build()` returns, divided and in the recipe's precision, and the optimizer that
         `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `rules` tell how
-        tensor ranks cut it, as model.rules in the recipe does. RecipeError when it does not fit the layout, UsageError
-        when the optimizer does not train just this model."""
+        tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout,
+        UsageError when the optimizer does not train just this model."""
         recipe, place = self._recipe, self._place
         seed_everything(seed_for(recipe.seed, "init"), torch.device("cpu"))
         model = build()
@@ -115,12 +115,12 @@ class Joined:
         model.to(place.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._recipe = recipe = with_buckets(self._run, recipe, place, size)
-        assert recipe.memory.recompute != "auto"
+        assert recipe.memory.activation_checkpointing != "auto"
         choices = Choices(
             recipe.precision,
-            recompute=recipe.memory.recompute,
-            compile="graphs" if recipe.compile == "graphs" else recipe.compile is True,
-            rules=rules or recipe.model.rules,
+            recompute=recipe.memory.activation_checkpointing,
+            compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
+            rules=rules or recipe.model.tp_plan,
             fp8=chooser(self._run, place, {}, bool(recipe.compile)) if recipe.precision == "fp8" else None,
         )
         divided, _ = divide(model, model, self._mesh, choices)
@@ -131,7 +131,7 @@ class Joined:
                 f"gang.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
             )
         adopted = Adopted(model, optimizer, divided=not self._mesh.only_replicates)
-        scale = LossScale.for_precision(recipe.precision, recipe.batch.global_)
+        scale = LossScale.for_precision(recipe.precision, recipe.batch.global_size)
         kind = type(optimizer).__name__
         facts = {"model": type(model).__name__, "parameters": size, "optimizer": f"{kind}, lr {adopted.rate:g}"}
         self._prepared = Prepared(model, divided, adopted, scale, facts)
@@ -163,7 +163,7 @@ class Joined:
         self._pulse.beat("restoring")
         if place.leads:
             tell_start(parts, len(dataset), progress)
-        meta = {"fingerprint": fingerprint, "recipe": parts.recipe.model_dump(mode="json", by_alias=True)}
+        meta = {"fingerprint": fingerprint, "recipe": parts.recipe.model_dump(mode="json")}
         self._gang = Gang(parts, progress, meta)
         return self._each(self._gang)
 
@@ -184,8 +184,8 @@ class Joined:
     def _parts(self, prepared: Prepared, data: Collated, tokens: int) -> Parts:
         place, divided, optimizer, scale = self._place, prepared.divided, prepared.optimizer, prepared.scale
         # The schedule's factor is applied to the rate that the loop gave its optimizer, and events tell that.
-        optim = self._recipe.optim.model_copy(update={"lr": optimizer.rate})
-        recipe = self._recipe.model_copy(update={"optim": optim})
+        optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.rate})
+        recipe = self._recipe.model_copy(update={"optimizer": optim})
         view = RunView(self._run.path, place.rank, place.world, prepared.model)
         return Parts(
             run=self._run,
@@ -246,12 +246,13 @@ class Joined:
 
     def alive(self) -> None:
         """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
-        a worker that gives none for `recovery.silence` seconds is taken for stuck. Costs a microsecond."""
+        a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a
+        microsecond."""
         self._pulse.beat("evaluation")
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""
-        micro = self._recipe.batch.micro
+        micro = self._recipe.batch.micro_size
         assert isinstance(micro, int)
         return explain_memory(micro, None)
 
@@ -281,18 +282,18 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
-    layout, begun = recipe.layout, "loop" in run.read_lossy(run.plan)
-    left_open = load_recipe(run.recipe).recipe.exchange.bucket == "auto"
-    assert isinstance(layout, Layout)
-    beside = travels_beside(recipe.exchange, layout, place.device.type)
+    layout, begun = recipe.parallelism, "loop" in run.read_lossy(run.plan)
+    left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
+    assert isinstance(layout, Parallelism)
+    beside = travels_beside(recipe, layout, place.device.type)
     if begun or not left_open or not beside or nodes_of(place).count == 1:
         return recipe
-    bucket = bucket_between_nodes(gradients_of_one(trained, layout), recipe.exchange)
-    exchange = recipe.exchange.model_copy(update={"bucket": bucket})
+    bucket = bucket_between_nodes(gradients_of_one(trained, layout), recipe.grad_sync)
+    grad_sync = recipe.grad_sync.model_copy(update={"bucket_mib": bucket})
     if place.leads:
         resolved = load_recipe(run.resolved).recipe
-        write_whole(run.resolved, dump_recipe(resolved.model_copy(update={"exchange": exchange})))
-    return recipe.model_copy(update={"exchange": exchange})
+        write_whole(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
+    return recipe.model_copy(update={"grad_sync": grad_sync})
 
 
 def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -35,7 +35,9 @@ class Keeping:
         progress = self._progress
         self.interval = DurableInterval(recipe.checkpoint.every, parts.run, place, progress.saved, times, self._told)
         durable = self.interval.now
-        copies = HotCopies(parts.run, place, mesh, recipe.recovery.hot, progress.step, times, durable, *told)
+        copies = HotCopies(
+            parts.run, place, mesh, recipe.checkpoint.in_memory_every, progress.step, times, durable, *told
+        )
         self.saving = Saving(parts.run, place, mesh, recipe.checkpoint.keep, *told, copies, parts.heed)
         self.saving.tidies = not progress.missed
         if progress.saved:

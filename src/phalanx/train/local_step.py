@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import bucket_bytes, first_steps
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.apart import Apart, was_apart
 from phalanx.train.exchange.rounds import PLAIN, Rounds
 from phalanx.train.exchange.schedule import Schedule
@@ -88,23 +88,26 @@ def make_local_stepper(
     recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
 ) -> LocalStepper:
     """The stepper for a model that is whole on every worker, whose state is from now on each worker's own."""
-    micro, layout, exchange = recipe.batch.micro, recipe.layout, recipe.exchange
+    micro, layout, local_sgd = recipe.batch.micro_size, recipe.parallelism, recipe.local_sgd
+    assert local_sgd is not None
     assert isinstance(micro, int)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, Parallelism)
     parameters = list(divided.trainable().values())
     rounds = Rounds(
         parameters,
         rank=place.rank,
         world=place.world,
-        schedule=Schedule(exchange.every, recipe.steps, exchange.fragments, exchange.delay, first_steps(recipe)),
-        outer=exchange.outer if exchange.strategy == "diloco" else PLAIN,
-        wire=exchange.wire,
-        capacity=bucket_bytes(exchange),
+        schedule=Schedule(
+            local_sgd.sync_every, recipe.steps, local_sgd.num_fragments, local_sgd.sync_delay, first_steps(recipe)
+        ),
+        outer=local_sgd.outer_optimizer if local_sgd.method == "diloco" else PLAIN,
+        wire=local_sgd.sync_dtype,
+        capacity=bucket_bytes(recipe.grad_sync),
         group=divided.mesh.replicate,
     )
     divided.apart = Apart(divided, rounds)
     divided.residuals = None
-    if exchange.wire == "int8":
+    if local_sgd.sync_dtype == "int8":
         divided.residuals = replace(Residuals.of(divided, rounds.residuals()), fits=was_apart)
     return LocalStepper(
         rounds,
@@ -113,9 +116,9 @@ def make_local_stepper(
         OwnGradients(parameters, rounds),
         place=place,
         mesh=divided.mesh,
-        micro_batches=recipe.batch.global_ // micro,
-        clip=recipe.optim.clip,
+        micro_batches=recipe.batch.global_size // micro,
+        clip=recipe.optimizer.max_grad_norm,
         seeds=seeds,
         modules=divided.modules,
-        own_gradients=recipe.compile == "graphs",
+        own_gradients=recipe.compile == "cuda-graphs",
     )

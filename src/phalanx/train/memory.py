@@ -58,12 +58,14 @@ def fitting_micro(plan: dict[str, Any] | None, memory: int) -> int | None:
 
 def advise(micro: int, plan: dict[str, Any] | None, memory: int) -> str:
     """The message for a run that ran out of memory at micro-batch `micro`."""
-    text = f"batch.micro: out of memory with micro-batches of {micro}"
+    text = f"batch.micro_size: out of memory with micro-batches of {micro}"
     fitting = fitting_micro(plan, memory)
     # A prediction that says it would have fitted is wrong; half of what failed is then the better guess.
     # One that says nothing fits is too, when it was made after the model had taken its part.
     bound = min(fitting, micro // 2) if fitting else micro // 2
-    better = max((size for size in range(1, bound + 1) if micro % size == 0), default=None)  # divides batch.global, too
+    better = max(
+        (size for size in range(1, bound + 1) if micro % size == 0), default=None
+    )  # divides batch.global_size, too
     if better is None:
         return f"{text}; not even one sample fits: use a smaller model or sequence, or a device with more memory"
-    return f"{text}; {better} would fit: batch.micro={better}"
+    return f"{text}; {better} would fit: batch.micro_size={better}"

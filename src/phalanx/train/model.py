@@ -15,7 +15,7 @@ from phalanx.data import Facts
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.recipe import huggingface_directory, import_object, told
 from phalanx.recipe.arguments import arguments
-from phalanx.recipe.schema import Adapter, Model
+from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train import huggingface
 from phalanx.train.adapter import add_adapters
 from phalanx.train.memory import is_out_of_memory
@@ -63,10 +63,10 @@ class Seeds:
 
 def known(facts: Facts) -> dict[str, int | None]:
     """What the data tell a model's builder."""
-    return {"vocab": facts.vocab, "sequence": facts.sequence, "classes": facts.classes}
+    return {"vocab_size": facts.vocab, "seq_len": facts.sequence, "num_classes": facts.classes}
 
 
-def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
+def described(spec: ModelConfig, facts: Facts, folder: Path | None) -> dict[str, Any]:
     """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in;
     for a Hugging Face directory, what writes one again. It stands in checkpoints, and in the config.json of an export.
     """
@@ -77,12 +77,12 @@ def described(spec: Model, facts: Facts, folder: Path | None) -> dict[str, Any]:
 
 
 def build_model(
-    spec: Model,
+    spec: ModelConfig,
     facts: Facts,
     folder: Path | None,
     seed: int,
     device: torch.device,
-    adapter: Adapter | None = None,
+    adapter: LoraConfig | None = None,
     *,
     load: bool = True,
     draw: bool = True,
@@ -135,7 +135,7 @@ def check_begins_alike(place: Place, model: nn.Module) -> None:
     agree(place, digest.hexdigest(), "initial state", cure, everywhere=True, error=RecipeError)
 
 
-def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool) -> nn.Module:
+def _built(spec: ModelConfig, facts: Facts, folder: Path | None, seed: int, draw: bool) -> nn.Module:
     """The model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
     filled = arguments(builder, spec.args, known(facts))
@@ -159,7 +159,7 @@ def _built(spec: Model, facts: Facts, folder: Path | None, seed: int, draw: bool
     return model
 
 
-def check_room(spec: Model, facts: Facts, folder: Path | None, memory: int) -> None:
+def check_room(spec: ModelConfig, facts: Facts, folder: Path | None, memory: int) -> None:
     """RecipeError where the parameters of a model of ours, built without memory, are more than `memory` bytes hold."""
     if not spec.build.startswith(OURS):
         return

@@ -109,9 +109,10 @@ class Scoring:
             yield mine
             if not context.attended:  # a trial looks closer (causality.py), where one process can hold the model
                 raise RecipeError(
-                    "layout.context: the model's forward never calls torch.nn.functional.scaled_dot_product_attention, "
-                    "so each part of a sequence would be trained as a sequence of its own; call it by that name, as "
-                    "F.scaled_dot_product_attention, or use layout.context=1"
+                    "parallelism.context: the model's forward never calls "
+                    "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "
+                    "as a sequence of its own; call it by that name, as F.scaled_dot_product_attention, or use "
+                    "parallelism.context=1"
                 )
 
 

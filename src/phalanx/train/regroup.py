@@ -2,9 +2,9 @@
 
 When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
 all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
-gets the state from one that is not. Under `exact: replicas` nothing else depends on how many they are. Here are the
-meeting and replicas that are whole; those that are sharded are `rebuild.py`'s. A checkpoint that is being written goes
-along (`saving.py`).
+gets the state from one that is not. Under `determinism: elastic` nothing else depends on how many they are. Here are
+the meeting and replicas that are whole; those that are sharded are `rebuild.py`'s. A checkpoint that is being written
+goes along (`saving.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import DataError
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.run.pulse import Pulse, Silent
@@ -251,7 +251,7 @@ class Whole:
         assert before is not None
         parts = before.parts
         parts.stepper.summed.close()
-        mesh = build_mesh(Layout(replicate=place.world), place)
+        mesh = build_mesh(Parallelism(replicate=place.world), place)
         divided = replace(parts.divided, mesh=mesh)
         seeds = Seeds(parts.recipe.seed, place.device)
         stepper = make_stepper(parts.recipe, place, divided, parts.optimizer, parts.scale, seeds)

@@ -49,13 +49,13 @@ def kind_of(name: str) -> str:
 def trace(parts: Parts, objective: Objective, steps: int, warm_up: int, out: Path | None) -> Trace:
     """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `out`. Weights do change."""
     recipe, stepper, place = parts.recipe, parts.stepper, parts.place
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
     watch = stopwatch(place.device)
     total, sums = 0.0, dict.fromkeys(PARTS, 0.0)
     on_gpu = place.device.type != "cpu"
     activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, place.device.type.upper())] if on_gpu else [])]
-    with Feed(parts.data, global_batch=recipe.batch.global_, micro=micro, rank=0, world=1, consumed=0) as feed:
+    with Feed(parts.data, global_batch=recipe.batch.global_size, micro=micro, rank=0, world=1, consumed=0) as feed:
 
         def one_step(number: int) -> None:
             watch.start()
@@ -67,7 +67,7 @@ def trace(parts: Parts, objective: Objective, steps: int, warm_up: int, out: Pat
                 ((_, loss, terms),) = objective(parts.convert(arrays))
                 stepper.backward(loss, terms, lambda: (), watch)
             _, factor = stepper.settle(stepper.finish(watch))
-            stepper.update(factor, recipe.optim.lr)
+            stepper.update(factor, recipe.optimizer.lr)
             watch.lap("optimizer")
 
         for number in range(warm_up):

@@ -13,7 +13,7 @@ from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, differences, load_recipe
 from phalanx.recipe.changes import is_mathematics
-from phalanx.recipe.schema import Source
+from phalanx.recipe.schema import DataSource
 from phalanx.run import Run
 from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
 from phalanx.streams import word_of
@@ -71,7 +71,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     modules = _folder(run) if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
     if modules is not None and not trusted:
         check_trusted(run.path, recipe, modules)
-    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
+    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.lora, load=False)
     allocate([model], device)
     names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
     check_nothing_left(manifest.tensors, names, str(checkpoint))
@@ -93,7 +93,7 @@ def check_data(recipe: Recipe) -> None:
     """DataError where data of a resolved recipe are gone, as from a cache that was emptied. They are not prepared here:
     a run may come from somebody else, and its sources may be any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    scored = [] if recipe.evaluate.source is None else [recipe.evaluate.source]
+    scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
     for source in (*sources, *scored):
         if source.prepared is not None and not is_dataset(Path(source.prepared)):
             raise DataError(
@@ -118,15 +118,15 @@ def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) ->
     if differing:
         notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
         return trained
-    if isinstance(now.batch.micro, str) or any(each.prepared is None for each in _sources(now)):
+    if isinstance(now.batch.micro_size, str) or any(each.prepared is None for each in _sources(now)):
         notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
         return trained
     return now
 
 
-def _sources(recipe: Recipe) -> list[Source]:
+def _sources(recipe: Recipe) -> list[DataSource]:
     source = recipe.data.source
-    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluate.source])]
+    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluation.source])]
 
 
 def _folder(run: Run) -> Path:
@@ -148,7 +148,7 @@ def _facts(run: Run, recipe: Recipe, notes: list[str]) -> Facts:
         return _checked(run, plan["facts"])
     lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
     try:
-        facts = open_data(recipe.data, recipe.evaluate, recipe.seed).facts
+        facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
     except (PhalanxError, OSError) as error:
         raise DataError(f"{lost}, and the data do not tell what the model was built for: {error}") from None
     notes.append(f"{lost}; what the model was built for is taken from the data")

@@ -1,4 +1,4 @@
-"""The fixed binary tree in which `exact: replicas` adds micro-batch gradients. Pure arithmetic over indices.
+"""The fixed binary tree in which `determinism: elastic` adds micro-batch gradients. Pure arithmetic over indices.
 
 A node over leaves [first, last) splits off the largest power of two below its size as its left child. The tree depends
 only on the number of micro-batches, never on who computed which, so the sum has the same bits on any number of workers.

@@ -35,7 +35,7 @@ from phalanx.recipe.exchanges import (
     WRITES,
 )
 from phalanx.recipe.imports import CONFIG
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.train import huggingface, weights
 from phalanx.train.callbacks import load_callbacks
@@ -167,12 +167,12 @@ def race(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _race_by_exact(payload: dict[str, Any]) -> dict[str, Any]:
-    """`_race` with the kernels that `payload["exact"]` of a recipe asks for; for `auto` on a GPU with and without
+    """`_race` with the kernels that `payload["determinism"]` of a recipe asks for; for `auto` on a GPU with and without
     deterministic ones, and what these cost as a part of the time (`deterministic_cost`)."""
-    exact = payload.get("exact", "no")
+    exact = payload.get("determinism", "off")
     free: dict[str, float] = {}
     device = _device(payload)
-    if exact == "no" or (exact == "auto" and not (kind_of(device.type).is_gpu and kind_of(device.type).deterministic)):
+    if exact == "off" or (exact == "auto" and not (kind_of(device.type).is_gpu and kind_of(device.type).deterministic)):
         return _race(payload, deterministic=False)
     if exact == "auto":
         free = _race(payload, deterministic=False)
@@ -200,10 +200,10 @@ def _race(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:
     set_kernels(device, payload["precisions"][0], deterministic)
     batch = to_device(data.train(0, payload["micro"]), device)
     head = None
-    if payload.get("loss") == "chunked":
+    if payload.get("chunked_loss", False):
         head = head_of(model, task, data)
-    optim = Recipe.model_validate(payload["recipe"]).optim
-    optimizer = Optimizer(model, optim, offload=payload.get("offload") == "optimizer")
+    optim = Recipe.model_validate(payload["recipe"]).optimizer
+    optimizer = Optimizer(model, optim, offload=payload.get("offload", False))
     scorings = {precision: Scoring(task, precision, device) for precision in payload["precisions"]}
     layers = _casting(payload, model, task, data, device) if head is None else []
     times: dict[str, list[float]] = {**{precision: [] for precision in scorings}, UPDATE: []}
@@ -247,21 +247,21 @@ def matmul(payload: dict[str, Any]) -> dict[str, float]:
 def fits(payload: dict[str, Any]) -> None:
     """RecipeError unless the recipe's model can be divided as its layout says."""
     recipe = Recipe.model_validate(payload["recipe"])
-    assert isinstance(recipe.layout, Layout)
+    assert isinstance(recipe.parallelism, Parallelism)
     model, task, data = _open(payload, load=False)
-    choices = Choices(rules=recipe.model.rules, sequence=data.facts.sequence)
-    found = outline(model, recipe.layout, choices)
-    if recipe.layout.pipeline > 1:
+    choices = Choices(rules=recipe.model.tp_plan, sequence=data.facts.sequence)
+    found = outline(model, recipe.parallelism, choices)
+    if recipe.parallelism.pipeline > 1:
         batch = to_device(data.train(0, 1), torch.device("cpu"))
-        cut_up(model, Scoring(task, "fp32", torch.device("cpu")), batch, recipe.layout, found)
+        cut_up(model, Scoring(task, "fp32", torch.device("cpu")), batch, recipe.parallelism, found)
 
 
 def begins(payload: dict[str, Any]) -> None:
-    """DataError unless the weights that `init` names fit the recipe's model."""
+    """DataError unless the weights that `init_from` names fit the recipe's model."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     model, _, _ = _open(payload, load=False)
-    assert recipe.init is not None
-    weights.origin(recipe.init, folder, model)
+    assert recipe.init_from is not None
+    weights.origin(recipe.init_from, folder, model)
 
 
 def traced(payload: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     place = from_environment({}, recipe.device)
     prepare_torch(recipe, place)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     nowhere = Run(Path(payload["out"]).parent)
     parts, objective = assemble(nowhere, recipe, folder, place, data, ToRun(nowhere, leads=False), StopRequest())
     assert isinstance(objective, Objective)
@@ -278,7 +278,8 @@ def traced(payload: dict[str, Any]) -> dict[str, Any]:
 
 def importable(payload: dict[str, Any]) -> str:
     """RecipeError unless everything that a recipe names by import path exists, and a Hugging Face directory has what
-    its model needs; DataError when `init` does not fit that, or has adapters that the recipe has not. Returns a hash of
+    its model needs; DataError when `init_from` does not fit that, or has adapters that the recipe has not. Returns a
+    hash of
     the source files of model and task and of what they imported from the recipe's folder, and of config.json, by which
     one knows that earlier trials still hold."""
     folder = Path(payload["folder"])
@@ -304,11 +305,11 @@ def _open(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, 
     die_first()
     recipe = Recipe.model_validate(payload["recipe"])
     folder = Path(payload["folder"])
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     device = _device(payload) if load else torch.device("cpu")
     if load:
         check_room(recipe.model, data.facts, folder, this_machine().memory_bytes)
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=load)
+    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.lora, load=load)
     return model.train(), load_task(recipe.task, folder), data
 
 
@@ -396,7 +397,7 @@ def _casting(
 ) -> list[CastLinear]:
     """The layers that cast their weights once a step, where the run will have such. They have done so in what is timed:
     a micro-batch that is not the first of its step, if a worker alone has several."""
-    precision, exact = payload["precisions"][0], payload.get("exact", "no")
+    precision, exact = payload["precisions"][0], payload.get("determinism", "off")
     if not casts_once(payload.get("compile", False), precision, device):
         return []
     names = linear_in(model, find_blocks(model))
@@ -404,8 +405,8 @@ def _casting(
         names.append(head.name)
     layers = cast_once(model, names, AUTOCAST[precision])
     for layer in layers:
-        several = payload["recipe"]["batch"]["global"] > payload["micro"]
-        layer.add_up(several and exact != "replicas" and payload["alone"])
+        several = payload["recipe"]["batch"]["global_size"] > payload["micro"]
+        layer.add_up(several and exact != "elastic" and payload["alone"])
     return layers
 
 

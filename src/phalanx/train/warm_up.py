@@ -23,7 +23,7 @@ from phalanx.train.parts import Parts
 from phalanx.train.savable import extra_state, load_extra_state
 from phalanx.train.state import Progress
 
-RUNS = {"graphs": 3}
+RUNS = {"cuda-graphs": 3}
 """By `compile`: runs until nothing is left to do. The first compiles, a CUDA graph is recorded by the second."""
 
 
@@ -53,9 +53,9 @@ def warm_up(
 def _first_batches(parts: Parts, progress: Progress) -> list[Any]:
     """This worker's micro-batches of the next step."""
     recipe, mesh = parts.recipe, parts.divided.mesh
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
-    own = mesh.own(recipe.batch.global_ // micro)
+    own = mesh.own(recipe.batch.global_size // micro)
     return [parts.convert(parts.data.train(progress.samples + index * micro, micro)) for index in own]
 
 

@@ -79,10 +79,10 @@ class Checkpoint:
 
 
 def origin(where: str, folder: Path, model: nn.Module, adapters_follow: bool = False) -> Origin:
-    """What `init` names, for a whole model (its parameters may be on meta): `hf:PATH`, a checkpoint, or a run, whose
-    newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape, and
-    for adapters that the model has not, unless it is still to get its own."""
-    if (directory := huggingface_directory(where, folder, "init")) is not None:
+    """What `init_from` names, for a whole model (its parameters may be on meta): `hf:PATH`, a checkpoint, or a run,
+    whose newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape,
+    and for adapters that the model has not, unless it is still to get its own."""
+    if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return files(directory, model)
     path = newest(folder / where)
     manifest = read_manifest(path)
@@ -90,8 +90,8 @@ def origin(where: str, folder: Path, model: nn.Module, adapters_follow: bool = F
     lost = [name for name in manifest.tensors if is_adapter(name) and name not in tensors]
     if lost and not adapters_follow:
         raise DataError(
-            f"init: {path} was trained with adapters ({lost[0]}), and this recipe has none there; give the same "
-            "`adapter`, or fold them in by `phalanx checkpoint export` and give init: hf:OUT"
+            f"init_from: {path} was trained with adapters ({lost[0]}), and this recipe has none there; give the same "
+            "`lora`, or fold them in by `phalanx checkpoint export` and give init_from: hf:OUT"
         )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)

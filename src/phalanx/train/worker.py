@@ -24,7 +24,7 @@ from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
 from phalanx.errors import ExitCode, PhalanxError, storage_failed, words_of
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
 from phalanx.recipe.devices import kind_of
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.messages import StandbyReady, WorkerFinishing
@@ -133,8 +133,8 @@ def _train(
     # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
     # of them is torn out of a collective with other replicas cuts these, too.
     orders = orders_of(between.cut)
-    layout = recipe.layout
-    assert isinstance(layout, Layout)
+    layout = recipe.parallelism
+    assert isinstance(layout, Parallelism)
     size = layout.world // layout.replicate  # workers that hold a replica together
     if comes_later:  # the others train meanwhile
         assert orders is not None
@@ -146,9 +146,9 @@ def _train(
         if place.leads:
             clean(run.checkpoints)
     recipe = with_data_here(recipe, run, folder)
-    data = open_data(recipe.data, recipe.evaluate, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     agree(place, data.fingerprint, "data", SAME_DATA)
-    meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json", by_alias=True)}
+    meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json")}
     meta["model"] = described(recipe.model, data.facts, folder)
 
     # All or none draw weights: one that does not see the checkpoints yet would else begin with its own.
@@ -158,7 +158,7 @@ def _train(
         here = recipe
         if orders is not None:
             now = layout.model_copy(update={"replicate": place.world // size})
-            here = recipe.model_copy(update={"layout": now})
+            here = recipe.model_copy(update={"parallelism": now})
         made = (run, here, folder, place, data, report, stop, pulse, fresh, callbacks)
         return Built(*assemble(*made, lambda dimension: between if dimension == "replicate" else within))
 
@@ -180,7 +180,7 @@ def _train(
         if place.leads:
             tell_start(built.parts, samples, progress)
     pulse.beat("restoring")
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
     with explain_memory(micro, run.read_lossy(run.plan)):
         if recipe.compile and built is not None:
@@ -216,20 +216,20 @@ def with_data_here(recipe: Recipe, run: Run, folder: Path) -> Recipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
     where the nodes do not share it."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    places = [*sources, *([recipe.evaluate.source] if recipe.evaluate.source else [])]
+    places = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
     if all(is_dataset(folder / source.prepared) for source in places if source.prepared is not None):
         return recipe
     given = load_recipe(run.recipe).recipe
-    data, evaluate = prepare_all(given.data, given.evaluate, folder)
-    return recipe.model_copy(update={"data": data, "evaluate": evaluate})
+    data, evaluate = prepare_all(given.data, given.evaluation, folder)
+    return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 
 def prepare_torch(recipe: Recipe, place: Place) -> None:
     """Settings of this process on which speed and bits depend, and how long it waits for others."""
-    outwait(recipe.recovery.silence)
-    assert isinstance(recipe.threads, int)
-    torch.set_num_threads(recipe.threads)
-    set_kernels(place.device, recipe.precision, recipe.exchange.exact != "no")
+    outwait(recipe.fault_tolerance.hang_timeout_s)
+    assert isinstance(recipe.num_threads, int)
+    torch.set_num_threads(recipe.num_threads)
+    set_kernels(place.device, recipe.precision, recipe.determinism != "off")
 
 
 def set_kernels(device: torch.device, precision: str, deterministic: bool) -> None:
@@ -261,12 +261,12 @@ def assemble(
 ) -> tuple[Parts, Objective | Staged]:
     """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`, and
     with the `callbacks` that there are already. `opening` as for `build_mesh`."""
-    assert isinstance(recipe.layout, Layout)
-    mesh = build_mesh(recipe.layout, place, recipe.exchange, opening)
+    assert isinstance(recipe.parallelism, Parallelism)
+    mesh = build_mesh(recipe.parallelism, place, recipe, opening)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
     device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.adapter, load=False, draw=fresh)
+    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.lora, load=False, draw=fresh)
     weights = _origin(recipe, folder, model) if fresh else None
     if fresh and weights is None:
         check_begins_alike(place, model)
@@ -274,7 +274,7 @@ def assemble(
         allocate([model], place.device)
     model.train()
     scoring = scoring_of(recipe, task, model, mesh, place, data)
-    scale = LossScale.for_precision(recipe.precision, recipe.batch.global_ * units_per_sample(data.facts))
+    scale = LossScale.for_precision(recipe.precision, recipe.batch.global_size * units_per_sample(data.facts))
     seeds = Seeds(recipe.seed, place.device)
     fp8 = _fp8(recipe, run, model, task, mesh, place, data) if recipe.precision == "fp8" else None
     divided, objective = divided_model(recipe, model, scoring, mesh, place, data, seeds, scale, fp8)
@@ -283,9 +283,9 @@ def assemble(
         weights.fill(divided)
     optimizer = Optimizer(
         divided.whole_module,
-        recipe.optim,
+        recipe.optimizer,
         seed=recipe.seed,
-        offload=recipe.memory.offload == "optimizer",
+        offload=recipe.optimizer.offload,
         norm_of=norms_of(divided),
         stage=mesh.pipeline is not None,
     )
@@ -326,7 +326,7 @@ def _scorer(
     mesh: Mesh,
 ) -> Callable[[], Scores | None]:
     """What evaluates on held-out data, if there are any."""
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
 
     # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
@@ -340,7 +340,7 @@ def _scorer(
         if data.held_out_samples == 0:
             return None
         pulse.beat(doing[0])
-        samples = recipe.evaluate.samples
+        samples = recipe.evaluation.max_samples
         found = evaluate(objective, data, place=place, mesh=mesh, samples=samples, micro=micro, stop=asked)
         del doing[:-1]
         return found
@@ -354,7 +354,7 @@ def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: 
     length = data.facts.sequence
     if mesh.context is not None and length is not None:
         scoring.sequences = sequences_of(model, mesh.context, length)
-    if recipe.memory.loss == "chunked" or mesh.tensor is not None:
+    if recipe.memory.chunked_loss is True or mesh.tensor is not None:
         scoring.head = head_of(model, task, data)
     return scoring
 
@@ -388,7 +388,7 @@ def _fp8(recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, pla
     args, kwargs = task.inputs(_one_sample(model, data))
     with evaluating(model), computing(recipe.precision, place.device):
         of_one = rows_of(model, lambda: model(*args, **kwargs))
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
     rows = {name: max(1, rows * micro // mesh.layout.context) for name, rows in of_one.items()}
     return chooser(run, place, rows, bool(recipe.compile))
@@ -406,14 +406,14 @@ def divided_model(
     fp8: Chooser | None = None,
 ) -> tuple[Divided, Objective | Staged]:
     """The model as this worker has it, and what runs it."""
-    assert recipe.memory.recompute != "auto"
+    assert recipe.memory.activation_checkpointing != "auto"
     casts = casts_once(recipe.compile, recipe.precision, place.device)
     head = head_of(model, scoring.task, data) if casts and scoring.head is None else None
     choices = Choices(
         recipe.precision,
-        recompute=recipe.memory.recompute,
-        compile="graphs" if recipe.compile == "graphs" else recipe.compile is True,
-        rules=recipe.model.rules,
+        recompute=recipe.memory.activation_checkpointing,
+        compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
+        rules=recipe.model.tp_plan,
         sequence=data.facts.sequence,
         # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
         vocabulary=scoring.head is not None and _own_head_loss(scoring.task),
@@ -427,7 +427,7 @@ def divided_model(
         if scoring.head is not None:
             scoring.head = scoring.head.over(vocabulary)
         return divided, objective
-    micro = recipe.batch.micro
+    micro = recipe.batch.micro_size
     assert isinstance(micro, int)
     return divide_stages(
         model,
@@ -436,7 +436,7 @@ def divided_model(
         mesh,
         place,
         choices,
-        recipe.batch.global_ // (micro * mesh.data_size),
+        recipe.batch.global_size // (micro * mesh.data_size),
         seeds.of_stage,
         (lambda: scale.scale) if scale.dynamic else None,
     )
@@ -460,7 +460,7 @@ def _same_loss(task: Task) -> bool:
 
 def _origin(recipe: Recipe, folder: Path, model: nn.Module) -> Origin | None:
     """Where the weights of a new run come from; None where the model was built with them."""
-    if recipe.init is not None:
-        return origin(recipe.init, folder, model)
+    if recipe.init_from is not None:
+        return origin(recipe.init_from, folder, model)
     directory = huggingface_directory(recipe.model.build, folder)
     return None if directory is None else files(directory, model)

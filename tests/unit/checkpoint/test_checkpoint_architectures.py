@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.data import Facts
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.schema import Model
+from phalanx.recipe.schema import ModelConfig
 from phalanx.train import huggingface
 from phalanx.train.causality import check_documents
 from phalanx.train.checkpoint import export_huggingface
@@ -88,7 +88,7 @@ def test_an_architecture_is_read_in_parts(origin: Path) -> None:
 
 def test_an_architecture_is_exported_as_it_came_and_read_again(origin: Path, tmp_path: Path) -> None:
     model = loaded(origin)
-    meta = {"model": described(Model(build=f"hf:{origin.name}", args={}), FACTS, origin.parent)}
+    meta = {"model": described(ModelConfig(build=f"hf:{origin.name}", args={}), FACTS, origin.parent)}
     checkpoint = save(tmp_path / "run" / "checkpoints", 1, model_tensors(model), meta)
     out = export_huggingface(checkpoint, tmp_path / "out", file_bytes=20_000)
     listed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -105,7 +105,7 @@ def test_an_architecture_keeps_documents_separate_or_is_refused(origin: Path) ->
     sample = tokens(1, 16)
     batch = {"tokens": sample, "documents": torch.zeros(1, 16, dtype=torch.int32)}
     if origin.name in NEVER_SEPARATE:
-        with pytest.raises(RecipeError, match=f"data.documents: .*{NEVER_SEPARATE[origin.name]}"):
+        with pytest.raises(RecipeError, match=f"data.document_masking: .*{NEVER_SEPARATE[origin.name]}"):
             check_documents(model, LanguageModeling(), batch)
         return
     check_documents(model, LanguageModeling(), batch)

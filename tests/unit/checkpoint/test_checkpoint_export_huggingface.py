@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.data import Facts
 from phalanx.data.tokenizers import train_bpe
 from phalanx.errors import DataError
-from phalanx.recipe.schema import Adapter, Model
+from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train.adapter import add_adapters, is_adapter, merge
 from phalanx.train.checkpoint import export_huggingface
 from phalanx.train.model import build_model, described
@@ -29,7 +29,7 @@ KINDS = tiny.KINDS
 
 def load(directory: Path, **args: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Our model of a directory, and what a checkpoint says of it."""
-    spec = Model(build=f"hf:{directory.name}", args=args)
+    spec = ModelConfig(build=f"hf:{directory.name}", args=args)
     model = build_model(spec, FACTS, directory.parent, 0, torch.device("cpu"))
     return model.eval(), {"model": described(spec, FACTS, directory.parent)}
 
@@ -117,14 +117,14 @@ def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(
 def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
     tiny.saved(tmp_path / "origin", kind)
     model, meta = load(tmp_path / "origin")
-    spec = Adapter(rank=4, alpha=8)
+    spec = LoraConfig(rank=4, alpha=8)
     add_adapters(model, spec)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 parameter.normal_(std=0.2)
-    meta["recipe"] = {"adapter": spec.model_dump()}
+    meta["recipe"] = {"lora": spec.model_dump()}
     # so small that each weight is in a file of its own, and its adapter has to be found beside it
     out = export(tmp_path, model_tensors(model), meta, file_bytes=100)
     again, merged = read_back(out).state_dict(), merge(model, spec)
@@ -137,14 +137,14 @@ def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
 
 def adapted(model: nn.Module, meta: dict[str, Any], modules: str) -> nn.Module:
     """With an adapter that does something, and a checkpoint's word of it."""
-    spec = Adapter(rank=4, alpha=8, modules=modules)
+    spec = LoraConfig(rank=4, alpha=8, target_modules=modules)
     add_adapters(model, spec)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 parameter.normal_(std=0.2)
-    meta["recipe"] = {"adapter": spec.model_dump()}
+    meta["recipe"] = {"lora": spec.model_dump()}
     return model
 
 
@@ -174,7 +174,7 @@ def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
     tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
-    meta = {"recipe": {"adapter": Adapter(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
+    meta = {"recipe": {"lora": LoraConfig(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
     with pytest.raises(DataError, match=r"there are adapters at head.weight, which is tied"):
         export(tmp_path, tensors, meta)
     assert not (tmp_path / "out").exists()

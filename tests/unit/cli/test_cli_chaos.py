@@ -63,7 +63,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--against", "nowhere"], 64, "nowhere: no run here"),
         (["checkpoint.every=auto"], 64, "give it here, such as checkpoint.every='20 steps'"),
         (["stepz=3"], 78, "stepz"),
-        (["batch.global=3", "--nproc", "2"], 78, "batch.global"),
+        (["batch.global_size=3", "--nproc", "2"], 78, "batch.global_size"),
     ],
 )
 def test_what_cannot_be_is_told_before_any_run(

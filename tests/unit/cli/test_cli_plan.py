@@ -7,12 +7,12 @@ import pytest
 
 from phalanx import cli
 from phalanx.recipe import load_recipe
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-python.yaml"
 HERE = ["--cluster", "h100", "--gpus", "1024"]
 """The example has 16 samples a step: too few for so many devices."""
-BATCH = "batch.global=1024"
+BATCH = "batch.global_size=1024"
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def test_the_planned_recipe_is_written_beside_it_with_the_layout(
     assert plan(BATCH, *HERE) == 0
     assert capsys.readouterr().out.endswith("\nwrote recipe.planned.yaml\n")
     recipe = load_recipe(folder / "recipe.planned.yaml", []).recipe
-    assert isinstance(recipe.layout, Layout)
-    assert recipe.layout.world == 1024
-    assert recipe.batch.global_ == 1024
-    assert isinstance(recipe.batch.micro, int)
+    assert isinstance(recipe.parallelism, Parallelism)
+    assert recipe.parallelism.world == 1024
+    assert recipe.batch.global_size == 1024
+    assert isinstance(recipe.batch.micro_size, int)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_the_choice_goes_into_the_recipe_itself_when_asked(folder: Path, capsys:
     assert plan(BATCH, *HERE, "--in-place") == 0
     assert capsys.readouterr().out.endswith("\nwrote recipe.yaml\n")
     recipe = load_recipe(folder / "recipe.yaml", []).recipe
-    assert isinstance(recipe.layout, Layout)
-    assert recipe.layout.world == 1024
+    assert isinstance(recipe.parallelism, Parallelism)
+    assert recipe.parallelism.world == 1024
     assert not (folder / "recipe.planned.yaml").exists()
 
 
@@ -92,7 +92,7 @@ def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     for choice in found["choices"]:
         assert sum(choice["parts"].values()) == pytest.approx(choice["step_seconds"])
     assert found["low_seconds"] < found["choices"][0]["step_seconds"] < found["high_seconds"]
-    assert found["changes"]["layout"] == {"replicate": 1024}
+    assert found["changes"]["parallelism"] == {"replicate": 1024}
     assert found["recipe"] == "recipe.planned.yaml"
 
 
@@ -145,7 +145,7 @@ node:
         ([*HERE, "--trace", "."], 64, "--trace .: is a folder; expected a file"),
         ([*HERE, "--in-place", "--out", "x.yaml"], 64, "--in-place, --out x.yaml: give one of the two"),
         ([*HERE, "--top", "0"], 64, "--top"),
-        (["batch.global=7", *HERE], 78, "a multiple of 1024 samples can"),
+        (["batch.global_size=7", *HERE], 78, "a multiple of 1024 samples can"),
         (["stepz=3", *HERE], 78, "steps"),
         (
             ["device=cpu", "--cluster", "h100"],
@@ -198,7 +198,7 @@ def test_a_cluster_file_with_figures_that_cannot_be_names_the_key(
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    huge = ["model.args.layers=200", "model.args.width=16384", "model.args.heads=128", "batch.global=8"]
+    huge = ["model.args.layers=200", "model.args.hidden_size=16384", "model.args.num_heads=128", "batch.global_size=8"]
     assert plan(*huge, "--cluster", "h100:8") == 78
     error = capsys.readouterr().err
     assert "nothing fits" in error

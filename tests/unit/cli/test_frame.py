@@ -86,15 +86,15 @@ def test_wrong_usage_exits_64(arguments: list[str], said: str, capsys: pytest.Ca
         ("name: x\nstepz: 3", [], "r.yaml:2: stepz: unknown key; did you mean steps?"),
         ("name: x\nsteps: soon", [], 'r.yaml:2: steps: found "soon", expected a whole number'),
         (
-            "batch: {global: 16, micro: 4}",
+            "batch: {global_size: 16, micro_size: 4}",
             ["--nproc", "8"],
-            "r.yaml:1: batch.micro: 4 x 8 workers = 32 does not divide",
+            "r.yaml:1: batch.micro_size: 4 x 8 workers = 32 does not divide",
         ),
         ("name: x\nmodel: {build: 'not_here:Net'}", [], "r.yaml:2: model.build: 'not_here:Net': there is no module"),
         ("model: {build: 'json:Net'}", [], "r.yaml:1: model.build: 'json:Net': json has no 'Net'"),
         ("task: 'not_here:Task'\nmodel: {build: 'json:load'}", [], "r.yaml:1: task: 'not_here:Task'"),
         ("model: {build: 'json:load'}", [], "r.yaml: names no data.source; a recipe says what it trains and on what"),
-        ("data: {source: {text: '*'}}", ["data.sequence=8"], "r.yaml: names no model; a recipe says"),
+        ("data: {source: {text: '*'}}", ["data.seq_len=8"], "r.yaml: names no model; a recipe says"),
         ("model: [", [], "r.yaml:2: not valid YAML"),
         (None, [], "r.yaml: there is no such file"),
     ],
@@ -127,7 +127,7 @@ def test_a_good_recipe_is_ok_and_tells_what_is_auto(capsys: pytest.CaptureFixtur
     assert cli.main(["recipe", "check", "r.yaml", "steps=7"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == "ok  r.yaml: gpt-python, 7 steps of 16 samples"
-    assert "batch.micro" in second
+    assert "batch.micro_size" in second
     assert "precision" not in second
 
 
@@ -135,7 +135,7 @@ def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]
     Path("r.yaml").write_text("model: {build: 'json:load'}\ndata: {source: {text: '*'}}\n")
     assert cli.main(["recipe", "check", "r.yaml", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["recipe"]["batch"] == {"global": 16, "micro": "auto", "per": None}
+    assert answer["recipe"]["batch"] == {"global_size": 16, "micro_size": "auto", "scale_with_workers": False}
     assert "precision" in answer["auto"]
 
 

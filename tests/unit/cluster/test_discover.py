@@ -298,5 +298,5 @@ def test_more_threads_than_a_node_can_start_are_refused() -> None:
     with pytest.raises(RecipeError) as caught:
         check_threads(machine_of(2), 129, 2)
     assert str(caught.value) == (
-        "threads: found 129 for each of 2 workers on a node with 2 cores, expected at most 128 or auto"
+        "num_threads: found 129 for each of 2 workers on a node with 2 cores, expected at most 128 or auto"
     )

@@ -96,7 +96,7 @@ def test_a_jobs_token_is_never_recorded() -> None:
 
 def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:
     given = {"NCCL_AUTH_SECRET": "s", "PHALANX_API_PASSWORD": "s", "PHALANX_TOKEN": "s", "PHALANX_STORE_KEY": "s"}
-    argv = ["phalanx", "train", "a.yaml", "model.args.api_key=s3cret", "--token=s3cret", "optim.lr=1"]
+    argv = ["phalanx", "train", "a.yaml", "model.args.api_key=s3cret", "--token=s3cret", "optimizer.lr=1"]
     found = environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
     assert found["variables"] == {"NCCL_DEBUG": "INFO"}
-    assert found["argv"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optim.lr=1"]
+    assert found["argv"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]

@@ -23,8 +23,8 @@ def write_texts(folder: Path, texts: dict[str, str | bytes]) -> Path:
 
 def prepare(folder: Path, out: Path, source: dict[str, Any], tokenizer: Any = "bytes", **options: Any) -> Path:
     """Prepare a source given as a recipe would, with one worker unless told otherwise."""
-    data = schema.Data.model_validate({"source": source, "tokenizer": tokenizer})
-    assert isinstance(data.source, schema.Source)
+    data = schema.DataConfig.model_validate({"source": source, "tokenizer": tokenizer})
+    assert isinstance(data.source, schema.DataSource)
     return prepare_source(data.source, data, folder, out, **{"workers": 1, **options})
 
 
@@ -50,10 +50,10 @@ def numbered(count: int) -> np.ndarray:
 def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> Data:
     """`open_data` on dataset directories; `weights` go with them, other options into the recipe."""
     weights = options.pop("weights", [1.0] * len(folders))
-    evaluate = options.pop("evaluate", {"share": share})
+    evaluate = options.pop("evaluation", {"holdout_fraction": share})
     sources = [{"prepared": str(folder), "weight": w} for folder, w in zip(folders, weights, strict=True)]
-    data = schema.Data.model_validate({"source": sources, "sequence": sequence, **options})
-    return open_data(data, schema.Evaluate.model_validate(evaluate), seed)
+    data = schema.DataConfig.model_validate({"source": sources, "seq_len": sequence, **options})
+    return open_data(data, schema.EvaluationConfig.model_validate(evaluate), seed)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

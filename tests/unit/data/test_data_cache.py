@@ -11,7 +11,7 @@ from small_data import write_texts
 from phalanx.data import cached, open_data, prepare_all, verify
 from phalanx.data import prepare as prepare_module
 from phalanx.data.cache import prepare_source
-from phalanx.recipe.schema import Bpe, Data, Evaluate, Source
+from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
 SOURCE = Path(prepare_module.__file__).parents[2]
@@ -37,8 +37,8 @@ def test_where_the_cache_is(environ, root):
 def test_a_source_is_prepared_once(texts, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("phalanx.data.cache.prepare_source", lambda *a, **k: calls.append(1) or prepare_source(*a, **k))
-    first = cached(Source(text="*.txt"), Data(), texts, tmp_path / "cache")
-    second = cached(Source(text="*.txt"), Data(sequence=999), texts, tmp_path / "cache")
+    first = cached(DataSource(text="*.txt"), DataConfig(), texts, tmp_path / "cache")
+    second = cached(DataSource(text="*.txt"), DataConfig(seq_len=999), texts, tmp_path / "cache")
     assert first == second
     assert first.parent == tmp_path / "cache" / "data"
     assert len(calls) == 1
@@ -47,9 +47,13 @@ def test_a_source_is_prepared_once(texts, tmp_path, monkeypatch):
 
 def test_another_content_time_tokenizer_or_set_of_files_is_another_dataset(texts, tmp_path):
     def where(source=None, data=None):
-        return cached(source or Source(text="*.txt"), data or Data(), texts, tmp_path / "cache")
+        return cached(source or DataSource(text="*.txt"), data or DataConfig(), texts, tmp_path / "cache")
 
-    places = [where(), where(Source(text="[0-4].txt")), where(data=Data(tokenizer=Bpe(bpe=300)))]
+    places = [
+        where(),
+        where(DataSource(text="[0-4].txt")),
+        where(data=DataConfig(tokenizer=BpeTokenizerConfig(bpe=300))),
+    ]
     (texts / "0.txt").write_text("new")
     places.append(where())
     os.utime(texts / "1.txt", (1, 1))
@@ -60,7 +64,7 @@ def test_another_content_time_tokenizer_or_set_of_files_is_another_dataset(texts
 
 
 def test_a_prepared_source_is_returned_as_it_is(texts, tmp_path):
-    assert cached(Source(prepared="some/where"), Data(), texts, tmp_path / "cache") == texts / "some/where"
+    assert cached(DataSource(prepared="some/where"), DataConfig(), texts, tmp_path / "cache") == texts / "some/where"
     assert not (tmp_path / "cache").exists()
 
 
@@ -68,8 +72,8 @@ def test_processes_that_ask_at_once_get_one_whole_dataset(texts, tmp_path):
     code = f"""
 from pathlib import Path
 from phalanx.data import cached, verify
-from phalanx.recipe.schema import Data, Source
-out = cached(Source(text="*.txt"), Data(), Path({str(texts)!r}))
+from phalanx.recipe.schema import DataConfig, DataSource
+out = cached(DataSource(text="*.txt"), DataConfig(), Path({str(texts)!r}))
 verify(out)
 print(out)
 """
@@ -85,9 +89,9 @@ print(out)
 
 
 def test_all_sources_of_a_recipe_share_the_tokenizer_of_the_first(texts, tmp_path):
-    sources = [Source(text="[0-4].txt", weight=2), Source(text="[5-8].txt")]
-    data = Data(source=sources, tokenizer=Bpe(bpe=280), sequence=16)
-    prepared, evaluate = prepare_all(data, Evaluate(source=Source(text="9.txt")), texts, tmp_path / "cache")
+    sources = [DataSource(text="[0-4].txt", weight=2), DataSource(text="[5-8].txt")]
+    data = DataConfig(source=sources, tokenizer=BpeTokenizerConfig(bpe=280), seq_len=16)
+    prepared, evaluate = prepare_all(data, EvaluationConfig(source=DataSource(text="9.txt")), texts, tmp_path / "cache")
     assert [source.weight for source in prepared.source] == [2, 1]
     assert all(Path(source.prepared).is_absolute() for source in [*prepared.source, evaluate.source])
     opened = open_data(prepared, evaluate, 0)
@@ -98,6 +102,8 @@ def test_all_sources_of_a_recipe_share_the_tokenizer_of_the_first(texts, tmp_pat
 
 
 def test_one_source_stays_one_and_evaluation_has_none_unless_it_is_named(texts, tmp_path):
-    data, evaluate = prepare_all(Data(source=Source(text="*.txt")), Evaluate(), texts, tmp_path / "cache")
+    data, evaluate = prepare_all(
+        DataConfig(source=DataSource(text="*.txt")), EvaluationConfig(), texts, tmp_path / "cache"
+    )
     assert len(data.source) == 1
-    assert evaluate == Evaluate()
+    assert evaluate == EvaluationConfig()

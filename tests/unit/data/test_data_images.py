@@ -14,7 +14,7 @@ from small_data import contents, manifest_of, opened, prepare, write_texts
 from phalanx.data import inspect, load_tokenizer, open_data, prepare_all, verify
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
-from phalanx.recipe.schema import Data, Evaluate, Recipe, Source
+from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -59,9 +59,11 @@ def test_keys_of_text_are_refused_with_prepared_pictures(tmp_path, images, label
     out = prepare(tmp_path, tmp_path / "out", SOURCE)
     data = {"source": {"prepared": str(out)}}
     with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out holds pictures: leave it out"):
-        prepare_all(Data.model_validate({**data, "tokenizer": {"bpe": 300}}), Evaluate(), tmp_path)
-    recipe = Recipe.model_validate({"task": "classification", "data": {**data, "documents": "separate"}})
-    with pytest.raises(RecipeError, match=r"data.documents: is for text, and the data are pictures: leave it out"):
+        prepare_all(DataConfig.model_validate({**data, "tokenizer": {"bpe": 300}}), EvaluationConfig(), tmp_path)
+    recipe = Recipe.model_validate({"task": "classification", "data": {**data, "document_masking": True}})
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: is for text, and the data are pictures: leave it out"
+    ):
         check_task(recipe, "images")
 
 
@@ -126,7 +128,7 @@ def folder(tmp_path):
 
 
 def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
-    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 5]})
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 5]})
     assert manifest_of(out)["labels"] == ["blue", "green", "red"]
     data = opened(out)
     batch = data.train(0, 9)
@@ -139,7 +141,7 @@ def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
 
 def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 200)
-    source = {"images": "images", "size": [4, 4]}
+    source = {"images": "images", "image_size": [4, 4]}
     outs = [prepare(tmp_path, tmp_path / f"out{n}", source, workers=n) for n in (1, 2)]
     assert len(manifest_of(outs[0])["shards"]) > 1
     assert contents(outs[0]) == contents(outs[1])
@@ -148,16 +150,16 @@ def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path,
 def test_an_image_that_cannot_be_read_is_named(folder, tmp_path):
     (folder / "red" / "z.png").write_text("not a picture")
     with pytest.raises(DataError, match=r"z\.png: not an image that Pillow can read"):
-        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ({"images": "images"}, "need a common size"),
-        ({"images": "nowhere", "size": [4, 4]}, "no such folder of images"),
-        ({"images": "images/red", "size": [9, 9], "exclude": []}, None),
-        ({"images": "images/red/deep", "size": [4, 4]}, "matches no file"),
+        ({"images": "nowhere", "image_size": [4, 4]}, "no such folder of images"),
+        ({"images": "images/red", "image_size": [9, 9], "exclude": []}, None),
+        ({"images": "images/red/deep", "image_size": [4, 4]}, "matches no file"),
     ],
 )
 def test_image_folders_that_are_none_are_refused(folder, tmp_path, source, words):
@@ -176,7 +178,7 @@ def one_image(tmp_path, name, save):
     path = tmp_path / "images" / "a" / name
     path.parent.mkdir(parents=True)
     save(path)
-    batch = opened(prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [8, 8]})).train(0, 1)
+    batch = opened(prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [8, 8]})).train(0, 1)
     return batch["images"][0]
 
 
@@ -260,7 +262,7 @@ def test_pixels_of_32_bits_are_refused(tmp_path):
 def test_a_sub_folder_without_images_is_refused(folder, tmp_path):
     (folder / "__pycache__").mkdir()
     with pytest.raises(RecipeError, match=r"__pycache__ holds no image, but every sub-folder of .* is a class"):
-        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
 
 
 def test_links_bring_an_image_into_a_class_once(folder, tmp_path):
@@ -270,31 +272,31 @@ def test_links_bring_an_image_into_a_class_once(folder, tmp_path):
     (folder / "red" / "more").symlink_to(tmp_path / "store")
     (folder / "red" / "again.png").symlink_to(tmp_path / "store" / "s.png")
     (folder / "blue" / "too.png").symlink_to(tmp_path / "store" / "s.png")
-    manifest = manifest_of(prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]}))
+    manifest = manifest_of(prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]}))
     assert manifest["labels"] == ["blue", "green", "red"]
     assert sum(shard["count"] for shard in manifest["shards"]) == 9 + 2
 
 
 def test_classes_of_other_names_are_not_mixed_up(folder, tmp_path):
-    first = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    first = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
     (folder / "green").rename(folder / "yellow")
-    second = prepare(tmp_path, tmp_path / "out2", {"images": "images", "size": [4, 4]})
-    sources = [Source(prepared=str(place)) for place in (first, second)]
+    second = prepare(tmp_path, tmp_path / "out2", {"images": "images", "image_size": [4, 4]})
+    sources = [DataSource(prepared=str(place)) for place in (first, second)]
     words = r"its classes and those of {} have other names: number 1 is 'green' and 'red'"
     with pytest.raises(RecipeError, match=words.format(r"data\.source\.1")):
-        open_data(Data(source=sources), Evaluate(), 0)
-    with pytest.raises(RecipeError, match=words.format(r"evaluate\.source")):
-        open_data(Data(source=sources[0]), Evaluate(source=sources[1]), 0)
+        open_data(DataConfig(source=sources), EvaluationConfig(), 0)
+    with pytest.raises(RecipeError, match=words.format(r"evaluation.source")):
+        open_data(DataConfig(source=sources[0]), EvaluationConfig(source=sources[1]), 0)
 
 
 def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(UsageError, match=r"pip install 'phalanx\[images\]'"):
-        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
 
 
 def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
-    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
     facts = inspect(out)
     assert facts["first_labels"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert (facts["count"], facts["classes"], facts["shape"]) == (9, 3, (4, 4, 3))
@@ -307,20 +309,20 @@ def test_a_pipe_among_pictures_is_refused_by_name(tmp_path):
         (tmp_path / "root" / name).mkdir(parents=True)
         os.mkfifo(tmp_path / "root" / name / "x.png")
     with pytest.raises(RecipeError, match=r"a/x\.png: not a regular file"):
-        prepare(tmp_path, tmp_path / "out", {"images": "root", "size": [8, 8]})
+        prepare(tmp_path, tmp_path / "out", {"images": "root", "image_size": [8, 8]})
 
 
 @pytest.mark.parametrize("name", ["red\x1b[31m", "c\udce9", "a\u202eb", "bell\x07"])
 def test_a_class_of_a_name_that_no_manifest_gives_back_is_refused(folder, tmp_path, name):
     (folder / "red").rename(folder / name)
     with pytest.raises(RecipeError, match=r"the name of a class has control characters; rename it"):
-        prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+        prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["café", "日本", "two words", "tab\tin"])
 def test_a_class_may_have_any_other_name(folder, tmp_path, name):
     (folder / "red").rename(folder / name)
-    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "size": [4, 4]})
+    out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
     assert opened(out).facts.classes == 3
     assert name in manifest_of(out)["labels"]

@@ -125,9 +125,9 @@ def tell(now):
 
 if __name__ == "__main__":
     pieces.SMALLEST = 10_000
-    source = schema.Source(text="*.txt")
+    source = schema.DataSource(text="*.txt")
     folder, out = map(Path, sys.argv[1:])
-    prepare_source(source, schema.Data(), folder, out, workers=2, progress=tell)
+    prepare_source(source, schema.DataConfig(), folder, out, workers=2, progress=tell)
 """
 
 
@@ -220,8 +220,8 @@ from pathlib import Path
 from phalanx.data import prepare_source
 from phalanx.recipe import schema
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-source = schema.Source(text="large.txt")
-prepare_source(source, schema.Data(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), workers=1)
+source = schema.DataSource(text="large.txt")
+prepare_source(source, schema.DataConfig(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), workers=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}

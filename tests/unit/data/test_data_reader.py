@@ -37,7 +37,7 @@ def test_every_token_but_the_shards_ends_is_a_target_once_an_epoch(folder):
 
 
 def test_arrays_are_contiguous_and_writable(folder):
-    for values in opened(folder, documents="separate").train(0, 4).values():
+    for values in opened(folder, document_masking=True).train(0, 4).values():
         assert values.flags.c_contiguous
         assert values.flags.writeable
 
@@ -67,7 +67,7 @@ def test_held_out_samples_end(folder):
 
 def test_a_source_of_its_own_for_evaluation_leaves_training_all_of_its_own(folder, tmp_path):
     other = dataset(tmp_path / "other", [numbered(500) + 10_000], vocab=2**32)
-    data = opened(folder, evaluate={"source": {"prepared": str(other)}, "share": 0.5})
+    data = opened(folder, evaluation={"source": {"prepared": str(other)}, "holdout_fraction": 0.5})
     assert data.train_samples == opened(folder).train_samples
     assert data.held_out_samples == 499 // 8
     assert np.array_equal(np.sort(data.held_out(0, 62)["tokens"].ravel()), 10_000 + np.arange(62 * 8))
@@ -148,7 +148,7 @@ def test_sources_with_other_tokenizers_do_not_mix(three, tmp_path):
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(three):
-    with pytest.raises(RecipeError, match=r"data\.sequence: 900 tokens"):
+    with pytest.raises(RecipeError, match=r"data.seq_len: 900 tokens"):
         opened(three[0], sequence=900)
     assert opened(three[0], sequence=899).train_samples == 1
 
@@ -159,7 +159,7 @@ def test_the_fingerprint_tells_everything_that_changes_the_order(three):
         opened(three[1]).fingerprint,
         opened(three[0], sequence=9).fingerprint,
         opened(three[0], share=0.5).fingerprint,
-        opened(three[0], documents="separate").fingerprint,
+        opened(three[0], document_masking=True).fingerprint,
         opened(three[0], three[1]).fingerprint,
         opened(three[0], three[1], weights=[1, 2]).fingerprint,
     ]
@@ -170,7 +170,7 @@ def test_the_fingerprint_tells_everything_that_changes_the_order(three):
 
 def test_documents_kept_apart_are_numbered_and_not_each_others_targets(tmp_path):
     folder = dataset(tmp_path / "dataset", [numbered(40), numbered(50) + 100], vocab=2**32, documents=4)
-    data = opened(folder, sequence=12, documents="separate")
+    data = opened(folder, sequence=12, document_masking=True)
     batch = data.train(0, data.train_samples)
     assert batch["documents"].dtype == np.int32
     for tokens, targets, documents in zip(batch["tokens"], batch["targets"], batch["documents"], strict=True):
@@ -214,8 +214,8 @@ def test_damage_after_a_block_was_read_is_found_in_the_next_epoch(tmp_path):
 @pytest.mark.parametrize("own", [True, False])
 def test_damage_of_held_out_samples_is_found_in_the_next_evaluation(tmp_path, own):
     folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
-    evaluate = {"source": {"prepared": str(folder)}} if own else {"share": 0.3}
-    data = opened(folder, sequence=100, evaluate=evaluate)
+    evaluate = {"source": {"prepared": str(folder)}} if own else {"holdout_fraction": 0.3}
+    data = opened(folder, sequence=100, evaluation=evaluate)
     half = data.held_out_samples // 2
     for start in (0, half):
         data.held_out(start, half)

@@ -272,7 +272,7 @@ def test_an_array_of_json_is_told_with_its_cure(tmp_path, text):
 def test_json_lines_give_the_named_field(tmp_path):
     lines = [{"body": "one"}, {"body": ""}, {"body": "zwei ü\n"}, {"body": None}, {"body": "\ud800"}]
     write_texts(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, lines)) + "\n\n"})
-    out = prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl", "field": "body"})
+    out = prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl", "text_field": "body"})
     assert text_of(out) == "one\0zwei ü\n\0\ud800\0".encode(errors="surrogatepass")
     assert manifest_of(out)["shards"][0]["documents"] == 3
 
@@ -285,7 +285,7 @@ def test_json_lines_give_the_named_field(tmp_path):
         (
             '{"body": "x", "id": 1}',
             RecipeError,
-            r"no field 'text'; it has 'body', 'id'\. Name it in data\.source\.field",
+            r"no field 'text'; it has 'body', 'id'\. Name it in data.source.text_field",
         ),
         ('{"text": 7}', DataError, "'text' should be text, found int"),
         ("[" * 100_000, DataError, "the line at byte 16: not JSON that can be read: it is nested too deeply"),

@@ -15,7 +15,7 @@ from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 from phalanx.data import load_tokenizer, prepare_all, sources
 from phalanx.data.tokenizers import TOKENIZER, train_bpe
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.schema import Data, Evaluate
+from phalanx.recipe.schema import DataConfig, EvaluationConfig
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
 
@@ -100,17 +100,17 @@ def test_a_hugging_face_tokenizer_is_copied_into_the_dataset(texts, bpe, tmp_pat
 def test_prepared_tokens_of_another_tokenizer_than_the_recipe_names_are_refused(texts, bpe, tmp_path, asked, made):
     shutil.copy(bpe, texts / "tok.json")
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300} if made == "bpe:300" else made)
-    data = Data.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
+    data = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
     named = "tok.json" if asked == "tok.json" else f"bpe:{asked['bpe']}"
     with pytest.raises(RecipeError, match=f"data.tokenizer: found {named}, but .*out was prepared with {made}; leave"):
-        prepare_all(data, Evaluate(), texts)
+        prepare_all(data, EvaluationConfig(), texts)
 
 
 @pytest.mark.parametrize("asked", ["bytes", {"bpe": 300}, "out/tokenizer.json", "out"])
 def test_prepared_tokens_of_the_tokenizer_that_the_recipe_names_are_taken(texts, tmp_path, asked):
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
-    data = Data.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
-    assert prepare_all(data, Evaluate(), tmp_path)[0].source[0].prepared == str(out)
+    data = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
+    assert prepare_all(data, EvaluationConfig(), tmp_path)[0].source[0].prepared == str(out)
 
 
 def test_a_tokenizer_without_a_separator_puts_none(tmp_path):

@@ -49,7 +49,7 @@ def test_googlenet_has_the_shapes_of_the_papers_table() -> None:
 
 @pytest.mark.parametrize("build", [nin, googlenet])
 def test_classes_and_channels_are_the_callers(build: type[nn.Module]) -> None:
-    model = build(classes=7, channels=1).eval()
+    model = build(num_classes=7, in_channels=1).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 1, 224, 224, generator=torch.Generator().manual_seed(0))).shape == (1, 7)
 
@@ -57,23 +57,23 @@ def test_classes_and_channels_are_the_callers(build: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 16), (3, 33)])
 def test_resnet_takes_images_of_any_size(channels: int, size: int) -> None:
     with torch.no_grad():
-        assert resnet(channels=channels, width=8)(torch.zeros(2, channels, size, size)).shape == (2, 10)
+        assert resnet(in_channels=channels, base_channels=8)(torch.zeros(2, channels, size, size)).shape == (2, 10)
 
 
 def test_resnet_treats_each_sample_by_itself() -> None:
     torch.manual_seed(0)
-    model, images = resnet(channels=1, width=8), torch.randn(4, 1, 28, 28)
+    model, images = resnet(in_channels=1, base_channels=8), torch.randn(4, 1, 28, 28)
     with torch.no_grad():
         torch.testing.assert_close(model(images)[2:], model(images[2:]), rtol=1e-5, atol=1e-6)
 
 
 def test_resnet_stages_halve_the_size_and_double_the_width() -> None:
-    found = shapes(resnet(width=16), 32)
+    found = shapes(resnet(base_channels=16), 32)
     assert found[:7] == [(16, 32, 32)] * 3 + [(32, 16, 16)] * 2 + [(64, 8, 8)] * 2
 
 
 @pytest.mark.parametrize(
-    ("model", "size"), [(lambda: nin(10), 67), (lambda: googlenet(10), 64), (lambda: resnet(width=8), 16)]
+    ("model", "size"), [(lambda: nin(10), 67), (lambda: googlenet(10), 64), (lambda: resnet(base_channels=8), 16)]
 )
 def test_a_gradient_reaches_every_parameter(model: type[nn.Module], size: int) -> None:
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_activations_keep_their_scale_through_the_depth() -> None:
 
 
 def test_a_narrow_nin_has_the_same_layers_in_proportion() -> None:
-    wide, narrow = shapes(nin(10), 43), shapes(nin(10, width=12), 43)
+    wide, narrow = shapes(nin(10), 43), shapes(nin(10, base_channels=12), 43)
     assert [(maps * 12 // 96, *size) for maps, *size in wide[:-3]] == [tuple(shape) for shape in narrow[:-3]]
     assert narrow[-1] == wide[-1]
 
@@ -102,18 +102,18 @@ def test_a_narrow_nin_has_the_same_layers_in_proportion() -> None:
 @pytest.mark.parametrize("width", [0, 32])
 def test_a_width_that_nin_cannot_have_is_refused(width: int) -> None:
     with pytest.raises(ValueError, match="must be a multiple of 3"):
-        nin(10, width=width)
+        nin(10, base_channels=width)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"width": 20}, "multiple of 8"),
-        ({"width": 8 * 10**9}, "width=8000000000 must be at most"),
+        ({"base_channels": 20}, "multiple of 8"),
+        ({"base_channels": 8 * 10**9}, "base_channels=8000000000 must be at most"),
         ({"blocks": (2, 0)}, "at least one"),
         ({"blocks": (10**9,)}, "blocks=1000000000 must be at most 4096"),
         ({"blocks": (1,) * 40}, "the width of the last stage=.* must be at most"),
-        ({"classes": 10**12}, "classes=1000000000000 must be at most"),
+        ({"num_classes": 10**12}, "num_classes=1000000000000 must be at most"),
     ],
 )
 def test_a_resnet_that_cannot_be_is_refused(arguments: dict[str, object], text: str) -> None:

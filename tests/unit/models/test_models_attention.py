@@ -149,7 +149,7 @@ def test_on_a_gpu_it_is_what_suits_mask_and_compilation(
 
 @pytest.mark.parametrize("kernel", ["flex", "flash3"])
 def test_while_a_mode_watches_it_sees_every_attention(kernel: Any) -> None:
-    model = transformer(vocab=11, sequence=16, layers=2, width=16, heads=2)
+    model = transformer(vocab_size=11, seq_len=16, layers=2, hidden_size=16, num_heads=2)
     with forced(kernel), Watching() as watching:
         model(torch.zeros(2, 16, dtype=torch.int64), DOCUMENTS)
     assert watching.seen.count(F.scaled_dot_product_attention) == 2
@@ -167,7 +167,7 @@ def test_a_compiler_that_follows_the_whole_model_finds_sdpa() -> None:
 @unfused
 def test_our_transformer_takes_a_block_mask_through_all_its_layers() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=11, sequence=16, layers=2, width=16, heads=2, kv_heads=1)
+    model = transformer(vocab_size=11, seq_len=16, layers=2, hidden_size=16, num_heads=2, num_kv_heads=1)
     tokens = torch.randint(11, (2, 16))
     with torch.no_grad():
         expected = model(tokens, DOCUMENTS)

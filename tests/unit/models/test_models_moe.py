@@ -13,7 +13,16 @@ from phalanx.models import moe, transformer
 from phalanx.models.moe import Experts, Mixture, MixtureTransformer, Router
 from phalanx.models.transformer import FeedForward
 
-SMALL = {"vocab": 61, "sequence": 24, "layers": 2, "width": 32, "heads": 4, "experts": 4, "top_k": 2, "ffn": 24}
+SMALL = {
+    "vocab_size": 61,
+    "seq_len": 24,
+    "layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_experts": 4,
+    "top_k": 2,
+    "expert_hidden_size": 24,
+}
 UNEVEN = (0.4, 0.3, 0.2, 0.1)
 
 WARNINGS_OF_COMPILE = (  # of torch.compile's own doings, hidden in a way that warnings as errors do not heed
@@ -87,7 +96,16 @@ def naive(mixture: Mixture, x: Tensor) -> Tensor:
 
 def test_parameters_are_those_of_the_formula() -> None:
     model = moe(
-        vocab=256, sequence=8, layers=3, width=128, heads=4, experts=8, ffn=96, shared=64, dense_layers=1, kv_heads=2
+        vocab_size=256,
+        seq_len=8,
+        layers=3,
+        hidden_size=128,
+        num_heads=4,
+        num_experts=8,
+        expert_hidden_size=96,
+        shared_expert_hidden_size=64,
+        dense_layers=1,
+        num_kv_heads=2,
     )
     attention = 128 * 128 * 2 + 128 * 64 * 2 + 2 * 32
     mixture = 8 * 3 * 128 * 96 + 8 * 128 + 3 * 128 * 64
@@ -98,8 +116,8 @@ def test_parameters_are_those_of_the_formula() -> None:
 
 def test_by_default_a_tokens_experts_are_together_as_wide_as_the_feed_forward_of_the_transformer() -> None:
     mixture, dense = (
-        build(vocab=256, sequence=8, width=384, ffn=None, top_k=4),
-        transformer(vocab=256, sequence=8, width=384),
+        build(vocab_size=256, seq_len=8, hidden_size=384, expert_hidden_size=None, top_k=4),
+        transformer(vocab_size=256, seq_len=8, hidden_size=384),
     )
     assert isinstance(dense.blocks[0].ffn, FeedForward)
     assert 4 * mixture.blocks[0].ffn.experts.gate.shape[1] == dense.blocks[0].ffn.up.out_features
@@ -163,13 +181,13 @@ def test_one_product_for_all_experts_equals_the_loop(device: str, monkeypatch: p
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_gradients_do_not_depend_on_how_a_batch_is_divided(micro: int, top_k: int) -> None:
-    model = build(load=UNEVEN, balance=1.0, top_k=top_k, shared=16)
+    model = build(load=UNEVEN, aux_loss_coef=1.0, top_k=top_k, shared_expert_hidden_size=16)
     assert_alike(gradients(model, micro), gradients(model))
 
 
 def test_gradients_are_those_of_a_loss_with_the_balance_written_out() -> None:
     load = torch.tensor(UNEVEN)
-    model, plain = build(load=UNEVEN, balance=0.5), build(balance=0.0)
+    model, plain = build(load=UNEVEN, aux_loss_coef=0.5), build(aux_loss_coef=0.0)
     found, shares = gradients(model), []
     for router in routers(plain):
         router.score.register_forward_hook(lambda module, args, out: shares.append(out.softmax(-1)))
@@ -183,11 +201,11 @@ def test_gradients_are_those_of_a_loss_with_the_balance_written_out() -> None:
 
 def test_the_output_does_not_show_the_balance() -> None:
     with torch.no_grad():
-        assert torch.equal(build(load=UNEVEN, balance=1.0)(tokens()), build(balance=0.0)(tokens()))
+        assert torch.equal(build(load=UNEVEN, aux_loss_coef=1.0)(tokens()), build(aux_loss_coef=0.0)(tokens()))
 
 
 def test_the_loss_scale_acts_on_the_balance_alone() -> None:
-    model, balance = build(load=UNEVEN, balance=1.0), {}
+    model, balance = build(load=UNEVEN, aux_loss_coef=1.0), {}
     for scale in (0.0, 1.0, 8.0):
         for router in routers(model):
             router.loss_scale = scale
@@ -248,13 +266,13 @@ def test_assignments_come_sorted_by_expert_and_equal_ones_in_order() -> None:
 
 
 def test_with_one_expert_a_token_the_task_still_teaches_the_router() -> None:
-    model = build(top_k=1, balance=0.0)
+    model = build(top_k=1, aux_loss_coef=0.0)
     assert gradients(model)["blocks.1.ffn.router.score.weight"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_changes_neither_gradients_nor_shares(reentrant: bool) -> None:
-    plain, again = build(load=UNEVEN, balance=1.0), build(load=UNEVEN, balance=1.0)
+    plain, again = build(load=UNEVEN, aux_loss_coef=1.0), build(load=UNEVEN, aux_loss_coef=1.0)
     for block in again.blocks:
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=reentrant)
@@ -288,7 +306,7 @@ def test_balance_evens_out_the_load(top_k: int) -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_compiled_it_is_the_eager_model(bf16: bool) -> None:
     torch.compiler.reset()
-    eager, compiled = build(load=UNEVEN, shared=16), build(load=UNEVEN, shared=16)
+    eager, compiled = build(load=UNEVEN, shared_expert_hidden_size=16), build(load=UNEVEN, shared_expert_hidden_size=16)
     for block in compiled.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -308,7 +326,17 @@ def test_bf16_autocast_stays_near_fp32() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie": False, "shared": 16, "dense_layers": 1, "dropout": 0.1, "kv_heads": 1}]
+    "changes",
+    [
+        {},
+        {
+            "tie_embeddings": False,
+            "shared_expert_hidden_size": 16,
+            "dense_layers": 1,
+            "dropout": 0.1,
+            "num_kv_heads": 1,
+        },
+    ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_gradient_reaches_every_parameter(changes: dict[str, object], autocast: bool) -> None:
@@ -320,7 +348,9 @@ def test_a_gradient_reaches_every_parameter(changes: dict[str, object], autocast
 
 
 def test_writers_into_the_residual_stream_start_smaller_with_depth() -> None:
-    block = moe(vocab=64, sequence=8, layers=8, width=128, heads=4, shared=128).blocks[3]
+    block = moe(vocab_size=64, seq_len=8, layers=8, hidden_size=128, num_heads=4, shared_expert_hidden_size=128).blocks[
+        3
+    ]
     assert isinstance(block.ffn, Mixture)
     depth = math.sqrt(2 * 8)
     assert block.ffn.shared is not None
@@ -338,7 +368,7 @@ def test_writers_into_the_residual_stream_start_smaller_with_depth() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_builds_and_trains_on_the_meta_device(dtype: torch.dtype) -> None:
     with torch.device("meta"):
-        model = moe(**SMALL, shared=16).to(dtype)  # type: ignore[arg-type]
+        model = moe(**SMALL, shared_expert_hidden_size=16).to(dtype)  # type: ignore[arg-type]
         logits = model(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int32))
     logits.sum().backward()
     assert logits.shape == (2, 24, 61)
@@ -347,9 +377,9 @@ def test_it_builds_and_trains_on_the_meta_device(dtype: torch.dtype) -> None:
 
 def test_a_meta_model_filled_later_is_the_model_built_at_once() -> None:
     with torch.device("meta"):
-        late = moe(**SMALL, shared=16)  # type: ignore[arg-type]
+        late = moe(**SMALL, shared_expert_hidden_size=16)  # type: ignore[arg-type]
     late.to_empty(device="cpu")
-    at_once = build(shared=16)
+    at_once = build(shared_expert_hidden_size=16)
     for model in (late, at_once):
         torch.manual_seed(0)
         model.reset_parameters()
@@ -382,14 +412,14 @@ def test_it_learns_to_repeat_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"top_k": 5}, "top_k=5 must be between 1 and experts=4"),
+        ({"top_k": 5}, "top_k=5 must be between 1 and num_experts=4"),
         ({"top_k": 0}, "top_k=0"),
-        ({"experts": 0}, "experts=0 must be at least 1"),
-        ({"ffn": 0}, "ffn=0 must be at least 1"),
-        ({"shared": -1}, "shared=-1"),
+        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"expert_hidden_size": 0}, "expert_hidden_size=0 must be at least 1"),
+        ({"shared_expert_hidden_size": -1}, "shared_expert_hidden_size=-1"),
         ({"dense_layers": 2}, "dense_layers=2 must be at least 0 and below layers=2"),
-        ({"balance": -0.1}, "balance=-0.1"),
-        ({"width": 30}, "width=30 must be a multiple of heads=4"),
+        ({"aux_loss_coef": -0.1}, "aux_loss_coef=-0.1"),
+        ({"hidden_size": 30}, "hidden_size=30 must be a multiple of num_heads=4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str) -> None:
@@ -397,7 +427,9 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
         build(**changes)
 
 
-@pytest.mark.parametrize("name", ["layers", "width", "experts", "ffn", "shared", "vocab"])
+@pytest.mark.parametrize(
+    "name", ["layers", "hidden_size", "num_experts", "expert_hidden_size", "shared_expert_hidden_size", "vocab_size"]
+)
 def test_sizes_beyond_any_model_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=1000000000 must be at most"):
-        moe(**{"vocab": 16, "sequence": 8, name: 10**9})
+        moe(**{"vocab_size": 16, "seq_len": 8, name: 10**9})

@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.models import transformer
 from phalanx.models.transformer import Transformer, rotate, rotations
 
-SMALL = {"vocab": 61, "sequence": 24, "layers": 2, "width": 32, "heads": 4}
+SMALL = {"vocab_size": 61, "seq_len": 24, "layers": 2, "hidden_size": 32, "num_heads": 4}
 
 
 def build(seed: int = 0, **changes: object) -> Transformer:
@@ -28,7 +28,9 @@ def turns(length: int, dim: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("activation", "matrices", "ffn"), [("swiglu", 3, 704), ("relu2", 2, 1024)])
 def test_parameters_are_those_of_the_formula(activation: str, matrices: int, ffn: int) -> None:
-    model = transformer(vocab=256, sequence=8, layers=3, width=256, heads=4, kv_heads=2, activation=activation)  # type: ignore[arg-type]
+    model = transformer(
+        vocab_size=256, seq_len=8, layers=3, hidden_size=256, num_heads=4, num_kv_heads=2, activation=activation
+    )  # type: ignore[arg-type]
     attention = 256 * 256 * 2 + 256 * 128 * 2 + 2 * 64
     expected = 256 * 256 + 3 * (attention + matrices * 256 * ffn + 2 * 256) + 256
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
@@ -38,7 +40,7 @@ def test_logits_have_a_score_for_each_token_of_the_vocabulary() -> None:
     assert build()(tokens()).shape == (2, 24, 61)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"activation": "relu2"}, {"qk_norm": False}])
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"activation": "relu2"}, {"qk_norm": False}])
 def test_a_later_token_leaves_earlier_logits_alone(changes: dict[str, object]) -> None:
     model, first = build(**changes), tokens()
     second = first.clone()
@@ -51,7 +53,7 @@ def test_a_later_token_leaves_earlier_logits_alone(changes: dict[str, object]) -
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_a_document_among_others_has_the_logits_of_the_document_alone(kv_heads: int) -> None:
-    model, packed = build(kv_heads=kv_heads), tokens(1)
+    model, packed = build(num_kv_heads=kv_heads), tokens(1)
     documents = torch.tensor([[0] * 7 + [1] * 11 + [2] * 6], dtype=torch.int32)
     with torch.no_grad():
         together = model(packed, documents)
@@ -68,7 +70,7 @@ def test_one_document_is_the_same_as_none() -> None:
 
 
 def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
-    grouped, full = build(kv_heads=2), build(seed=5)
+    grouped, full = build(num_kv_heads=2), build(seed=5)
     state = grouped.state_dict()
     for name in [name for name in state if name.endswith(("key.weight", "value.weight"))]:
         state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
@@ -84,13 +86,13 @@ def test_tied_weights_are_one_tensor() -> None:
 
 
 def test_untied_weights_are_two() -> None:
-    model = build(tie=False)
+    model = build(tie_embeddings=False)
     assert model.head.weight is not model.embedding.weight
     assert not torch.equal(model.head.weight, model.embedding.weight)
 
 
 def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
-    model = transformer(vocab=64, sequence=8, layers=8, width=128, heads=4)
+    model = transformer(vocab_size=64, seq_len=8, layers=8, hidden_size=128, num_heads=4)
     block = model.blocks[3]
     assert isinstance(block, nn.Module)
     depth = math.sqrt(2 * 8)
@@ -131,7 +133,9 @@ def test_complex_and_real_rotations_agree() -> None:
     torch.testing.assert_close(rotate(x, turns(32, 16)), rotate(x, (angles.cos(), angles.sin())))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie": False, "activation": "relu2", "kv_heads": 1, "dropout": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_embeddings": False, "activation": "relu2", "num_kv_heads": 1, "dropout": 0.1}]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_gradient_reaches_every_parameter(changes: dict[str, object], autocast: bool) -> None:
     model = build(**changes).train()
@@ -170,7 +174,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_it_builds_and_runs_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = transformer(**SMALL, kv_heads=2)  # type: ignore[arg-type]
+        model = transformer(**SMALL, num_kv_heads=2)  # type: ignore[arg-type]
         logits = model(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int32))
     assert logits.device.type == "meta"
     assert logits.shape == (2, 24, 61)
@@ -209,16 +213,16 @@ def test_it_learns_to_repeat_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"width": 30}, "width=30 must be a multiple of heads=4"),
-        ({"width": 12}, "must be even"),
-        ({"kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
+        ({"hidden_size": 30}, "hidden_size=30 must be a multiple of num_heads=4"),
+        ({"hidden_size": 12}, "must be even"),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"activation": "gelu"}, "'swiglu' or 'relu2'"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"layers": 10**9}, "layers=1000000000 must be at most 4096"),
-        ({"width": 10**9}, "width=1000000000 must be at most"),
-        ({"heads": 10**9, "head_dim": 2}, "heads=1000000000 must be at most"),
+        ({"hidden_size": 10**9}, "hidden_size=1000000000 must be at most"),
+        ({"num_heads": 10**9, "head_dim": 2}, "num_heads=1000000000 must be at most"),
         ({"head_dim": 10**9}, "head_dim=1000000000 must be at most"),
-        ({"ffn": 10**12}, "ffn=1000000000000 must be at most"),
+        ({"ffn_hidden_size": 10**12}, "ffn_hidden_size=1000000000000 must be at most"),
         ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )
@@ -228,10 +232,10 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
 
 
 def test_an_input_longer_than_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence=24"):
+    with pytest.raises(ValueError, match="seq_len=24"):
         build()(tokens(1, 25))
 
 
 def test_true_is_no_size_of_a_model() -> None:
     with pytest.raises(ValueError, match="layers=True must be a whole number"):
-        transformer(vocab=16, sequence=8, layers=True)
+        transformer(vocab_size=16, seq_len=8, layers=True)

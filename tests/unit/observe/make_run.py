@@ -39,20 +39,25 @@ T0 = 1_790_000_000.0
 def recipe(**changes: Any) -> dict[str, Any]:
     return {
         "name": "gpt-python",
-        "model": {"build": "phalanx.models:transformer", "args": {"layers": 4, "width": 256, "heads": 4}},
+        "model": {"build": "phalanx.models:transformer", "args": {"layers": 4, "hidden_size": 256, "num_heads": 4}},
         "task": "language-modeling",
         "data": {
             "source": {"text": "${python.stdlib}/**/*.py"},
             "tokenizer": "bytes",
-            "sequence": 256,
+            "seq_len": 256,
         },
-        "evaluate": {"every": 50},
-        "batch": {"global": 16, "micro": 8},
+        "evaluation": {"every": 50},
+        "batch": {"global_size": 16, "micro_size": 8},
         "steps": 300,
-        "optim": {"name": "adamw", "lr": 1e-3, "clip": 1.0, "schedule": {"warmup": 20, "decay": "cosine"}},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 1e-3,
+            "max_grad_norm": 1.0,
+            "schedule": {"warmup_steps": 20, "decay": "cosine"},
+        },
         "precision": "bf16",
-        "layout": {"replicate": 1},
-        "threads": 2,
+        "parallelism": {"replicate": 1},
+        "num_threads": 2,
         **changes,
     }
 
@@ -74,7 +79,7 @@ class Maker:
         self.attempt = -1
         path.mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
-        changes = {"steps": total, "layout": {"replicate": self.world}, **shape}
+        changes = {"steps": total, "parallelism": {"replicate": self.world}, **shape}
         (path / "resolved.yaml").write_text(json.dumps(recipe(**changes)))
         self.precision = changes.get("precision", "bf16")
         self.write_facts()
@@ -91,7 +96,7 @@ class Maker:
             "saved_bytes_per_sample": 9_000_000,
             "chosen": [
                 {"key": "precision", "value": "bf16", "why": "bf16 matmul is 3.4 x fp32 on this machine"},
-                {"key": "batch.micro", "value": 8, "why": "fastest of 4, 8 and 16 in a trial"},
+                {"key": "batch.micro_size", "value": 8, "why": "fastest of 4, 8 and 16 in a trial"},
             ],
             "predicted_step_seconds": self.seconds * 0.96,
         }

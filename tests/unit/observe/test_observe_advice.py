@@ -28,11 +28,16 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
     ("rule", "key", "words", "shape"),
     [
         ("data wait", "data.source.prepared", r"data wait is 3\d% of the step", {"split": {"data_wait": 0.45}}),
-        ("exchange", "batch.global", r"exchange is 2\d% of the step", {"split": {"grad_sync": 0.3}, "world": 2}),
-        ("optimizer share", "batch.global", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
-        ("low MFU", "batch.micro", "micro-batches of 2 are small", {"mfu": 0.1, "batch": {"global": 16, "micro": 2}}),
+        ("exchange", "batch.global_size", r"exchange is 2\d% of the step", {"split": {"grad_sync": 0.3}, "world": 2}),
+        ("optimizer share", "batch.global_size", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
+        (
+            "low MFU",
+            "batch.micro_size",
+            "micro-batches of 2 are small",
+            {"mfu": 0.1, "batch": {"global_size": 16, "micro_size": 2}},
+        ),
         ("precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
-        ("idle cores", "threads", "of 1 thread", {"threads": 1, "world": 1, "cores": 8}),
+        ("idle cores", "num_threads", "of 1 thread", {"num_threads": 1, "world": 1, "cores": 8}),
         ("still falling", "steps", "still falling at the end", {"falling": True}),
         ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
     ],
@@ -110,7 +115,7 @@ def test_much_evaluation_is_found(tmp_path: Path) -> None:
         maker.step(step)
         if step % 5 == 0:
             maker.eval(step)
-    assert advices(maker.path)["evaluation"].key == "evaluate.every"
+    assert advices(maker.path)["evaluation"].key == "evaluation.every"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

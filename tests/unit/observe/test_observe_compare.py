@@ -17,12 +17,12 @@ def compared(*paths: Path):  # type: ignore[no-untyped-def]
 
 def test_only_the_recipe_keys_that_differ_are_shown(tmp_path: Path) -> None:
     one = healthy(tmp_path / "one", total=60)
-    two = healthy(tmp_path / "two", total=60, optim={"lr": 3e-4})
+    two = healthy(tmp_path / "two", total=60, optimizer={"lr": 3e-4})
     comparison = compared(one, two)
-    assert comparison.differing["optim.lr"] == [1e-3, 3e-4]
+    assert comparison.differing["optimizer.lr"] == [1e-3, 3e-4]
     assert "precision" not in comparison.differing
     text = compare_text(comparison)
-    assert "optim.lr" in text
+    assert "optimizer.lr" in text
     assert "final loss" in text
     assert "MFU, measured" in text
     assert "data wait" in text

@@ -302,16 +302,22 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ({"replicate": 1, "schedule": "1f1b", "stages": None}, "one process"),
-        ({"tensor": 2, "overlap": False, "schedule": "1f1b"}, "tensor 2"),
-        ({"tensor": 2, "overlap": True, "schedule": "1f1b"}, "tensor 2 (overlap)"),
-        ({"replicate": 2, "tensor": 4, "schedule": "1f1b", "stages": None}, "replicate 2 x tensor 4"),
-        ({"replicate": 2, "pipeline": 2, "schedule": "gpipe", "stages": None}, "replicate 2 x pipeline 2 (gpipe)"),
-        ({"pipeline": 2, "schedule": "1f1b", "stages": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
+        ({"replicate": 1, "pipeline_schedule": "1f1b", "layers_per_stage": None}, "one process"),
+        ({"tensor": 2, "async_tp": False, "pipeline_schedule": "1f1b"}, "tensor 2"),
+        ({"tensor": 2, "async_tp": True, "pipeline_schedule": "1f1b"}, "tensor 2 (async_tp)"),
+        (
+            {"replicate": 2, "tensor": 4, "pipeline_schedule": "1f1b", "layers_per_stage": None},
+            "replicate 2 x tensor 4",
+        ),
+        (
+            {"replicate": 2, "pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": None},
+            "replicate 2 x pipeline 2 (gpipe)",
+        ),
+        ({"pipeline": 2, "pipeline_schedule": "1f1b", "layers_per_stage": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
     ],
 )
 def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, object], expected: str) -> None:
-    assert summary(healthy(tmp_path / "run", total=5, layout=layout)).what.layout == expected
+    assert summary(healthy(tmp_path / "run", total=5, parallelism=layout)).what.layout == expected
 
 
 def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:
@@ -332,9 +338,12 @@ def noisy(path: Path, *estimates: float) -> Path:
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (412.3, "gradient noise scale about 410 samples; batch.global is 16: room to grow to about 410 (26 x)"),
-        (20.0, "gradient noise scale about 20 samples; batch.global is 16: about as large as pays off"),
-        (3.2, "gradient noise scale about 3 samples; batch.global is 16: a smaller one would need hardly more steps"),
+        (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: room to grow to about 410 (26 x)"),
+        (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: about as large as pays off"),
+        (
+            3.2,
+            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need hardly more steps",
+        ),
     ],
 )
 def test_the_gradient_noise_scale_is_told_beside_the_batch(tmp_path: Path, scale: float, said: str) -> None:

@@ -25,7 +25,7 @@ from phalanx.plan.profile import Profile
 from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import stack
 from phalanx.plan.tracing import build, language_loss, profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from planner_validation.rows import CannotPredict, Shape, understand
@@ -123,15 +123,15 @@ def with_dropout(shape: Shape) -> Profile:
 
     def make() -> nn.Module:
         return transformer(
-            vocab=shape.vocab,
-            sequence=shape.sequence,
+            vocab_size=shape.vocab,
+            seq_len=shape.sequence,
             layers=shape.layers,
-            width=shape.width,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
+            hidden_size=shape.width,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            ffn_hidden_size=shape.ffn,
             activation="swiglu" if shape.gated else "relu2",
-            tie=shape.tie,
+            tie_embeddings=shape.tie,
             qk_norm=False,
             dropout=0.1,
         )
@@ -185,7 +185,7 @@ def megatron_setup(row: Mapping[str, str]) -> Setup | None:
             # Megatron-LM's dropout is 0.1 unless it is told otherwise, as its release runs are.
             profile=profile_of(shape) if "release" in row["case"] else with_dropout(shape),
             cluster=load_cluster("h100:8"),
-            layout=Layout(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
+            layout=Parallelism(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
             micro=micro,
             batch=batch,
             precision="bf16" if row["bf16"] == "true" else "fp16",
@@ -226,7 +226,7 @@ def sweep_setup(sequence: int) -> Setup:
     return Setup(
         profile=profile_of(shape),
         cluster=load_cluster("h200:8"),
-        layout=Layout(shard=8),
+        layout=Parallelism(shard=8),
         micro=1,
         batch=8,
         recompute="full",

@@ -23,7 +23,7 @@ from phalanx.plan.profile import Profile
 from phalanx.plan.setup import Setup, Stack
 from phalanx.plan.stacks import stack
 from phalanx.plan.tracing import build, image_loss, language_loss, profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.parallel.recompute import apply_recompute
 
 PARTS = [field.name for field in fields(Footprint) if field.name != "rank"]
@@ -33,7 +33,7 @@ PARTS = [field.name for field in fields(Footprint) if field.name != "rank"]
 def llama(dtype: torch.dtype = torch.bfloat16, tie: bool = False) -> Profile:
     """A decoder of eight layers."""
     return profile(
-        build(lambda: transformer(32000, 1024, layers=8, width=512, heads=8, tie=tie), dtype),
+        build(lambda: transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=tie), dtype),
         language_loss(32000, 1024),
         1024,
     )
@@ -43,23 +43,23 @@ def llama(dtype: torch.dtype = torch.bfloat16, tie: bool = False) -> Profile:
 def mixture() -> Profile:
     """The same with eight experts a layer."""
     return profile(
-        build(lambda: moe(32000, 1024, layers=8, width=512, heads=8, experts=8, top_k=2)),
+        build(lambda: moe(32000, 1024, layers=8, hidden_size=512, num_heads=8, num_experts=8, top_k=2)),
         language_loss(32000, 1024),
         1024,
     )
 
 
-def setup(layout: Layout | None = None, of: Profile | None = None, **values: object) -> Setup:
+def setup(layout: Parallelism | None = None, of: Profile | None = None, **values: object) -> Setup:
     """A run of the small decoder; `values` as in Setup."""
     given = {"micro": 4, "batch": 1024, "zero": 3 if layout is not None and layout.shard > 1 else 0, **values}
-    return Setup(of or llama(), load_cluster("h100:8"), layout or Layout(), **given)  # type: ignore[arg-type]
+    return Setup(of or llama(), load_cluster("h100:8"), layout or Parallelism(), **given)  # type: ignore[arg-type]
 
 
 # --- what must hold ---------------------------------------------------------------------------------------------------
 
 
 def test_parts_add_up() -> None:
-    found = footprint(setup(Layout(shard=4, tensor=2)))
+    found = footprint(setup(Parallelism(shard=4, tensor=2)))
     assert found.total == pytest.approx(sum(getattr(found, name) for name in PARTS))
     assert 0 < found.allocated < found.reserved < found.total
     low, high = found.between()
@@ -67,7 +67,7 @@ def test_parts_add_up() -> None:
 
 
 def test_more_shards_never_take_more() -> None:
-    sizes = [footprint(setup(Layout(shard=ranks))).allocated for ranks in (2, 4, 8, 16, 64)]
+    sizes = [footprint(setup(Parallelism(shard=ranks))).allocated for ranks in (2, 4, 8, 16, 64)]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -77,20 +77,20 @@ def test_a_cpu_has_the_checkpoint_in_its_memory_while_it_is_written_and_replicas
     cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"accelerator": host})})
     alone = footprint(replace(setup(), cluster=cluster))
     assert alone.buffers == alone.parameters + alone.optimizer > 0
-    shared = footprint(replace(setup(Layout(replicate=4)), cluster=cluster))
+    shared = footprint(replace(setup(Parallelism(replicate=4)), cluster=cluster))
     assert shared.buffers == pytest.approx((shared.parameters + shared.optimizer) / 4)
 
 
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
 def test_more_ranks_never_take_more(dimension: str) -> None:
-    sizes = [footprint(setup(Layout(**{dimension: ranks}), micro=1)).allocated for ranks in (1, 2, 4, 8)]
+    sizes = [footprint(setup(Parallelism(**{dimension: ranks}), micro=1)).allocated for ranks in (1, 2, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_each_level_of_zero_takes_less() -> None:
     states = []
     for zero in range(4):
-        layout = Layout(shard=8) if zero == 3 else Layout(replicate=8)
+        layout = Parallelism(shard=8) if zero == 3 else Parallelism(replicate=8)
         states.append(footprint(setup(layout, zero=zero, stack=Stack("megatron"))).state)
     assert states == sorted(states, reverse=True)
 
@@ -98,7 +98,7 @@ def test_each_level_of_zero_takes_less() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("of", [llama, mixture])
 def test_recomputing_more_never_takes_more(of: object, fused: bool) -> None:
-    for layout in (Layout(), Layout(shard=8), Layout(pipeline=4), Layout(tensor=4)):
+    for layout in (Parallelism(), Parallelism(shard=8), Parallelism(pipeline=4), Parallelism(tensor=4)):
         sizes = [
             footprint(setup(layout, of(), recompute=way, stack=Stack(fused=fused))).allocated  # type: ignore[operator]
             for way in ("none", "selective", "full")
@@ -122,7 +122,7 @@ def test_a_chunked_loss_spares_the_logits() -> None:
 
 
 def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None:
-    divided = setup(Layout(tensor=2))
+    divided = setup(Parallelism(tensor=2))
     assert footprint(divided) == footprint(divided, loss="chunked")
 
 
@@ -141,12 +141,12 @@ def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None
     ],
 )
 def test_megatron_holds_what_its_documentation_says(precision: str, zero: int, bytes_each: float) -> None:
-    found = footprint(setup(Layout(replicate=8), precision=precision, zero=zero, stack=Stack("megatron")))
+    found = footprint(setup(Parallelism(replicate=8), precision=precision, zero=zero, stack=Stack("megatron")))
     assert found.state == pytest.approx(bytes_each * llama().parameters)
 
 
 def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards() -> None:
-    found = footprint(setup(Layout(replicate=2, shard=4, context=2)))
+    found = footprint(setup(Parallelism(replicate=2, shard=4, context=2)))
     assert found.state == pytest.approx(16 * llama().parameters / 8)
 
 
@@ -155,7 +155,7 @@ def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards()
     [
         ({"optimizer": "sgd"}, 4.0),
         ({"state": "bf16"}, 4.0),
-        ({"state": "8bit"}, 2.06),
+        ({"state": "int8"}, 2.06),
         ({"offload": True}, 0.0),
         ({"optimizer": "lamb"}, 8.0),
     ],
@@ -167,7 +167,7 @@ def test_optimizers_differ_in_what_they_keep(keywords: dict[str, object], bytes_
 
 def test_frozen_weights_have_neither_gradient_nor_state() -> None:
     def make() -> nn.Module:
-        model = transformer(32000, 1024, layers=8, width=512, heads=8, tie=False)
+        model = transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=False)
         return model.requires_grad_(False)
 
     def headed() -> nn.Module:
@@ -181,16 +181,16 @@ def test_frozen_weights_have_neither_gradient_nor_state() -> None:
 
 
 def test_a_tied_weight_stands_at_both_ends_of_a_pipeline() -> None:
-    first, *_, last = footprints(setup(Layout(pipeline=4), llama(tie=True)))
+    first, *_, last = footprints(setup(Parallelism(pipeline=4), llama(tie=True)))
     assert last.parameters == pytest.approx(first.parameters, rel=1e-3)
 
 
 def test_experts_are_divided_over_their_ranks_and_sharded_over_the_rest() -> None:
     weights = mixture()
     of_experts = sum(each.repeats * each.weights.expert for each in weights.segments)
-    found = footprint(setup(Layout(replicate=8, expert=4), weights, zero=0))
+    found = footprint(setup(Parallelism(replicate=8, expert=4), weights, zero=0))
     assert found.parameters == pytest.approx(4 * (weights.parameters - of_experts * 3 / 4))
-    sharded = footprint(setup(Layout(shard=8, expert=4), weights))
+    sharded = footprint(setup(Parallelism(shard=8, expert=4), weights))
     assert sharded.parameters == pytest.approx(4 * weights.parameters / 8)
 
 
@@ -216,7 +216,7 @@ def test_fp32_activations_are_twice_as_large() -> None:
 def test_a_rank_holds_as_many_micro_batches_as_its_schedule_starts_ahead(
     schedule: str, chunks: int, micros: int, held: list[int]
 ) -> None:
-    layout = Layout(pipeline=4, schedule=schedule)  # type: ignore[arg-type]
+    layout = Parallelism(pipeline=4, pipeline_schedule=schedule)  # type: ignore[arg-type]
     run = setup(layout, micro=1, batch=micros, chunks=chunks)
     most = []
     for rank in range(4):
@@ -226,7 +226,7 @@ def test_a_rank_holds_as_many_micro_batches_as_its_schedule_starts_ahead(
 
 
 def test_the_first_rank_of_a_pipeline_holds_most_activations() -> None:
-    run = setup(Layout(pipeline=4), gpt(8, 512, 8), micro=1)
+    run = setup(Parallelism(pipeline=4), gpt(8, 512, 8), micro=1)
     first, second, third, _ = footprints(run)
     assert first.activations > second.activations > third.activations
     assert footprint(run) == first
@@ -247,7 +247,7 @@ def closed(model: str, recompute: str, sequence_parallel: bool) -> Footprint:
     """The first pipeline rank's."""
     width, layers, heads, micro, pipeline, stages = MODELS[model]
     using = Stack("megatron", fused=False, flash=0.0, sequence_parallel=sequence_parallel)
-    layout = Layout(tensor=8, pipeline=pipeline)
+    layout = Parallelism(tensor=8, pipeline=pipeline)
     of, batch = gpt(layers, width, heads), 4 * micro * pipeline
     run = Setup(of, load_cluster("a100:8"), layout, micro, batch, "bf16", recompute, 0, stages, using)
     return footprints(run)[0]
@@ -300,7 +300,7 @@ def allocated_by(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
 
 def predicted(of: Profile, micro: int, recompute: str = "none") -> float:
     """The same as `footprint` has it, operation by operation in fp32."""
-    run = Setup(of, load_cluster("laptop"), Layout(), micro, micro, "fp32", recompute, 0, stack=Stack(fused=False))
+    run = Setup(of, load_cluster("laptop"), Parallelism(), micro, micro, "fp32", recompute, 0, stack=Stack(fused=False))
     found = footprint(run)
     return found.activations + found.temporaries
 
@@ -309,7 +309,7 @@ def predicted(of: Profile, micro: int, recompute: str = "none") -> float:
 @pytest.mark.parametrize("kind", [transformer, moe])
 def test_a_real_step_of_a_decoder_takes_what_is_predicted(kind: type, recompute: str) -> None:
     def make() -> nn.Module:
-        model: nn.Module = kind(256, 128, layers=3, width=128, heads=4)
+        model: nn.Module = kind(256, 128, layers=3, hidden_size=128, num_heads=4)
         return model
 
     model, tokens = make(), torch.randint(0, 256, (8, 128))
@@ -321,8 +321,8 @@ def test_a_real_step_of_a_decoder_takes_what_is_predicted(kind: type, recompute:
 
 
 def test_a_real_step_of_a_convolutional_network_takes_what_is_predicted() -> None:
-    of = profile(build(lambda: resnet(width=16), torch.float32), image_loss(3, 32, 32), 1)
-    real = allocated_by(resnet(width=16), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
+    of = profile(build(lambda: resnet(base_channels=16), torch.float32), image_loss(3, 32, 32), 1)
+    real = allocated_by(resnet(base_channels=16), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
     assert predicted(of, 8) == pytest.approx(real, rel=0.1)
 
 
@@ -368,15 +368,15 @@ def test_a_run_that_fits_needs_no_change() -> None:
 
 
 def test_every_change_that_is_offered_makes_the_run_fit() -> None:
-    run = setup(Layout(replicate=8), micro=8)
+    run = setup(Parallelism(replicate=8), micro=8)
     room = 0.9 * footprint(run).total
     fit = what_would_fit(run, capacity=room)
     assert fit.missing == pytest.approx(room / 9)
     assert fit.changes
     assert all(change.needed.total <= room for change in fit.changes)
     names = [change.overrides.split("=")[0] for change in fit.changes]
-    assert "batch.micro" in names
-    assert "memory.recompute" in names
+    assert "batch.micro_size" in names
+    assert "memory.activation_checkpointing" in names
     assert all(change.overrides in fit.words for change in fit.changes)
 
 
@@ -384,7 +384,7 @@ def test_changes_are_as_mild_as_they_can_be() -> None:
     run = setup(micro=8)
     smaller = footprint(replace(run, micro=4)).total
     fit = what_would_fit(run, capacity=smaller)
-    assert next(each for each in fit.changes if "micro" in each.overrides).overrides == "batch.micro=4"
+    assert next(each for each in fit.changes if "micro" in each.overrides).overrides == "batch.micro_size=4"
 
 
 def test_what_no_single_change_can_do_is_offered_together() -> None:
@@ -398,7 +398,7 @@ def test_what_no_single_change_can_do_is_offered_together() -> None:
 
 
 def test_more_devices_are_offered_where_they_would_do() -> None:
-    run = setup(Layout(shard=2), micro=1, batch=64)
-    room = footprint(setup(Layout(shard=8), micro=1, batch=64)).total
+    run = setup(Parallelism(shard=2), micro=1, batch=64)
+    room = footprint(setup(Parallelism(shard=8), micro=1, batch=64)).total
     fit = what_would_fit(run, capacity=room)
-    assert any(change.overrides.startswith("8 devices with layout.shard=8") for change in fit.changes)
+    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in fit.changes)

@@ -15,7 +15,7 @@ from phalanx.plan.setup import Setup, Stack
 from phalanx.plan.step import step_here
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 EACH = 1e-5
 SECONDS = {
@@ -226,9 +226,11 @@ def test_products_in_a_precision_that_was_not_measured_are_named() -> None:
 
 
 def run(replicate: int = 1, batch: int = 8) -> Setup:
-    found = profile(build(lambda: transformer(500, 64, layers=2, width=64, heads=4)), language_loss(500, 64), 64)
+    found = profile(
+        build(lambda: transformer(500, 64, layers=2, hidden_size=64, num_heads=4)), language_loss(500, 64), 64
+    )
     stack = Stack(fused=False, computing=1.0, launch=0.0, step_seconds=0.0)
-    return Setup(found, load_cluster("h100:8"), Layout(replicate=replicate), 2, batch, "fp32", zero=0, stack=stack)
+    return Setup(found, load_cluster("h100:8"), Parallelism(replicate=replicate), 2, batch, "fp32", zero=0, stack=stack)
 
 
 H100 = rates(load_cluster("h100:8").node.accelerator, "bf16")

@@ -10,7 +10,8 @@ from phalanx.cluster import load_cluster
 from phalanx.plan.buckets import SIZES, best_bucket, exposed
 from phalanx.plan.rates import rates
 from phalanx.plan.setup import Setup, wire_of
-from phalanx.recipe.schema import Exchange, Layout
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Parallelism
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -23,7 +24,7 @@ def test_what_is_exposed_is_what_going_through_all_buckets_gives(seed: int) -> N
     assert exposed(count, backward, each) == pytest.approx(done - backward)
 
 
-def setup(gbps: float, layout: Layout, wire: Exchange | None = None) -> Setup:
+def setup(gbps: float, layout: Parallelism, wire: Recipe | None = None) -> Setup:
     """Nodes of one H100 whose network carries so many GB/s."""
     cluster = load_cluster("h100:8")
     node, out = cluster.node, cluster.node.scale_out
@@ -31,12 +32,12 @@ def setup(gbps: float, layout: Layout, wire: Exchange | None = None) -> Setup:
     out = out.model_copy(update={"gbps": gbps, "ports": 1})
     alone = node.model_copy(update={"count": 1, "scale_up": None, "scale_out": out})
     cluster = cluster.model_copy(update={"node": alone, "nodes": 64})
-    given = wire_of(wire or Exchange())
+    given = wire_of(wire or Recipe())
     return Setup(gpt(8, 512, 8, 512), cluster, layout, 64, 512, zero=0, wire=given)
 
 
-def best(gbps: float, layout: Layout | None = None, wire: Exchange | None = None) -> float | None:
-    given = setup(gbps, layout or Layout(replicate=8), wire)
+def best(gbps: float, layout: Parallelism | None = None, wire: Recipe | None = None) -> float | None:
+    given = setup(gbps, layout or Parallelism(replicate=8), wire)
     return best_bucket(given, rates(given.cluster.node.accelerator, "bf16"))
 
 
@@ -51,25 +52,28 @@ def test_a_network_that_takes_no_time_gets_few_large_ones() -> None:
 
 
 def test_fewer_bytes_may_travel_in_larger_ones() -> None:
-    whole, half = best(100.0), best(100.0, wire=Exchange(strategy="bf16", exact="no"))
+    whole, half = (
+        best(100.0),
+        best(100.0, wire=Recipe.model_validate({"determinism": "off", "grad_sync": {"compression": "bf16"}})),
+    )
     assert half >= whole  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(shard=8), Layout(replicate=2, shard=4), Layout(replicate=2, pipeline=4)],
+    [Parallelism(), Parallelism(shard=8), Parallelism(replicate=2, shard=4), Parallelism(replicate=2, pipeline=4)],
     ids=str,
 )
-def test_where_gradients_do_not_travel_in_buckets_of_ours_there_is_no_best(layout: Layout) -> None:
+def test_where_gradients_do_not_travel_in_buckets_of_ours_there_is_no_best(layout: Parallelism) -> None:
     assert best(1.0, layout) is None
 
 
 def test_weights_that_are_exchanged_now_and_then_have_no_best_either() -> None:
-    assert best(1.0, wire=Exchange(strategy="local", exact="no")) is None
+    assert best(1.0, wire=Recipe.model_validate({"determinism": "off", "local_sgd": {"method": "average"}})) is None
 
 
 def test_tensor_ranks_have_less_to_send_each() -> None:
-    given = setup(1.0, Layout(replicate=4))
-    divided = replace(given, layout=Layout(replicate=4, tensor=2))
+    given = setup(1.0, Parallelism(replicate=4))
+    divided = replace(given, layout=Parallelism(replicate=4, tensor=2))
     rate = rates(given.cluster.node.accelerator, "bf16")
     assert best_bucket(divided, rate) is not None

@@ -22,8 +22,8 @@ from phalanx.plan import (
 from phalanx.plan.resolve import layout_again
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import has_bf16
-from phalanx.recipe.exchanges import DETERMINISTIC_COST, NONDETERMINISTIC
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.exchanges import DETERMINISTIC_COST, NONDETERMINISTIC, given_start
+from phalanx.recipe.schema import LocalSgdConfig, Parallelism
 
 
 def recipe(**values: Any) -> Recipe:
@@ -31,14 +31,14 @@ def recipe(**values: Any) -> Recipe:
 
 
 def replicas(batch: int, **values: Any) -> Recipe:
-    return recipe(batch={"global": batch}, exchange={"exact": "replicas"}, **values)
+    return recipe(batch={"global_size": batch}, determinism="elastic", **values)
 
 
 CHOSEN = [
-    Choice("threads", 2, "2 cores"),
-    Choice("memory.recompute", "selective", "fits"),
-    Choice("memory.loss", "chunked", "large"),
-    Choice("batch.micro", 8, "fits"),
+    Choice("num_threads", 2, "2 cores"),
+    Choice("memory.activation_checkpointing", "selective", "fits"),
+    Choice("memory.chunked_loss", True, "large"),
+    Choice("batch.micro_size", 8, "fits"),
     Choice("precision", "bf16", "faster"),
 ]
 
@@ -57,27 +57,27 @@ def test_under_replicas_a_worker_has_one_thread_on_any_world() -> None:
 )
 def test_between_nodes_a_bucket_is_a_part_of_the_gradients(parameters: int, expected: float) -> None:
     (choice,) = choose_bucket(recipe(), parameters, world=4, nodes=2)
-    assert (choice.key, choice.value) == ("exchange.bucket", expected)
+    assert (choice.key, choice.value) == ("grad_sync.bucket_mib", expected)
     assert "2 nodes" in choice.why
-    assert resolve(recipe(), [*CHOSEN, choice], 4).exchange.bucket == expected
+    assert resolve(recipe(), [*CHOSEN, choice], 4).grad_sync.bucket_mib == expected
 
 
 @pytest.mark.parametrize(("strategy", "least"), [("int8", 1.0), ("powersgd", 2.0)])
 def test_thin_matrices_travel_in_larger_ones(strategy: str, least: float) -> None:
-    lossy = recipe(exchange={"strategy": strategy, "exact": "no"})
+    lossy = recipe(determinism="off", grad_sync={"compression": strategy})
     (small, large) = (choose_bucket(lossy, parameters, 4, nodes=2)[0] for parameters in (100_000, 25_000_000))
     assert (small.value, large.value) == (least, 7.9)
 
 
 def test_a_replica_that_tensor_ranks_divide_has_less_of_them() -> None:
-    (whole,) = choose_bucket(recipe(layout={"replicate": 4}), 25_000_000, 4, nodes=2)
-    (divided,) = choose_bucket(recipe(layout={"replicate": 2, "tensor": 2}), 25_000_000, 4, nodes=2)
+    (whole,) = choose_bucket(recipe(parallelism={"replicate": 4}), 25_000_000, 4, nodes=2)
+    (divided,) = choose_bucket(recipe(parallelism={"replicate": 2, "tensor": 2}), 25_000_000, 4, nodes=2)
     assert divided.value == pytest.approx(whole.value / 2, abs=0.1)
 
 
 def test_sharded_replicas_send_the_shards_of_their_gradients_beside_backward_on_cpus_only() -> None:
-    (whole,) = choose_bucket(recipe(layout={"replicate": 4}), 25_000_000, 4, nodes=2)
-    sharded = recipe(layout={"replicate": 2, "shard": 2}, exchange={"exact": "replicas"})
+    (whole,) = choose_bucket(recipe(parallelism={"replicate": 4}), 25_000_000, 4, nodes=2)
+    sharded = recipe(parallelism={"replicate": 2, "shard": 2}, determinism="elastic")
     (half,) = choose_bucket(sharded, 25_000_000, 4, nodes=2)
     assert half.value == pytest.approx(whole.value / 2, abs=0.1)
     assert choose_bucket(sharded, 25_000_000, 4, 2, "cuda") == []
@@ -87,12 +87,12 @@ def test_sharded_replicas_send_the_shards_of_their_gradients_beside_backward_on_
     ("values", "nodes"),
     [
         ({}, 1),
-        ({"exchange": {"bucket": 3}}, 2),
-        ({"exchange": {"strategy": "diloco", "exact": "no"}}, 2),
-        ({"layout": {"shard": 4}}, 2),
-        ({"layout": {"replicate": 2, "shard": 2}}, 2),
-        ({"layout": {"replicate": 2, "pipeline": 2}}, 2),
-        ({"layout": {"tensor": 4}}, 2),
+        ({"grad_sync": {"bucket_mib": 3}}, 2),
+        ({"determinism": "off", "local_sgd": {"method": "diloco"}}, 2),
+        ({"parallelism": {"shard": 4}}, 2),
+        ({"parallelism": {"replicate": 2, "shard": 2}}, 2),
+        ({"parallelism": {"replicate": 2, "pipeline": 2}}, 2),
+        ({"parallelism": {"tensor": 4}}, 2),
     ],
     ids=["one node", "given", "rounds", "shards", "replicas that FSDP sums", "pipeline", "one replica"],
 )
@@ -103,7 +103,7 @@ def test_where_nothing_travels_beside_backward_between_nodes_nothing_is_said_of_
 
 
 def test_given_threads_are_taken() -> None:
-    assert choose_threads(replicas(16, threads=3), 8, 2) == Choice("threads", 3, "given")
+    assert choose_threads(replicas(16, num_threads=3), 8, 2) == Choice("num_threads", 3, "given")
 
 
 @pytest.mark.parametrize(("bf16", "expected"), [(0.50, "bf16"), (0.8, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
@@ -130,34 +130,38 @@ def test_a_given_precision_needs_no_measurement() -> None:
 def test_a_resolved_recipe_has_no_auto_left() -> None:
     resolved = resolve(recipe(device="cpu"), CHOSEN, 2)
     assert "auto" not in resolved.model_dump_json()
-    assert (resolved.threads, resolved.batch.micro, resolved.precision) == (2, 8, "bf16")
-    assert (resolved.memory.recompute, resolved.memory.loss) == ("selective", "chunked")
-    assert not isinstance(resolved.layout, str)
-    assert (resolved.layout.replicate, resolved.layout.world) == (2, 2)
+    assert (resolved.num_threads, resolved.batch.micro_size, resolved.precision) == (2, 8, "bf16")
+    assert (resolved.memory.activation_checkpointing, resolved.memory.chunked_loss) == ("selective", True)
+    assert not isinstance(resolved.parallelism, str)
+    assert (resolved.parallelism.replicate, resolved.parallelism.world) == (2, 2)
 
 
-@pytest.mark.parametrize(("exact", "expected"), [("world", "allreduce"), ("replicas", "allreduce"), ("no", "auto")])
+@pytest.mark.parametrize(
+    ("exact", "expected"), [("fixed-world", "all-reduce"), ("elastic", "all-reduce"), ("off", "auto")]
+)
 def test_only_where_no_bits_are_promised_the_exchange_is_left_to_be_chosen_while_training(
     exact: str, expected: str
 ) -> None:
-    assert resolve(recipe(exchange={"exact": exact}), CHOSEN, world=2).exchange.strategy == expected
+    assert resolve(recipe(determinism=exact), CHOSEN, world=2).grad_sync.algorithm == expected
 
 
 def test_resolving_leaves_everything_else_as_given() -> None:
-    given = recipe(name="mine", steps=77, optim={"name": "muon", "lr": 0.3}, exchange={"exact": "replicas"}, seed=5)
+    given = recipe(name="mine", steps=77, optimizer={"name": "muon", "lr": 0.3}, determinism="elastic", seed=5)
     resolved = resolve(given, CHOSEN, 1)
-    assert (resolved.name, resolved.steps, resolved.optim, resolved.seed) == ("mine", 77, given.optim, 5)
-    assert resolved.exchange.exact == "replicas"
+    assert (resolved.name, resolved.steps, resolved.optimizer, resolved.seed) == ("mine", 77, given.optimizer, 5)
+    assert resolved.determinism == "elastic"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("auto", False), (False, False), (True, True), ("graphs", "graphs")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("auto", False), (False, False), (True, True), ("cuda-graphs", "cuda-graphs")]
+)
 def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
     assert resolve(recipe(compile=given), CHOSEN, 1).compile == expected
 
 
 def test_going_on_keeps_what_was_resolved() -> None:
-    resolved = resolve(recipe(batch={"global": 32}), CHOSEN, 2)
-    going = go_on(resolved, recipe(batch={"global": 32}), 2)
+    resolved = resolve(recipe(batch={"global_size": 32}), CHOSEN, 2)
+    going = go_on(resolved, recipe(batch={"global_size": 32}), 2)
     assert going == resolved
 
 
@@ -167,78 +171,91 @@ def test_going_on_takes_what_is_free_to_change() -> None:
         name="again",
         steps=900,
         checkpoint={"every": 7, "keep": 1},
-        recovery={"attempts": 9},
+        fault_tolerance={"max_restarts": 9},
         callbacks=["my:Callback"],
-        evaluate={"every": 11, "samples": 13},
+        evaluation={"every": 11, "max_samples": 13},
     )
     going = go_on(resolved, new, 3)
-    assert (going.name, going.steps, going.checkpoint, going.recovery) == ("again", 900, new.checkpoint, new.recovery)
-    assert (going.callbacks, going.evaluate.every, going.evaluate.samples) == (["my:Callback"], 11, 13)
-    assert not isinstance(going.layout, str)
-    assert going.layout.replicate == 3
-    assert (going.threads, going.batch.micro, going.precision) == (2, 8, "bf16")
+    assert (going.name, going.steps, going.checkpoint, going.fault_tolerance) == (
+        "again",
+        900,
+        new.checkpoint,
+        new.fault_tolerance,
+    )
+    assert (going.callbacks, going.evaluation.every, going.evaluation.max_samples) == (["my:Callback"], 11, 13)
+    assert not isinstance(going.parallelism, str)
+    assert going.parallelism.replicate == 3
+    assert (going.num_threads, going.batch.micro_size, going.precision) == (2, 8, "bf16")
 
 
-ROUNDS = {"strategy": "diloco", "exact": "no"}
+ROUNDS: dict[str, Any] = {"determinism": "off", "local_sgd": {"method": "diloco"}}
 
 
 def test_workers_part_after_a_third_of_the_steps_and_it_is_told() -> None:
-    (choice,) = choose_start(recipe(steps=900, exchange=ROUNDS))
-    assert (choice.key, choice.value, choice.why) == ("exchange.start", 300, "a third of 900 steps together")
-    assert resolve(recipe(steps=900, exchange=ROUNDS), CHOSEN, 2).exchange.start == 300
+    (choice,) = choose_start(recipe(steps=900, **ROUNDS))
+    assert (choice.key, choice.value, choice.why) == ("local_sgd.warmup_steps", 300, "a third of 900 steps together")
+    assert resolve(recipe(steps=900, **ROUNDS), CHOSEN, 2).local_sgd == LocalSgdConfig(warmup_steps=300)
 
 
-@pytest.mark.parametrize("exchange", [{}, {**ROUNDS, "start": 5}, {"strategy": "int8", "exact": "no"}])
-def test_nothing_is_chosen_where_the_first_steps_are_given_or_like_all_others(exchange: Any) -> None:
-    assert choose_start(recipe(exchange=exchange)) == []
-    assert resolve(recipe(exchange=exchange), CHOSEN, 2).exchange.start == exchange.get("start", 100)
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ({}, 100),
+        ({**ROUNDS, "local_sgd": {"warmup_steps": 5}}, 5),
+        ({"determinism": "off", "grad_sync": {"compression": "int8"}}, 100),
+        ({"determinism": "off", "grad_sync": {"compression": "powersgd", "warmup_steps": 7}}, 7),
+    ],
+)
+def test_nothing_is_chosen_where_the_first_steps_are_given_or_like_all_others(sync: Any, expected: int) -> None:
+    assert choose_start(recipe(**sync)) == []
+    assert given_start(resolve(recipe(**sync), CHOSEN, 2)) == expected
 
 
 @pytest.mark.parametrize(("start", "expected"), [("auto", 100), (5000, 5000)])
 def test_a_run_that_ends_before_workers_part_is_told(start: Any, expected: int) -> None:
-    (choice,) = choose_start(recipe(steps=60, exchange={**ROUNDS, "start": start}))
+    (choice,) = choose_start(recipe(steps=60, **ROUNDS | {"local_sgd": {"warmup_steps": start}}))
     assert (choice.value, choice.why) == (expected, "the run ends before that, after 60 steps")
 
 
 def test_a_run_that_goes_on_for_longer_parts_where_it_would_have() -> None:
-    resolved = resolve(recipe(steps=900, exchange=ROUNDS), CHOSEN, 2)
-    going = go_on(resolved, recipe(steps=3000, exchange=ROUNDS), 2)
-    assert (going.steps, going.exchange.start) == (3000, 300)
+    resolved = resolve(recipe(steps=900, **ROUNDS), CHOSEN, 2)
+    going = go_on(resolved, recipe(steps=3000, **ROUNDS), 2)
+    assert (going.steps, given_start(going)) == (3000, 300)
 
 
 @pytest.mark.parametrize(
     ("given", "exact", "world", "expected"),
     [
-        ("auto", "world", 2, 6),
-        ("auto", "world", 3, 8),
-        ("auto", "world", 4, 6),
-        ("auto", "world", 12, 2),
-        ("auto", "world", 5, 8),  # cannot be: `check` says what can
-        ("auto", "replicas", 4, 8),
-        (8, "world", 4, 8),
+        ("auto", "fixed-world", 2, 6),
+        ("auto", "fixed-world", 3, 8),
+        ("auto", "fixed-world", 4, 6),
+        ("auto", "fixed-world", 12, 2),
+        ("auto", "fixed-world", 5, 8),  # cannot be: `check` says what can
+        ("auto", "elastic", 4, 8),
+        (8, "fixed-world", 4, 8),
     ],
 )
 def test_a_micro_batch_that_nobody_gave_shrinks_when_more_workers_have_to_share(
     given: Any, exact: str, world: int, expected: int
 ) -> None:
-    values = {"batch": {"global": 24, "micro": given}, "exchange": {"exact": exact}}
-    assert go_on(resolve(recipe(**values), CHOSEN, 1), recipe(**values), world).batch.micro == expected
+    values = {"batch": {"global_size": 24, "micro_size": given}, "determinism": exact}
+    assert go_on(resolve(recipe(**values), CHOSEN, 1), recipe(**values), world).batch.micro_size == expected
 
 
 def test_going_on_takes_the_places_of_prepared_data_as_they_are_now() -> None:
     resolved = resolve(recipe(data={"source": {"prepared": "/old"}}), CHOSEN, 1)
-    new = recipe(data={"source": {"prepared": "/new"}}, evaluate={"source": {"prepared": "/held"}})
+    new = recipe(data={"source": {"prepared": "/new"}}, evaluation={"source": {"prepared": "/held"}})
     going = go_on(resolved, new, 1)
-    assert (going.data.source, going.evaluate.source) == (new.data.source, new.evaluate.source)
+    assert (going.data.source, going.evaluation.source) == (new.data.source, new.evaluation.source)
 
 
 def test_the_plan_predicts_a_step_by_its_micro_batches_and_update() -> None:
-    resolved = resolve(recipe(batch={"global": 64}), CHOSEN, 2)
+    resolved = resolve(recipe(batch={"global_size": 64}), CHOSEN, 2)
     profile = {"parameters": 5, "flops_per_sample": 7.0}
     plan = plan_of(profile, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
     assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
     assert (plan["parameters"], plan["flops_per_sample"]) == (5, 7.0)
-    assert plan["chosen"][3] == {"key": "batch.micro", "value": 8, "why": "fits"}
+    assert plan["chosen"][3] == {"key": "batch.micro_size", "value": 8, "why": "fits"}
 
 
 def test_without_times_the_plan_predicts_none() -> None:
@@ -263,43 +280,49 @@ def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() 
 def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
     resolved = resolve(recipe(device="cpu"), choices_untried(recipe(), 4, 2, "cpu"), 2)
     assert "auto" not in resolved.model_dump_json()
-    assert (resolved.memory.recompute, resolved.memory.loss, resolved.batch.micro) == ("none", "whole", 8)
+    assert (resolved.memory.activation_checkpointing, resolved.memory.chunked_loss, resolved.batch.micro_size) == (
+        "none",
+        False,
+        8,
+    )
 
 
 def laid_out(**layout: int) -> Recipe:
     """A recipe that was resolved under this layout."""
-    world = Layout(**layout).world
-    return resolve(recipe(batch={"global": 24}, layout=layout), CHOSEN, world)
+    world = Parallelism(**layout).world
+    return resolve(recipe(batch={"global_size": 24}, parallelism=layout), CHOSEN, world)
 
 
 def test_a_given_layout_is_kept() -> None:
-    assert laid_out(shard=2, tensor=2).layout == Layout(shard=2, tensor=2)
+    assert laid_out(shard=2, tensor=2).parallelism == Parallelism(shard=2, tensor=2)
 
 
 def test_going_on_takes_the_layout_that_is_given_now() -> None:
-    given = recipe(batch={"global": 24}, layout={"tensor": 2})
-    assert go_on(laid_out(shard=2), given, 2).layout == Layout(tensor=2)
+    given = recipe(batch={"global_size": 24}, parallelism={"tensor": 2})
+    assert go_on(laid_out(shard=2), given, 2).parallelism == Parallelism(tensor=2)
 
 
 @pytest.mark.parametrize(("world", "replicate"), [(4, 1), (8, 2), (12, 3)])
 def test_a_run_goes_on_with_as_many_of_its_replicas_as_the_workers_make(world: int, replicate: int) -> None:
-    going = go_on(laid_out(replicate=2, shard=2, tensor=2), recipe(batch={"global": 24}), world)
-    assert going.layout == Layout(replicate=replicate, shard=2, tensor=2)
+    going = go_on(laid_out(replicate=2, shard=2, tensor=2), recipe(batch={"global_size": 24}), world)
+    assert going.parallelism == Parallelism(replicate=replicate, shard=2, tensor=2)
 
 
 def test_workers_that_make_no_whole_number_of_replicas_are_told() -> None:
-    with pytest.raises(RecipeError, match=r"^layout: a replica of this run takes 4 workers, and 6 are no multiple"):
+    with pytest.raises(
+        RecipeError, match=r"^parallelism: a replica of this run takes 4 workers, and 6 are no multiple"
+    ):
         layout_again(laid_out(shard=2, tensor=2), recipe(), 6)
 
 
 def test_a_micro_batch_shrinks_for_the_groups_that_share_the_batch_not_for_all_workers() -> None:
     resolved = laid_out(tensor=2)
-    assert go_on(resolved, recipe(batch={"global": 24}), 2).batch.micro == 8
-    assert go_on(resolved, recipe(batch={"global": 24}), 8).batch.micro == 6
+    assert go_on(resolved, recipe(batch={"global_size": 24}), 2).batch.micro_size == 8
+    assert go_on(resolved, recipe(batch={"global_size": 24}), 8).batch.micro_size == 6
 
 
 def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
-    resolved = resolve(recipe(batch={"global": 64}, layout={"shard": 2, "tensor": 2}), CHOSEN, 4)
+    resolved = resolve(recipe(batch={"global_size": 64}, parallelism={"shard": 2, "tensor": 2}), CHOSEN, 4)
     plan = plan_of({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
     assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
 
@@ -311,8 +334,8 @@ def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
         ({}, "cuda", 0, False),
         ({"steps": 20}, "cuda", 12, False),
         ({}, "cpu", 12, False),
-        ({"compile": "graphs"}, "cpu", 0, "graphs"),
-        ({"layout": {"schedule": "zero-bubble"}}, "cuda", 12, True),
+        ({"compile": "cuda-graphs"}, "cpu", 0, "cuda-graphs"),
+        ({"parallelism": {"pipeline_schedule": "zero-bubble"}}, "cuda", 12, True),
     ],
 )
 def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
@@ -324,17 +347,17 @@ def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
 
 
 def test_blocks_whose_backward_comes_in_two_parts_are_not_compiled() -> None:
-    halves = recipe(layout={"pipeline": 2, "schedule": "zero-bubble"})
+    halves = recipe(parallelism={"pipeline": 2, "pipeline_schedule": "zero-bubble"})
     assert choose_compile(halves, "cuda", 12).value is False
 
 
 @pytest.mark.parametrize(
     ("trial", "expected"),
     [
-        ({DETERMINISTIC_COST: 0.01}, "world"),
-        ({DETERMINISTIC_COST: 0.05}, "no"),
-        ({}, "no"),
-        ({NONDETERMINISTIC: "x"}, "no"),
+        ({DETERMINISTIC_COST: 0.01}, "fixed-world"),
+        ({DETERMINISTIC_COST: 0.05}, "off"),
+        ({}, "off"),
+        ({NONDETERMINISTIC: "x"}, "off"),
     ],
 )
 def test_bits_are_promised_on_a_gpu_where_deterministic_kernels_cost_little(
@@ -342,19 +365,19 @@ def test_bits_are_promised_on_a_gpu_where_deterministic_kernels_cost_little(
 ) -> None:
     [choice] = choose_exact(recipe(), trial, "cuda")
     resolved = resolve(recipe(), [*CHOSEN, choice], 2)
-    assert resolved.exchange.exact == expected
-    assert resolved.exchange.strategy == "allreduce"  # that bits cost too much is no reason to round what is sent
+    assert resolved.determinism == expected
+    assert resolved.grad_sync.method == "all-reduce"  # that bits cost too much is no reason to round what is sent
 
 
 def test_bits_are_promised_on_a_cpu() -> None:
     assert choose_exact(recipe(), {}, "cpu") == []
-    assert resolve(recipe(), CHOSEN, 2).exchange.exact == "world"
+    assert resolve(recipe(), CHOSEN, 2).determinism == "fixed-world"
 
 
-@pytest.mark.parametrize("exact", ["world", "replicas"])
+@pytest.mark.parametrize("exact", ["fixed-world", "elastic"])
 def test_bits_that_an_operation_cannot_keep_are_refused_by_its_name(exact: str) -> None:
     with pytest.raises(RecipeError, match="adaptive_avg_pool2d_backward has no deterministic kernel"):
-        choose_exact(recipe(exchange={"exact": exact}), {NONDETERMINISTIC: "adaptive_avg_pool2d_backward"}, "cuda")
+        choose_exact(recipe(determinism=exact), {NONDETERMINISTIC: "adaptive_avg_pool2d_backward"}, "cuda")
 
 
 def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
@@ -380,7 +403,7 @@ def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() ->
 
 def test_where_torch_does_not_say_which_kernels_are_deterministic_no_bits_are_promised() -> None:
     (choice,) = choose_exact(recipe(), {DETERMINISTIC_COST: 0.0}, "xpu")
-    assert (choice.key, choice.value) == ("exchange.exact", "no")
+    assert (choice.key, choice.value) == ("determinism", "off")
     assert choice.why.startswith("torch does not say which kernels of an Intel GPU are deterministic")
 
 

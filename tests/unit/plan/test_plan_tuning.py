@@ -37,12 +37,12 @@ GPU = replace(CPU, device="cuda", cores=16, logical=32, tflops={"fp32": 50.0, "b
 
 def resolved(**changes: Any) -> Recipe:
     values: dict[str, Any] = {
-        "batch": {"global": 16, "micro": 16},
+        "batch": {"global_size": 16, "micro_size": 16},
         "precision": "fp32",
-        "layout": {"replicate": 1},
-        "memory": {"recompute": "none", "loss": "whole"},
+        "parallelism": {"replicate": 1},
+        "memory": {"activation_checkpointing": "none", "chunked_loss": False},
         "compile": False,
-        "threads": 2,
+        "num_threads": 2,
     }
     return Recipe.model_validate({**values, **changes})
 
@@ -60,15 +60,15 @@ def test_candidates_come_in_the_order_of_predicted_gain() -> None:
 @pytest.mark.parametrize("facts", [CPU, GPU])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_no_candidate_changes_the_mathematics(facts: Facts, recompute: str) -> None:
-    recipe = resolved(memory={"recompute": recompute, "loss": "whole"})
+    recipe = resolved(memory={"activation_checkpointing": recompute, "chunked_loss": False})
     for candidate in candidates(recipe, facts):
         for difference in differences(recipe, changed(recipe, candidate.changes)):
             assert any(difference.key == key or difference.key.startswith(f"{key}.") for key in CHANGEABLE)
 
 
 def test_a_key_of_the_mathematics_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must not change optim\.lr"):
-        changed(resolved(), {"optim.lr": 1.0})
+    with pytest.raises(ValueError, match=r"must not change optimizer.lr"):
+        changed(resolved(), {"optimizer.lr": 1.0})
 
 
 def test_a_precision_that_may_not_change_is_no_candidate_and_said_so() -> None:
@@ -84,7 +84,7 @@ def test_a_precision_that_is_slower_here_is_not_tried() -> None:
 
 def test_processes_share_cores_and_batch() -> None:
     (candidate,) = (one for one in candidates(resolved(), CPU) if "processes" in one.label)
-    assert candidate.changes == {"layout": {"replicate": 2}, "batch.micro": 8, "threads": 1}
+    assert candidate.changes == {"parallelism": {"replicate": 2}, "batch.micro_size": 8, "num_threads": 1}
 
 
 @pytest.mark.parametrize("facts", [replace(CPU, processes=False), GPU, replace(CPU, memory_bytes=10**8)])
@@ -93,33 +93,37 @@ def test_processes_are_not_tried_where_given_on_gpus_or_without_memory(facts: Fa
 
 
 def test_under_replicas_threads_stay_and_every_promised_world_can_share_the_batch() -> None:
-    recipe = resolved(exchange={"exact": "replicas"}, threads=1, batch={"global": 24, "micro": 1})
+    recipe = resolved(determinism="elastic", num_threads=1, batch={"global_size": 24, "micro_size": 1})
     found = candidates(recipe, CPU)
-    assert not any("threads" in one.changes or "shard" in str(one.changes) for one in found)
-    assert all(one.changes.get("batch.micro", 1) == 1 for one in found)
+    assert not any("num_threads" in one.changes or "shard" in str(one.changes) for one in found)
+    assert all(one.changes.get("batch.micro_size", 1) == 1 for one in found)
 
 
 def test_shards_and_replicas_are_alternatives() -> None:
-    assert "layout=shard 2" in labels(resolved(layout={"replicate": 2}, threads=1), CPU)
-    assert "layout=replicate 2" in labels(resolved(layout={"shard": 2}, threads=1), CPU)
-    assert not any("layout=" in label for label in labels(resolved(layout={"tensor": 2}, threads=1), CPU))
+    assert "parallelism=shard 2" in labels(resolved(parallelism={"replicate": 2}, num_threads=1), CPU)
+    assert "parallelism=replicate 2" in labels(resolved(parallelism={"shard": 2}, num_threads=1), CPU)
+    assert not any("parallelism=" in label for label in labels(resolved(parallelism={"tensor": 2}, num_threads=1), CPU))
 
 
 def test_what_tensor_ranks_send_may_overlap() -> None:
-    assert "layout.overlap=true" in labels(resolved(layout={"tensor": 2}, threads=1), CPU)
-    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2, "overlap": True}, threads=1), CPU)
-    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2}, threads=1, compile=True), CPU)
-    assert "layout.overlap=true" not in labels(resolved(layout={"tensor": 2}, data={"sequence": 254}), CPU)
+    assert "parallelism.async_tp=true" in labels(resolved(parallelism={"tensor": 2}, num_threads=1), CPU)
+    assert "parallelism.async_tp=true" not in labels(
+        resolved(parallelism={"tensor": 2, "async_tp": True}, num_threads=1), CPU
+    )
+    assert "parallelism.async_tp=true" not in labels(
+        resolved(parallelism={"tensor": 2}, num_threads=1, compile=True), CPU
+    )
+    assert "parallelism.async_tp=true" not in labels(resolved(parallelism={"tensor": 2}, data={"seq_len": 254}), CPU)
 
 
 def test_what_is_recomputed_need_not_be_where_memory_suffices() -> None:
-    recipe = resolved(memory={"recompute": "full", "loss": "whole"})
-    assert "memory.recompute=none" in labels(recipe, CPU)
-    assert "memory.recompute=none" not in labels(recipe, replace(CPU, memory_bytes=10**8))
+    recipe = resolved(memory={"activation_checkpointing": "full", "chunked_loss": False})
+    assert "memory.activation_checkpointing=none" in labels(recipe, CPU)
+    assert "memory.activation_checkpointing=none" not in labels(recipe, replace(CPU, memory_bytes=10**8))
 
 
 def test_graphs_are_tried_after_compile_on_a_gpu_only() -> None:
-    assert "compile=graphs" in labels(resolved(compile=True), GPU)
+    assert "compile=cuda-graphs" in labels(resolved(compile=True), GPU)
     assert not any("compile" in label for label in labels(resolved(compile=True), CPU))
 
 
@@ -149,4 +153,4 @@ def test_a_longer_start_is_paid_back_by_steps() -> None:
 
 def test_labels_are_what_one_types() -> None:
     assert Candidate({"compile": True}, 1.0, "").label == "compile=true"
-    assert Candidate({"batch.micro": 4}, 1.0, "").label == "batch.micro=4"
+    assert Candidate({"batch.micro_size": 4}, 1.0, "").label == "batch.micro_size=4"

@@ -16,7 +16,7 @@ from phalanx.plan.stacks import rates_of, stack
 from phalanx.plan.step import Parts, step
 from phalanx.plan.tracing import build, image_loss, language_loss, profile
 from phalanx.plan.work import priced_by
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 SEQUENCE = 4096
 GIB = 2.0**30
@@ -25,7 +25,14 @@ GIB = 2.0**30
 @cache
 def decoder() -> Profile:
     """Of 13 B parameters, in 40 blocks with 8 heads of keys."""
-    sizes = {"layers": 40, "width": 5120, "heads": 40, "kv_heads": 8, "tie": False, "qk_norm": False}
+    sizes = {
+        "layers": 40,
+        "hidden_size": 5120,
+        "num_heads": 40,
+        "num_kv_heads": 8,
+        "tie_embeddings": False,
+        "qk_norm": False,
+    }
     return profile(
         build(lambda: transformer(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
         language_loss(32000, SEQUENCE),
@@ -35,7 +42,7 @@ def decoder() -> Profile:
 
 @cache
 def mixture() -> Profile:
-    sizes = {"layers": 8, "width": 1024, "heads": 8, "experts": 12, "top_k": 2}
+    sizes = {"layers": 8, "hidden_size": 1024, "num_heads": 8, "num_experts": 12, "top_k": 2}
     return profile(
         build(lambda: moe(32000, 1024, **sizes)),  # type: ignore[arg-type]
         language_loss(32000, 1024),
@@ -58,7 +65,7 @@ RATES = rates_of(load_cluster("h100:8").node.accelerator, "bf16", STACK)
 
 
 def base(of: Profile, batch: int = 256, devices: int = 64) -> Setup:
-    return Setup(of, cluster(devices), Layout(), 1, batch, "bf16", stack=STACK)
+    return Setup(of, cluster(devices), Parallelism(), 1, batch, "bf16", stack=STACK)
 
 
 def simulated(setup: Setup) -> Parts:
@@ -147,7 +154,7 @@ def test_pictures_are_not_cut() -> None:
 
 
 def test_a_layout_that_is_given_is_the_only_one() -> None:
-    given = Layout(replicate=2, shard=4, tensor=8, schedule="gpipe")
+    given = Parallelism(replicate=2, shard=4, tensor=8, pipeline_schedule="gpipe")
     rows = candidates(decoder(), Space(64, 256, layout=given))
     for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert"):
         assert set(rows[name]) == {getattr(given, name)}
@@ -208,7 +215,7 @@ def test_rows_become_setups() -> None:
     at = int(np.flatnonzero((rows["chunks"] == 2) & (rows["shard"] > 1))[0])
     (made,) = setups(base(decoder()), rows, [at])
     assert made.layout.world == 64
-    assert (made.chunks, made.layout.schedule, made.zero) == (2, "interleaved", 3)
+    assert (made.chunks, made.layout.pipeline_schedule, made.zero) == (2, "interleaved", 3)
     assert (made.micro, made.recompute) == (rows["micro"][at], WAYS[rows["way"][at]])
 
 
@@ -229,7 +236,7 @@ def test_everything_that_is_offered_fits_and_says_what_it_takes() -> None:
 
 
 def test_the_best_is_better_than_whole_shards_of_the_plainest_kind() -> None:
-    plain = setups(base(decoder()), candidates(decoder(), Space(64, 256, Layout(shard=64), 1, ("full",))), [0])[0]
+    plain = setups(base(decoder()), candidates(decoder(), Space(64, 256, Parallelism(shard=64), 1, ("full",))), [0])[0]
     assert best().options[0].seconds < simulated(plain).total
 
 
@@ -259,7 +266,7 @@ def test_of_layouts_that_are_as_fast_the_simpler_comes_first() -> None:
 
 
 def test_a_layout_that_is_given_keeps_its_stages() -> None:
-    given = Layout(pipeline=2, replicate=4, stages=[18, 22])
+    given = Parallelism(pipeline=2, replicate=4, layers_per_stage=[18, 22])
     made = Setup(decoder(), cluster(8), given, 1, 64, "bf16", stack=STACK)
     one = search(
         made,
@@ -270,7 +277,7 @@ def test_a_layout_that_is_given_keeps_its_stages() -> None:
         lambda each: footprint(each).total,
         200 * GIB,
     )
-    assert one.options[0].setup.layout.stages == [18, 22]
+    assert one.options[0].setup.layout.layers_per_stage == [18, 22]
 
 
 def test_no_zero_bubble_pipeline_recomputes_selectively() -> None:

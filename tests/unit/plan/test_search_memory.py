@@ -17,7 +17,7 @@ from phalanx.plan.setup import Setup
 from phalanx.plan.stacks import rates_of, stack
 from phalanx.plan.step import step
 from phalanx.plan.work import priced_by
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 GIB = 2.0**30
 TOKENS = 2048
@@ -78,13 +78,13 @@ def decoder(
 
 
 def setup(of: Profile, batch: int, cluster: Cluster = CLUSTER) -> Setup:
-    return Setup(of, cluster, Layout(), 1, batch, "bf16", stack=STACK)
+    return Setup(of, cluster, Parallelism(), 1, batch, "bf16", stack=STACK)
 
 
 WAYS_TO_TRAIN = st.fixed_dictionaries(
     {
         "optimizer": st.sampled_from(["adamw", "sgd", "lamb", "lars", "muon"]),
-        "state": st.sampled_from(["fp32", "bf16", "8bit"]),
+        "state": st.sampled_from(["fp32", "bf16", "int8"]),
         "offload": st.booleans(),
         "momentum": st.sampled_from([0.0, 0.9]),
     }
@@ -180,7 +180,11 @@ def test_without_shards_and_pipelines_estimate_and_simulation_are_one(experts: i
 
 def test_gradients_travel_between_copies_of_what_shards_and_context_divide() -> None:
     of = decoder(4096, 12, 0.0)
-    layouts = [Layout(replicate=2, shard=4), Layout(replicate=2, shard=2, context=2), Layout(replicate=2, context=4)]
+    layouts = [
+        Parallelism(replicate=2, shard=4),
+        Parallelism(replicate=2, shard=2, context=2),
+        Parallelism(replicate=2, context=4),
+    ]
     slow = replace(STACK, hidden=0.0)
     parts = [
         step(replace(setup(of, 8), layout=layout, zero=3, micro=8 // (2 * layout.shard), stack=slow), RATES)
@@ -191,7 +195,7 @@ def test_gradients_travel_between_copies_of_what_shards_and_context_divide() -> 
 
 
 def test_frozen_weights_neither_travel_nor_are_updated() -> None:
-    layout, slow = Layout(replicate=8), replace(STACK, hidden=0.0)
+    layout, slow = Parallelism(replicate=8), replace(STACK, hidden=0.0)
     whole, frozen = (
         step(replace(setup(decoder(4096, 12, share), 8), layout=layout, zero=0, stack=slow), RATES)
         for share in (0.0, 1.0)

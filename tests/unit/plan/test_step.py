@@ -17,7 +17,8 @@ from phalanx.plan.setup import WIRES, Setup, Stack, Wire, wire_of
 from phalanx.plan.step import Parts, chunks, even, step
 from phalanx.plan.tracing import build, language_loss, profile
 from phalanx.plan.work import Division, priced_by, work
-from phalanx.recipe.schema import Exchange, Layout
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import Parallelism
 
 SEQUENCE = 2048
 
@@ -25,7 +26,7 @@ SEQUENCE = 2048
 @cache
 def decoder() -> Profile:
     """Of 1.7 B parameters, in 16 blocks."""
-    sizes = {"layers": 16, "width": 2048, "heads": 16, "tie": False, "qk_norm": False}
+    sizes = {"layers": 16, "hidden_size": 2048, "num_heads": 16, "tie_embeddings": False, "qk_norm": False}
     return profile(
         build(lambda: transformer(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
         language_loss(32000, SEQUENCE),
@@ -36,7 +37,7 @@ def decoder() -> Profile:
 @cache
 def mixture() -> Profile:
     """Eight experts a block."""
-    sizes = {"layers": 8, "width": 1024, "heads": 8, "experts": 8, "top_k": 2}
+    sizes = {"layers": 8, "hidden_size": 1024, "num_heads": 8, "num_experts": 8, "top_k": 2}
     return profile(
         build(lambda: moe(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
         language_loss(32000, SEQUENCE),
@@ -52,33 +53,35 @@ def named(name: str) -> Cluster:
 H100 = rates(load_cluster("h100:8").node.accelerator, "bf16")
 
 
-def setup(layout: Layout | None = None, cluster: str = "h100:64", of: Profile | None = None, **given: object) -> Setup:
+def setup(
+    layout: Parallelism | None = None, cluster: str = "h100:64", of: Profile | None = None, **given: object
+) -> Setup:
     values = {"micro": 1, "batch": 64, "stack": Stack(), **given}
-    return Setup(of or decoder(), named(cluster), layout or Layout(), **values)  # type: ignore[arg-type]
+    return Setup(of or decoder(), named(cluster), layout or Parallelism(), **values)  # type: ignore[arg-type]
 
 
-def parts(layout: Layout | None = None, using: Rates = H100, **given: object) -> Parts:
+def parts(layout: Parallelism | None = None, using: Rates = H100, **given: object) -> Parts:
     return step(setup(layout, **given), using)  # type: ignore[arg-type]
 
 
 LAYOUTS = {
-    "one device": Layout(),
-    "replicas": Layout(replicate=64),
-    "shards": Layout(shard=64),
-    "tensor": Layout(tensor=8, replicate=8),
-    "pipeline": Layout(pipeline=4, replicate=16),
-    "context": Layout(context=4, shard=16),
-    "all": Layout(replicate=2, shard=4, tensor=2, pipeline=2, context=2),
+    "one device": Parallelism(),
+    "replicas": Parallelism(replicate=64),
+    "shards": Parallelism(shard=64),
+    "tensor": Parallelism(tensor=8, replicate=8),
+    "pipeline": Parallelism(pipeline=4, replicate=16),
+    "context": Parallelism(context=4, shard=16),
+    "all": Parallelism(replicate=2, shard=4, tensor=2, pipeline=2, context=2),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def zero(layout: Layout) -> int:
+def zero(layout: Parallelism) -> int:
     return 3 if layout.shard * layout.context > 1 else 0
 
 
 @layouts
-def test_the_parts_of_a_step_sum_to_it_and_none_is_negative(layout: Layout) -> None:
+def test_the_parts_of_a_step_sum_to_it_and_none_is_negative(layout: Parallelism) -> None:
     found = parts(layout, zero=zero(layout))
     assert found.total == pytest.approx(sum(vars(found).values()))
     assert min(vars(found).values()) >= -1e-9
@@ -86,12 +89,12 @@ def test_the_parts_of_a_step_sum_to_it_and_none_is_negative(layout: Layout) -> N
 
 
 @layouts
-def test_a_pipelines_parts_are_those_of_its_stages_and_the_bubble(layout: Layout) -> None:
+def test_a_pipelines_parts_are_those_of_its_stages_and_the_bubble(layout: Parallelism) -> None:
     assert (parts(layout, zero=zero(layout)).bubble > 1e-6) == (layout.pipeline > 1)
 
 
 @layouts
-def test_more_memory_bandwidth_is_never_slower(layout: Layout) -> None:
+def test_more_memory_bandwidth_is_never_slower(layout: Parallelism) -> None:
     times = [
         parts(layout, using=replace(H100, bandwidth=factor * H100.bandwidth), zero=zero(layout)).total
         for factor in (0.5, 1.0, 2.0, 4.0)
@@ -114,7 +117,7 @@ def faster(cluster: Cluster, up: float, out: float) -> Cluster:
 
 @layouts
 @pytest.mark.parametrize(("up", "out"), [(2.0, 1.0), (1.0, 2.0)])
-def test_faster_links_are_never_slower(layout: Layout, up: float, out: float) -> None:
+def test_faster_links_are_never_slower(layout: Parallelism, up: float, out: float) -> None:
     given = setup(layout, zero=zero(layout))
     better = step(replace(given, cluster=faster(given.cluster, up, out)), H100)
     assert better.total <= step(given, H100).total + 1e-9
@@ -122,7 +125,7 @@ def test_faster_links_are_never_slower(layout: Layout, up: float, out: float) ->
 
 def test_a_slow_network_shows_gradients_and_a_fast_one_hides_them() -> None:
     slow, fast = (
-        step(replace(setup(Layout(replicate=64)), cluster=faster(named("h100:64"), 1, out)), H100).gradients
+        step(replace(setup(Parallelism(replicate=64)), cluster=faster(named("h100:64"), 1, out)), H100).gradients
         for out in (0.05, 10.0)
     )
     assert slow > 10 * fast
@@ -130,11 +133,16 @@ def test_a_slow_network_shows_gradients_and_a_fast_one_hides_them() -> None:
 
 def test_fewer_bytes_on_the_wire_show_less_between_replicas_and_nothing_elsewhere() -> None:
     slow = faster(named("h100:64"), 1, 0.05)
-    whole, sharded = setup(Layout(replicate=64), zero=0), setup(Layout(shard=64), zero=3)
+    whole, sharded = setup(Parallelism(replicate=64), zero=0), setup(Parallelism(shard=64), zero=3)
     for given, share in ((whole, 0.3), (sharded, 1.0)):
         usual, eight = (step(replace(given, cluster=slow, wire=wire), H100) for wire in (Wire(), WIRES["int8"]))
         assert eight.gradients <= share * usual.gradients
     assert eight == usual
+
+
+def sent(**values: Any) -> Recipe:
+    """A recipe of which only what is sent counts."""
+    return Recipe.model_validate({"determinism": "off", **values})
 
 
 def test_powersgd_sends_what_the_shapes_of_a_model_make_of_its_rank() -> None:
@@ -142,16 +150,16 @@ def test_powersgd_sends_what_the_shapes_of_a_model_make_of_its_rank() -> None:
     model = gpt(layers, width, 4, sequence=32)
     matrices = [(width, width)] * 4 + [(width, 4 * width)] * 2
     saved = layers * sum(n * k - 4 * (n + k) for n, k in matrices) + (64 * 8 - 4 * (64 + 8))
-    wire = wire_of(Exchange(strategy="powersgd", exact="no"), model)
+    wire = wire_of(sent(grad_sync={"compression": "powersgd"}), model)
     assert wire.share == pytest.approx(1 - saved / model.parameters)
-    assert wire_of(Exchange(strategy="powersgd", exact="no", low_rank=64), model).share == 1
-    assert wire_of(Exchange(strategy="powersgd", exact="no")).share == 1
+    assert wire_of(sent(grad_sync={"compression": "powersgd", "powersgd_rank": 64}), model).share == 1
+    assert wire_of(sent(grad_sync={"compression": "powersgd"})).share == 1
 
 
 def test_workers_that_train_apart_wait_for_what_they_send_but_send_it_seldom() -> None:
     slow = faster(named("h100:64"), 1, 0.05)
-    given = replace(setup(Layout(replicate=64), zero=0), cluster=slow)
-    every_step = wire_of(Exchange(strategy="local", exact="no", every=1))
+    given = replace(setup(Parallelism(replicate=64), zero=0), cluster=slow)
+    every_step = wire_of(sent(local_sgd={"method": "average", "sync_every": 1}))
     usual, apart, seldom = (
         step(replace(given, wire=wire), H100).gradients
         for wire in (Wire(), every_step, replace(every_step, share=every_step.share / 100))
@@ -162,10 +170,9 @@ def test_workers_that_train_apart_wait_for_what_they_send_but_send_it_seldom() -
 
 def test_workers_that_go_on_meanwhile_wait_for_less() -> None:
     slow = faster(named("h100:64"), 1, 0.05)
-    given = replace(setup(Layout(replicate=64), zero=0), cluster=slow)
+    given = replace(setup(Parallelism(replicate=64), zero=0), cluster=slow)
     waiting, going_on = (
-        step(replace(given, wire=wire_of(Exchange(strategy="diloco", exact="no", delay=delay))), H100).gradients
-        for delay in (0, 5)
+        step(replace(given, wire=wire_of(sent(local_sgd={"sync_delay": delay}))), H100).gradients for delay in (0, 5)
     )
     assert going_on < waiting
 
@@ -173,14 +180,18 @@ def test_workers_that_go_on_meanwhile_wait_for_less() -> None:
 @pytest.mark.parametrize(
     ("values", "share", "memory"),
     [
-        ({"strategy": "local"}, 1 / 25, 8.0),
-        ({"strategy": "diloco", "every": 50}, 1 / 50, 12.0),
-        ({"strategy": "diloco", "outer": {"momentum": 0.0}, "wire": "bf16"}, 1 / 50, 8.0 + 5.0),
-        ({"strategy": "local", "every": 100, "wire": "int8"}, WIRES["int8"].share / 100, 8.0 + WIRES["int8"].memory),
+        ({"method": "average"}, 1 / 25, 8.0),
+        ({"method": "diloco", "sync_every": 50}, 1 / 50, 12.0),
+        ({"outer_optimizer": {"momentum": 0.0}, "sync_dtype": "bf16"}, 1 / 50, 8.0 + 5.0),
+        (
+            {"method": "average", "sync_every": 100, "sync_dtype": "int8"},
+            WIRES["int8"].share / 100,
+            8.0 + WIRES["int8"].memory,
+        ),
     ],
 )
 def test_a_round_is_shared_among_its_steps(values: dict[str, Any], share: float, memory: float) -> None:
-    wire = wire_of(Exchange(exact="no", **values))
+    wire = wire_of(sent(local_sgd=values))
     assert (wire.share, wire.memory) == (pytest.approx(share), memory)
 
 
@@ -197,7 +208,7 @@ def test_whole_recomputation_is_about_one_more_forward_of_the_blocks() -> None:
 
 
 def test_sharded_weights_wait_for_a_slow_network() -> None:
-    layout = Layout(shard=64)
+    layout = Parallelism(shard=64)
     slow = step(replace(setup(layout, zero=3), cluster=faster(named("h100:64"), 1, 0.1)), H100)
     fast = step(replace(setup(layout, zero=3), cluster=faster(named("h100:64"), 1, 10.0)), H100)
     assert slow.sharding > 0.5 * slow.products
@@ -205,41 +216,41 @@ def test_sharded_weights_wait_for_a_slow_network() -> None:
 
 
 def test_only_weights_that_are_divided_are_waited_for() -> None:
-    assert parts(Layout(shard=64), zero=1).sharding == 0
-    assert parts(Layout(shard=1), zero=3).sharding == 0
+    assert parts(Parallelism(shard=64), zero=1).sharding == 0
+    assert parts(Parallelism(shard=1), zero=3).sharding == 0
 
 
 def test_tensor_ranks_sum_and_others_do_not() -> None:
-    assert parts(Layout(tensor=8)).tensor > 0
-    assert parts(Layout(replicate=8)).tensor == 0
+    assert parts(Parallelism(tensor=8)).tensor > 0
+    assert parts(Parallelism(replicate=8)).tensor == 0
 
 
 def test_tensor_ranks_divide_products_and_not_quite_evenly() -> None:
-    one, eight = parts(), parts(Layout(tensor=8))
+    one, eight = parts(), parts(Parallelism(tensor=8))
     assert one.products / 8 < eight.products < one.products / 3
 
 
 def test_sums_that_hide_behind_products_cost_less() -> None:
-    shown, hidden = (parts(Layout(tensor=8), stack=Stack(tensor_hidden=share)).tensor for share in (0.0, 0.5))
+    shown, hidden = (parts(Parallelism(tensor=8), stack=Stack(tensor_hidden=share)).tensor for share in (0.0, 0.5))
     assert hidden == pytest.approx(0.5 * shown)
 
 
 def test_context_ranks_show_each_other_keys_and_values_where_attention_does_not_hide_them() -> None:
-    given = setup(Layout(context=16), cluster="h100:64", zero=3)
+    given = setup(Parallelism(context=16), cluster="h100:64", zero=3)
     assert step(replace(given, cluster=faster(given.cluster, 1, 0.01)), H100).context > 0
-    assert parts(Layout()).context == 0
+    assert parts(Parallelism()).context == 0
 
 
 def test_experts_elsewhere_cost_the_journey() -> None:
-    here = parts(Layout(shard=8), of=mixture(), zero=3)
-    away = parts(Layout(shard=8, expert=8), of=mixture(), zero=3)
+    here = parts(Parallelism(shard=8), of=mixture(), zero=3)
+    away = parts(Parallelism(shard=8, expert=8), of=mixture(), zero=3)
     assert here.expert == 0
     assert away.expert > 0
 
 
 def test_zero_divides_the_optimizers_work() -> None:
-    assert parts(Layout(replicate=8), zero=1).optimizer == pytest.approx(
-        parts(Layout(replicate=8), zero=0).optimizer / 8
+    assert parts(Parallelism(replicate=8), zero=1).optimizer == pytest.approx(
+        parts(Parallelism(replicate=8), zero=0).optimizer / 8
     )
 
 
@@ -250,7 +261,7 @@ def test_a_slow_host_holds_up_small_operations() -> None:
 
 @pytest.mark.parametrize("stack", [Stack(expert_launches=1000.0), Stack(routing=1e-2)])
 def test_a_host_that_sends_tokens_to_experts_one_by_one_holds_up_the_rest(stack: Stack) -> None:
-    layout = Layout(shard=8, expert=8)
+    layout = Parallelism(shard=8, expert=8)
     quick, slow = (parts(layout, of=mixture(), zero=3, stack=each) for each in (Stack(launch=0.0), stack))
     assert quick.launching == 0
     assert slow.launching > 0
@@ -259,8 +270,8 @@ def test_a_host_that_sends_tokens_to_experts_one_by_one_holds_up_the_rest(stack:
 
 def test_fewer_experts_on_a_rank_are_fewer_launches() -> None:
     looping = Stack(expert_launches=1000.0)
-    many = parts(Layout(shard=8), of=mixture(), zero=3, stack=looping)
-    few = parts(Layout(shard=8, expert=8), of=mixture(), zero=3, stack=looping)
+    many = parts(Parallelism(shard=8), of=mixture(), zero=3, stack=looping)
+    few = parts(Parallelism(shard=8, expert=8), of=mixture(), zero=3, stack=looping)
     assert few.launching < many.launching / 4
 
 
@@ -282,13 +293,13 @@ def test_blocks_are_spread_evenly_and_the_ends_have_no_more(blocks: int, stages:
 
 
 def test_every_block_is_in_one_stage_and_what_stands_around_at_the_ends() -> None:
-    found = chunks(setup(Layout(pipeline=4)))
+    found = chunks(setup(Parallelism(pipeline=4)))
     assert [sum(count for each, count in one.segments if each.is_block) for one in found] == [4, 4, 4, 4]
     assert [sum(not each.is_block for each, _ in one.segments) for one in found] == [1, 0, 0, 1]
 
 
 def test_stages_that_are_given_are_kept() -> None:
-    found = chunks(setup(Layout(pipeline=2, stages=[3, 13])))
+    found = chunks(setup(Parallelism(pipeline=2, layers_per_stage=[3, 13])))
     assert [sum(count for each, count in one.segments if each.is_block) for one in found] == [3, 13]
 
 

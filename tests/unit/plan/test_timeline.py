@@ -25,7 +25,7 @@ from phalanx.plan.timeline import (
     timeline,
 )
 from phalanx.plan.tracing import build, language_loss, profile
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 
 CLUSTER = load_cluster("h100:64")
 RATES = rates(CLUSTER.node.accelerator, "bf16")
@@ -33,7 +33,7 @@ RATES = rates(CLUSTER.node.accelerator, "bf16")
 
 @cache
 def decoder() -> Profile:
-    sizes = {"layers": 16, "width": 2048, "heads": 16, "tie": False, "qk_norm": False}
+    sizes = {"layers": 16, "hidden_size": 2048, "num_heads": 16, "tie_embeddings": False, "qk_norm": False}
     return profile(
         build(lambda: transformer(32000, 1024, **sizes)),  # type: ignore[arg-type]
         language_loss(32000, 1024),
@@ -41,19 +41,19 @@ def decoder() -> Profile:
     )
 
 
-def setup(layout: Layout, batch: int = 256, zero: int = 0, chunks: int = 1) -> Setup:
+def setup(layout: Parallelism, batch: int = 256, zero: int = 0, chunks: int = 1) -> Setup:
     return Setup(decoder(), CLUSTER, layout, 1, batch, zero=zero, chunks=chunks)
 
 
 SETUPS = {
-    "one device": setup(Layout(), batch=8),
-    "replicas": setup(Layout(replicate=64)),
-    "shards": setup(Layout(shard=64), zero=3),
-    "many micro-batches": setup(Layout(replicate=2), batch=400),
-    "pipeline": setup(Layout(pipeline=4, replicate=16)),
-    "gpipe": setup(Layout(pipeline=4, replicate=16, schedule="gpipe")),
-    "zero bubble": setup(Layout(pipeline=4, replicate=16, schedule="zero-bubble")),
-    "interleaved": setup(Layout(pipeline=4, replicate=16), chunks=2),
+    "one device": setup(Parallelism(), batch=8),
+    "replicas": setup(Parallelism(replicate=64)),
+    "shards": setup(Parallelism(shard=64), zero=3),
+    "many micro-batches": setup(Parallelism(replicate=2), batch=400),
+    "pipeline": setup(Parallelism(pipeline=4, replicate=16)),
+    "gpipe": setup(Parallelism(pipeline=4, replicate=16, pipeline_schedule="gpipe")),
+    "zero bubble": setup(Parallelism(pipeline=4, replicate=16, pipeline_schedule="zero-bubble")),
+    "interleaved": setup(Parallelism(pipeline=4, replicate=16), chunks=2),
 }
 setups = pytest.mark.parametrize("given", SETUPS.values(), ids=SETUPS)
 

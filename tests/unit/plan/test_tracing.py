@@ -37,7 +37,15 @@ def of(model: nn.Module, vocab: int = VOCAB, sequence: int = SEQUENCE) -> Profil
 
 def decoder(**given: object) -> nn.Module:
     """A small decoder of four blocks."""
-    sizes = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "ffn": FFN, "qk_norm": False, **given}
+    sizes = {
+        "layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": FFN,
+        "qk_norm": False,
+        **given,
+    }
     return build(lambda: transformer(VOCAB, SEQUENCE, **sizes))  # type: ignore[arg-type]
 
 
@@ -48,20 +56,35 @@ def small() -> Profile:
 
 @cache
 def untied() -> Profile:
-    return of(decoder(tie=False))
+    return of(decoder(tie_embeddings=False))
 
 
 @cache
 def large() -> Profile:
     """Llama 3.1's largest."""
-    sizes = {"layers": 126, "width": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "tie": False, "qk_norm": False}
+    sizes = {
+        "layers": 126,
+        "hidden_size": 16384,
+        "num_heads": 128,
+        "num_kv_heads": 8,
+        "ffn_hidden_size": 53248,
+        "tie_embeddings": False,
+        "qk_norm": False,
+    }
     return of(build(lambda: transformer(128256, 8192, **sizes)), 128256, 8192)  # type: ignore[arg-type]
 
 
 @cache
 def mixture() -> Profile:
     """Three blocks with experts after one without."""
-    sizes = {"layers": 4, "width": WIDE, "heads": 4, "experts": EXPERTS, "top_k": TOP_K, "ffn": EXPERT_FFN}
+    sizes = {
+        "layers": 4,
+        "hidden_size": WIDE,
+        "num_heads": 4,
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "expert_hidden_size": EXPERT_FFN,
+    }
     return of(build(lambda: moe(VOCAB, SEQUENCE, dense_layers=1, **sizes)))  # type: ignore[arg-type]
 
 
@@ -102,14 +125,14 @@ def test_backward_computes_twice_what_forward_does_and_attention_once_more_in_pa
 
 
 def test_parameters_are_those_of_the_module() -> None:
-    assert untied().parameters == sum(each.numel() for each in decoder(tie=False).parameters())
+    assert untied().parameters == sum(each.numel() for each in decoder(tie_embeddings=False).parameters())
 
 
 def test_logits_may_be_the_value_of_a_key() -> None:
     class Holding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = transformer(VOCAB, SEQUENCE, layers=LAYERS, width=WIDTH, heads=4)
+            self.inner = transformer(VOCAB, SEQUENCE, layers=LAYERS, hidden_size=WIDTH, num_heads=4)
 
         def forward(self, tokens: Tensor) -> dict[str, Tensor]:
             return {"logits": self.inner(tokens)}
@@ -160,7 +183,7 @@ def test_tied_weights_count_once_and_are_told() -> None:
 
 
 def test_frozen_weights_are_counted_and_have_no_gradients() -> None:
-    model = decoder(tie=False)
+    model = decoder(tie_embeddings=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("query" not in name)
     found = block(of(model))
@@ -170,7 +193,7 @@ def test_frozen_weights_are_counted_and_have_no_gradients() -> None:
 
 
 def test_a_model_of_which_only_blocks_are_trained_in_part_is_followed() -> None:
-    model = decoder(tie=False)
+    model = decoder(tie_embeddings=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("query" in name)
     found = of(model)
@@ -449,7 +472,7 @@ def test_tokens_travel_to_their_experts_and_back_in_either_phase(phase: str) -> 
 
 
 def test_attention_is_no_expert_however_few_experts_there_are() -> None:
-    sizes = {"layers": 2, "width": WIDE, "heads": 4, "experts": 2, "top_k": 1, "ffn": WIDE}
+    sizes = {"layers": 2, "hidden_size": WIDE, "num_heads": 4, "num_experts": 2, "top_k": 1, "expert_hidden_size": WIDE}
     model = build(lambda: moe(VOCAB, SEQUENCE, **sizes))
     few = block(profile(model, language_loss(VOCAB, SEQUENCE), SEQUENCE))
     assert len([op for op in products(few) if op.expert]) == 3
@@ -489,7 +512,9 @@ def test_convolutions_are_products_with_the_operations_that_torch_counts() -> No
 
 def test_mixed_precision_multiplies_in_16_bits_and_normalises_in_32() -> None:
     found = profile_mixed(
-        lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4), language_loss(VOCAB, SEQUENCE), SEQUENCE
+        lambda: transformer(VOCAB, SEQUENCE, layers=2, hidden_size=WIDTH, num_heads=4),
+        language_loss(VOCAB, SEQUENCE),
+        SEQUENCE,
     )
     assert {op.width for segment in found.segments for op in products(segment)} == {2}
     assert {op.width for op in block(found).operations if isinstance(op, Move) and op.name == "pow"} == {4}
@@ -498,9 +523,11 @@ def test_mixed_precision_multiplies_in_16_bits_and_normalises_in_32() -> None:
 
 def test_a_weight_that_is_cast_is_still_that_weight() -> None:
     mixed = profile_mixed(
-        lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4), language_loss(VOCAB, SEQUENCE), SEQUENCE
+        lambda: transformer(VOCAB, SEQUENCE, layers=2, hidden_size=WIDTH, num_heads=4),
+        language_loss(VOCAB, SEQUENCE),
+        SEQUENCE,
     )
-    half = of(build(lambda: transformer(VOCAB, SEQUENCE, layers=2, width=WIDTH, heads=4)))
+    half = of(build(lambda: transformer(VOCAB, SEQUENCE, layers=2, hidden_size=WIDTH, num_heads=4)))
     assert mixed.parameters == half.parameters
     assert mixed.flops() == half.flops()
 

@@ -17,16 +17,28 @@ PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
     [
         ("cuda", "MI300X", True, {"precision": "fp8"}, r"^precision: fp8 needs .*MI300X \(AMD's formats .*e4m3fnuz"),
         ("xpu", "Max 1550", False, {"precision": "fp8"}, "^precision: fp8 needs .* and Max 1550 has none; bf16, fp16"),
-        ("xpu", "Max 1550", False, {"compile": "graphs"}, "^compile: graphs are CUDA graphs, and Max 1550 has none; t"),
-        ("cpu", "EPYC", False, {"compile": "graphs"}, "^compile: graphs are CUDA graphs, and EPYC is no GPU; true or"),
         (
             "xpu",
             "Max 1550",
             False,
-            {"exchange": {"exact": "world"}},
-            "^exchange.exact: found world, .* auto or no would",
+            {"compile": "cuda-graphs"},
+            "^compile: cuda-graphs need a GPU that has them, and Max 1550 has none; t",
         ),
-        ("mps", "M4", False, {"exchange": {"exact": "replicas"}}, "^exchange.exact: found replicas, .* on M4; auto or"),
+        (
+            "cpu",
+            "EPYC",
+            False,
+            {"compile": "cuda-graphs"},
+            "^compile: cuda-graphs need a GPU that has them, and EPYC is no GPU; true or",
+        ),
+        (
+            "xpu",
+            "Max 1550",
+            False,
+            {"determinism": "fixed-world"},
+            "^determinism: found fixed-world, .* auto or off would",
+        ),
+        ("mps", "M4", False, {"determinism": "elastic"}, "^determinism: found elastic, .* on M4; auto or"),
     ],
 )
 def test_what_a_kind_of_device_cannot_do_is_refused_in_one_sentence(

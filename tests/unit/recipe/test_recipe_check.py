@@ -29,170 +29,218 @@ def recipe(*overrides: str) -> Recipe:
 
 @pytest.mark.parametrize(("micro", "workers"), [("auto", 4), (4, 4), (16, 1), (1, 16), (8, 2)])
 def test_a_batch_that_divides_passes(micro: int | str, workers: int, tmp_path: Path) -> None:
-    check(recipe(f"batch.micro={micro}"), tmp_path, workers)
+    check(recipe(f"batch.micro_size={micro}"), tmp_path, workers)
 
 
 def test_a_layout_says_how_many_workers_a_run_has() -> None:
-    assert workers_for(recipe("layout.shard=2", "layout.tensor=3"), otherwise=8) == 6
-    assert workers_for(recipe("layout=auto"), otherwise=8) == 8
+    assert workers_for(recipe("parallelism.shard=2", "parallelism.tensor=3"), otherwise=8) == 6
+    assert workers_for(recipe("parallelism=auto"), otherwise=8) == 8
 
 
 @pytest.mark.parametrize(
     ("overrides", "workers", "expected"),
     [
-        (["batch.micro=5"], 1, "batch.micro: 5 x 1 worker = 5 does not divide batch.global = 16; .* is 4$"),
-        (["batch.micro=8"], 4, "batch.micro: 8 x 4 workers = 32 does not divide batch.global = 16; .* is 4$"),
-        ([], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
-        ([], 32, "batch.global: 16 samples cannot be divided among 32 workers; 32 can$"),
         (
-            ["layout.replicate=4"],
-            2,
-            r"layout: takes 4 workers \(replicate 4\), but the run has 2: use --nproc 4 or layout=auto",
+            ["batch.micro_size=5"],
+            1,
+            "batch.micro_size: 5 x 1 worker = 5 does not divide batch.global_size = 16; .* is 4$",
         ),
-        (["layout.shard=2", "layout.overlap=true"], 2, "layout.overlap: is about what tensor ranks send each other"),
-        (["layout.expert=1"], 2, r"layout: takes 1 workers \(one of each\), but the run has 2: use --nproc 1"),
         (
-            ["layout.shard=2", "layout.tensor=3", "data.sequence=240"],
+            ["batch.micro_size=8"],
             4,
-            r"layout: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or layout=auto",
+            "batch.micro_size: 8 x 4 workers = 32 does not divide batch.global_size = 16; .* is 4$",
+        ),
+        ([], 3, "batch.global_size: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
+        ([], 32, "batch.global_size: 16 samples cannot be divided among 32 workers; 32 can$"),
+        (
+            ["parallelism.replicate=4"],
+            2,
+            r"parallelism: takes 4 workers \(replicate 4\), but the run has 2: use --nproc 4 or parallelism=auto",
         ),
         (
-            ["layout.shard=2", "layout.context=2", "layout.expert=3"],
+            ["parallelism.shard=2", "parallelism.async_tp=true"],
+            2,
+            "parallelism.async_tp: is about what tensor ranks send each other",
+        ),
+        (
+            ["parallelism.expert=1"],
+            2,
+            r"parallelism: takes 1 workers \(one of each\), but the run has 2: use --nproc 1",
+        ),
+        (
+            ["parallelism.shard=2", "parallelism.tensor=3", "data.seq_len=240"],
             4,
-            "layout.expert: found 3, which must divide shard x context = 4$",
+            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or "
+            r"parallelism=auto",
         ),
         (
-            ["layout.tensor=2", "exchange.exact=replicas"],
-            2,
-            "layout: exchange.exact = replicas goes with replicate and shard only: give these, or exact: world",
-        ),
-        (
-            ["layout.shard=2", "layout.expert=2", "exchange.exact=replicas"],
-            2,
-            "layout: exchange.exact = replicas goes with replicate and shard only",
-        ),
-        (
-            ["layout.tensor=2", "optim.name=muon"],
-            2,
-            "layout.tensor: muon works on whole matrices, .*; use layout.shard",
-        ),
-        (["layout.tensor=2", "task=classification"], 2, "layout.tensor: is for models of sequences; "),
-        (["layout.context=2", "task=classification"], 2, "layout.context: is for models of sequences; "),
-        (
-            ["layout.tensor=2", "optim.state=8bit"],
-            2,
-            "layout.tensor: optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16$",
-        ),
-        (
-            ["layout.shard=2", "layout.expert=2", "optim.state=8bit"],
-            2,
-            "layout.expert: optim.state = 8bit keeps blocks of whole rows, which would be cut; use bf16$",
-        ),
-        (
-            ["layout.shard=2", "compile=graphs"],
-            2,
-            "compile: graphs cannot hold the communication of a divided model: give layout.replicate only, or true$",
-        ),
-        (
-            ["layout.pipeline=2", "layout.schedule=zero-bubble", "compile=true"],
-            2,
-            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or layout.schedule=1f1b$",
-        ),
-        (
-            ["layout.pipeline=2", "layout.schedule=zero-bubble", "memory.recompute=selective"],
-            2,
-            "memory.recompute: a zero-bubble pipeline's backward comes in two parts, of which selective repeats one; "
-            "use full or none, or layout.schedule=1f1b$",
-        ),
-        (
-            ["exchange.strategy=int8"],
-            2,
-            "exchange.strategy: int8 rounds what it sends, which exact: world forbids: use",
-        ),
-        (
-            ["exchange.strategy=bf16", "exchange.exact=replicas"],
-            2,
-            "exchange.strategy: found bf16, but exact: replicas has a way of its own to add up: use auto, or exact: ",
-        ),
-        (
-            ["exchange.strategy=bf16", "exchange.exact=no", "layout.shard=2"],
-            2,
-            "exchange.strategy: bf16 is for replicas, and layout has none: give layout.replicate, or allreduce",
-        ),
-        (
-            ["exchange.strategy=bf16", "exchange.exact=no", "layout.replicate=2", "layout.context=2"],
+            ["parallelism.shard=2", "parallelism.context=2", "parallelism.expert=3"],
             4,
-            "exchange.strategy: bf16 goes with replicate and shard, or replicate and tensor: give these, or allreduce",
+            "parallelism.expert: found 3, which must divide shard x context = 4$",
         ),
         (
-            ["exchange.strategy=int8", "exchange.exact=no", "precision=fp16"],
+            ["parallelism.tensor=2", "determinism=elastic"],
             2,
-            "exchange.strategy: int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16",
+            "parallelism: determinism: elastic goes with replicate and shard only: give these, or "
+            "determinism: fixed-world",
         ),
         (
-            ["exchange.strategy=powersgd", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"],
+            ["parallelism.shard=2", "parallelism.expert=2", "determinism=elastic"],
+            2,
+            "parallelism: determinism: elastic goes with replicate and shard only",
+        ),
+        (
+            ["parallelism.tensor=2", "optimizer.name=muon"],
+            2,
+            "parallelism.tensor: muon works on whole matrices, .*; use parallelism.shard",
+        ),
+        (["parallelism.tensor=2", "task=classification"], 2, "parallelism.tensor: is for models of sequences; "),
+        (["parallelism.context=2", "task=classification"], 2, "parallelism.context: is for models of sequences; "),
+        (
+            ["parallelism.tensor=2", "optimizer.state_dtype=int8"],
+            2,
+            "parallelism.tensor: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
+            "bf16$",
+        ),
+        (
+            ["parallelism.shard=2", "parallelism.expert=2", "optimizer.state_dtype=int8"],
+            2,
+            "parallelism.expert: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
+            "bf16$",
+        ),
+        (
+            ["parallelism.shard=2", "compile=cuda-graphs"],
+            2,
+            "compile: cuda-graphs cannot hold the communication of a divided model: give "
+            "parallelism.replicate only, or true$",
+        ),
+        (
+            ["parallelism.pipeline=2", "parallelism.pipeline_schedule=zero-bubble", "compile=true"],
+            2,
+            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or "
+            "parallelism.pipeline_schedule=1f1b$",
+        ),
+        (
+            [
+                "parallelism.pipeline=2",
+                "parallelism.pipeline_schedule=zero-bubble",
+                "memory.activation_checkpointing=selective",
+            ],
+            2,
+            "memory.activation_checkpointing: a zero-bubble pipeline's backward comes in two parts, of which "
+            "selective repeats one; use full or none, or parallelism.pipeline_schedule=1f1b$",
+        ),
+        (
+            ["grad_sync.compression=int8"],
+            2,
+            "grad_sync.compression: int8 rounds what it sends, which determinism: fixed-world forbids: use",
+        ),
+        (
+            ["grad_sync.compression=bf16", "determinism=elastic"],
+            2,
+            "grad_sync.compression: found bf16, but determinism: elastic has an order of addition of its own: use "
+            "none, or determinism: off",
+        ),
+        (
+            ["grad_sync.compression=bf16", "determinism=off", "parallelism.shard=2"],
+            2,
+            "grad_sync.compression: bf16 is for replicas, and there are none: give parallelism.replicate, or use none",
+        ),
+        (
+            ["grad_sync.compression=bf16", "determinism=off", "parallelism.replicate=2", "parallelism.context=2"],
             4,
-            "exchange.strategy: powersgd projects whole gradients: give layout.replicate only, or int8",
+            "grad_sync.compression: bf16 goes with replicate and shard, or replicate and tensor: give these, or use "
+            "none",
         ),
         (
-            ["exchange.strategy=powersgd"],
+            ["grad_sync.compression=int8", "determinism=off", "precision=fp16"],
             2,
-            "exchange.strategy: powersgd rounds what it sends, which exact: world forbids: use",
+            "grad_sync.compression: int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16",
         ),
         (
-            ["exchange.strategy=local"],
-            2,
-            "exchange.strategy: local has workers train apart, which exact: world forbids: use allreduce, or exact: no",
-        ),
-        (
-            ["exchange.strategy=diloco", "exchange.exact=replicas"],
-            2,
-            "exchange.strategy: diloco has workers train apart, which exact: replicas forbids: use allreduce",
-        ),
-        (
-            ["exchange.strategy=diloco", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"],
+            ["grad_sync.compression=powersgd", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
             4,
-            "exchange.strategy: diloco is for workers that hold the whole model: give layout.replicate only, or",
+            "grad_sync.compression: powersgd projects whole gradients: give parallelism.replicate only, or use int8",
         ),
         (
-            ["exchange.strategy=local", "exchange.exact=no", "exchange.outer.lr=0.5"],
+            ["grad_sync.compression=powersgd"],
             2,
-            "exchange.outer: is for strategy: diloco, and local takes the plain mean: leave it out, or use diloco",
+            "grad_sync.compression: powersgd rounds what it sends, which determinism: fixed-world forbids: use",
         ),
         (
-            ["exchange.strategy=local", "exchange.exact=no", "optim.state=8bit"],
+            ["local_sgd.method=average"],
             2,
-            "optim.state: 8bit state has no mean over workers, which local may have to take: use bf16",
+            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids: use local_sgd: null, "
+            "or determinism: off",
         ),
         (
-            ["exchange.every=50"],
+            ["local_sgd.method=diloco", "determinism=elastic"],
             2,
-            "exchange.every: is for strategy: local or diloco, and the strategy is auto: leave it out",
+            "local_sgd: workers take steps of their own, which determinism: elastic forbids: use local_sgd: null",
         ),
         (
-            ["exchange.strategy=int8", "exchange.exact=no", "exchange.wire=bf16"],
-            2,
-            "exchange.wire: is for strategy: local or diloco, and the strategy is int8: leave it out",
+            ["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
+            4,
+            "local_sgd: is for workers that hold the whole model: give parallelism.replicate only, or",
         ),
         (
-            ["exchange.fragments=2"],
+            ["local_sgd.method=average", "determinism=off", "local_sgd.outer_optimizer.lr=0.5"],
             2,
-            "exchange.fragments: is for strategy: local or diloco, and the strategy is auto: leave it out",
+            "local_sgd.outer_optimizer: is for method: diloco, and average takes the plain mean: leave it out, or use "
+            "diloco",
         ),
         (
-            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=3", "exchange.fragments=4"],
+            ["local_sgd.method=average", "determinism=off", "optimizer.state_dtype=int8"],
             2,
-            "exchange.fragments: found 4, but at most one leaves after a step: at most every = 3",
+            "optimizer.state_dtype: int8 state has no mean over workers, which local_sgd may have to take: use bf16",
         ),
         (
-            ["exchange.strategy=diloco", "exchange.exact=no", "exchange.fragments=4", "exchange.delay=6"],
+            ["local_sgd.sync_every=50"],
             2,
-            "exchange.delay: found 6, but the next fragment leaves after 6: at most 5",
+            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids",
         ),
-        (["layout.context=3"], 3, "layout.context: found 3, which must divide data.sequence = 256$"),
-        (["layout.shard=3"], 3, "batch.global: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
+        (
+            ["grad_sync.compression=int8", "determinism=off", "local_sgd.sync_dtype=bf16"],
+            2,
+            "grad_sync.compression: int8 is for gradients, and local_sgd sends weights: use none, or local_sgd: null",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "determinism=off", "local_sgd.method=average"],
+            2,
+            "grad_sync.algorithm: ring is for gradients, and local_sgd sends weights: use all-reduce, or local_sgd: "
+            "null",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "determinism=off", "grad_sync.compression=int8"],
+            2,
+            "grad_sync.compression: int8 goes with algorithm: auto or all-reduce, and the algorithm is ring: use one "
+            "of these, or compression: none",
+        ),
+        (
+            ["grad_sync.warmup_steps=7"],
+            2,
+            "grad_sync.warmup_steps: is for compression: powersgd, and the compression is none: leave it out",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "determinism=elastic"],
+            2,
+            "grad_sync.algorithm: found ring, but determinism: elastic has an order of addition of its own: use "
+            "all-reduce, or determinism: fixed-world",
+        ),
+        (
+            ["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=3", "local_sgd.num_fragments=4"],
+            2,
+            "local_sgd.num_fragments: found 4, but at most one leaves after a step: at most sync_every = 3",
+        ),
+        (
+            ["local_sgd.method=diloco", "determinism=off", "local_sgd.num_fragments=4", "local_sgd.sync_delay=6"],
+            2,
+            "local_sgd.sync_delay: found 6, but the next fragment leaves after 6: at most 5",
+        ),
+        (["parallelism.context=3"], 3, "parallelism.context: found 3, which must divide data.seq_len = 256$"),
+        (["parallelism.shard=3"], 3, "batch.global_size: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
-        (["init=nowhere"], 1, "init: there is no checkpoint or run at .*nowhere"),
+        (["init_from=nowhere"], 1, "init_from: there is no checkpoint or run at .*nowhere"),
     ],
 )
 def test_what_cannot_run_is_told_with_its_numbers(
@@ -205,25 +253,25 @@ def test_what_cannot_run_is_told_with_its_numbers(
 @pytest.mark.parametrize(
     ("overrides", "workers"),
     [
-        (["layout.shard=4"], 4),
-        (["layout.replicate=2", "layout.shard=2"], 4),
-        (["layout.tensor=2", "batch.micro=16"], 2),  # tensor ranks have the same samples
-        (["layout.context=4", "batch.micro=16"], 4),
-        (["layout.shard=2", "layout.context=2", "layout.expert=4"], 4),
-        (["layout.shard=2", "optim.name=muon"], 2),
-        (["layout.replicate=4", "exchange.exact=replicas"], 4),
-        (["layout.replicate=2", "layout.shard=2", "exchange.exact=replicas"], 4),
-        (["layout.shard=2", "task=classification"], 2),
-        (["layout.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
-        (["layout.shard=2", "optim.state=8bit"], 2),
-        (["layout.replicate=2", "compile=graphs"], 2),
-        (["exchange.strategy=int8", "exchange.exact=no"], 2),
-        (["exchange.strategy=powersgd", "exchange.exact=no", "exchange.low_rank=8"], 2),
-        (["exchange.strategy=int8", "exchange.exact=no", "layout.replicate=2", "layout.shard=2"], 4),
-        (["exchange.strategy=bf16", "exchange.exact=no", "layout.replicate=2", "layout.tensor=2"], 4),
-        (["exchange.strategy=local", "exchange.exact=no", "precision=fp16"], 2),
-        (["exchange.strategy=diloco", "exchange.exact=no", "layout.replicate=2", "exchange.wire=int8"], 2),
-        (["exchange.strategy=diloco", "exchange.exact=no", "exchange.every=500"], 1),
+        (["parallelism.shard=4"], 4),
+        (["parallelism.replicate=2", "parallelism.shard=2"], 4),
+        (["parallelism.tensor=2", "batch.micro_size=16"], 2),  # tensor ranks have the same samples
+        (["parallelism.context=4", "batch.micro_size=16"], 4),
+        (["parallelism.shard=2", "parallelism.context=2", "parallelism.expert=4"], 4),
+        (["parallelism.shard=2", "optimizer.name=muon"], 2),
+        (["parallelism.replicate=4", "determinism=elastic"], 4),
+        (["parallelism.replicate=2", "parallelism.shard=2", "determinism=elastic"], 4),
+        (["parallelism.shard=2", "task=classification"], 2),
+        (["parallelism.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
+        (["parallelism.shard=2", "optimizer.state_dtype=int8"], 2),
+        (["parallelism.replicate=2", "compile=cuda-graphs"], 2),
+        (["grad_sync.compression=int8", "determinism=off"], 2),
+        (["grad_sync.compression=powersgd", "determinism=off", "grad_sync.powersgd_rank=8"], 2),
+        (["grad_sync.compression=int8", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"], 4),
+        (["grad_sync.compression=bf16", "determinism=off", "parallelism.replicate=2", "parallelism.tensor=2"], 4),
+        (["local_sgd.method=average", "determinism=off", "precision=fp16"], 2),
+        (["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "local_sgd.sync_dtype=int8"], 2),
+        (["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=500"], 1),
     ],
 )
 def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:
@@ -232,46 +280,51 @@ def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Pat
 
 def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        check(recipe("layout.tensor=2", "layout.context=3", "layout.expert=2", "optim.name=muon"), tmp_path, 2)
+        check(
+            recipe("parallelism.tensor=2", "parallelism.context=3", "parallelism.expert=2", "optimizer.name=muon"),
+            tmp_path,
+            2,
+        )
     keys = [line.split(":")[0] for line in str(caught.value).splitlines()]
-    assert keys == ["layout", "layout.expert", "layout.tensor", "layout.context"]
+    assert keys == ["parallelism", "parallelism.expert", "parallelism.tensor", "parallelism.context"]
 
 
 def test_a_list_of_numbers_is_told_as_one() -> None:
     with pytest.raises(
-        RecipeError, match=r"layout\.stages: .* expected a list of whole numbers from 1 to 1,000,000 or null"
+        RecipeError,
+        match=r"parallelism.layers_per_stage: .* expected a list of whole numbers from 1 to 1,000,000 or null",
     ):
-        recipe("layout.stages=3")
+        recipe("parallelism.layers_per_stage=3")
 
 
 def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("name: a\nbatch:\n  micro: 5\n")
+    file.write_text("name: a\nbatch:\n  micro_size: 5\n")
     loaded = load_recipe(file)
-    with pytest.raises(RecipeError, match=r"r\.yaml:3: batch\.micro: 5 x 1"):
+    with pytest.raises(RecipeError, match=r"r\.yaml:3: batch.micro_size: 5 x 1"):
         check(loaded.recipe, loaded.folder, 1, loaded.at)
 
 
 def test_an_init_that_is_an_export_is_refused_with_its_right_name(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    with pytest.raises(RecipeError, match=r"init: .*out is a Hugging Face directory, or an export; give hf:out$"):
-        check(recipe("init=out"), tmp_path, 1)
-    check(recipe("init=hf:out"), tmp_path, 1)
+    with pytest.raises(RecipeError, match=r"init_from: .*out is a Hugging Face directory, or an export; give hf:out$"):
+        check(recipe("init_from=out"), tmp_path, 1)
+    check(recipe("init_from=hf:out"), tmp_path, 1)
 
 
 def test_init_is_relative_to_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    check(recipe("init=there"), tmp_path)
+    check(recipe("init_from=there"), tmp_path)
 
 
 def test_differences_name_the_deepest_keys() -> None:
     found = differences(
-        recipe("model.args.a=1", "layout=auto"), recipe("model.args.b=2", "optim.lr=1", "layout.shard=1")
+        recipe("model.args.a=1", "parallelism=auto"), recipe("model.args.b=2", "optimizer.lr=1", "parallelism.shard=1")
     )
-    assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optim.lr", "layout"}
-    assert Difference("optim.lr", 0.001, 1.0) in found
-    assert str(Difference("optim.lr", 0.001, 1.0)) == "optim.lr: 0.001 -> 1.0"
+    assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optimizer.lr", "parallelism"}
+    assert Difference("optimizer.lr", 0.001, 1.0) in found
+    assert str(Difference("optimizer.lr", 0.001, 1.0)) == "optimizer.lr: 0.001 -> 1.0"
 
 
 def test_differences_go_into_lists_of_the_same_length() -> None:
@@ -281,14 +334,33 @@ def test_differences_go_into_lists_of_the_same_length() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["name", "steps", "checkpoint.every", "recovery.attempts", "callbacks", "callbacks.0", "evaluate.every"]
+    "key",
+    [
+        "name",
+        "steps",
+        "checkpoint.every",
+        "fault_tolerance.max_restarts",
+        "callbacks",
+        "callbacks.0",
+        "evaluation.every",
+    ],
 )
 def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
     assert is_free(key)
 
 
 @pytest.mark.parametrize(
-    "key", ["seed", "optim.lr", "batch.global", "batch.micro", "evaluate.share", "precision", "threads", "names"]
+    "key",
+    [
+        "seed",
+        "optimizer.lr",
+        "batch.global_size",
+        "batch.micro_size",
+        "evaluation.holdout_fraction",
+        "precision",
+        "num_threads",
+        "names",
+    ],
 )
 def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
     assert not is_free(key)
@@ -297,16 +369,16 @@ def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
 @pytest.mark.parametrize(
     ("old", "resolved", "new", "keys"),
     [
-        ([], [], ["steps=900", "name=b", "checkpoint.keep=9", "evaluate.every=3"], []),
-        ([], [], ["optim.lr=1", "seed=2", "steps=900"], ["optim.lr", "seed"]),
+        ([], [], ["steps=900", "name=b", "checkpoint.keep=9", "evaluation.every=3"], []),
+        ([], [], ["optimizer.lr=1", "seed=2", "steps=900"], ["optimizer.lr", "seed"]),
         ([], ["precision=bf16"], [], []),
         ([], ["precision=bf16"], ["precision=bf16"], []),
         ([], ["precision=bf16"], ["precision=fp32"], ["precision"]),
         (["precision=bf16"], ["precision=bf16"], ["precision=auto"], []),
-        (["batch.micro=4"], ["batch.micro=4"], ["batch.micro=8"], ["batch.micro"]),
-        ([], ["layout.replicate=2"], ["layout.replicate=3"], []),
-        ([], ["layout.replicate=2"], ["layout.shard=2"], []),  # changes rounding only
-        ([], [], ["evaluate.share=0.02"], ["evaluate.share"]),
+        (["batch.micro_size=4"], ["batch.micro_size=4"], ["batch.micro_size=8"], ["batch.micro_size"]),
+        ([], ["parallelism.replicate=2"], ["parallelism.replicate=3"], []),
+        ([], ["parallelism.replicate=2"], ["parallelism.shard=2"], []),  # changes rounding only
+        ([], [], ["evaluation.holdout_fraction=0.02"], ["evaluation.holdout_fraction"]),
         (["model.args.a=[3]"], ["model.args.a=[3]"], ["model.args.a=[auto]"], ["model.args.a.0"]),
         (["model.args.a=[auto]"], ["model.args.a=[auto]"], ["model.args.a=[3]"], ["model.args.a.0"]),
     ],
@@ -421,7 +493,9 @@ def test_the_reference_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
-@pytest.mark.parametrize("key", ["optim.lr", "optim.weight_decay", "recovery.silence", "data.source.weight"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.lr", "optimizer.weight_decay", "fault_tolerance.hang_timeout_s", "data.source.weight"]
+)
 def test_numbers_are_finite(key: str, value: str) -> None:
     with pytest.raises(RecipeError, match=rf"{key}: found (-?Infinity|NaN), expected a number"):
         recipe(f"{key}={value}")
@@ -445,67 +519,106 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
             "precision: fp8 needs tensor cores .*, and a CPU has none; bf16, fp16",
         ),
         (["device=xpu", "precision=fp8"], "precision: fp8 needs tensor cores .*, and an Intel GPU has none"),
-        (["device=mps", "compile=graphs"], "compile: graphs are CUDA graphs, and an Apple GPU has none"),
-        (["device=cpu", "compile=graphs"], "compile: graphs are CUDA graphs, and a CPU is no GPU; true or false"),
-        (["device=xpu", "exchange.exact=world"], "exchange.exact: found world, but torch does not say which kernels"),
-        (["device=mps", "layout.replicate=2"], "device: found mps, on which torch has no way to exchange gradients"),
-        (["optim.name=sgd", "optim.state=8bit"], "optim.state: 8bit is for adamw; sgd keeps its state in fp32"),
         (
-            ["optim.name=muon", "memory.offload=optimizer"],
-            "memory.offload: optimizer goes with adamw and sgd; a step",
+            ["device=mps", "compile=cuda-graphs"],
+            "compile: cuda-graphs need a GPU that has them, and an Apple GPU has none",
         ),
         (
-            ["task=classification", "memory.loss=chunked"],
-            "memory.loss: chunked is for language models, and the task",
+            ["device=cpu", "compile=cuda-graphs"],
+            "compile: cuda-graphs need a GPU that has them, and a CPU is no GPU; true or false",
         ),
-        (["data.source={images: .}"], r"data.source: images need a common size, for instance `size: \[224, 224\]`"),
-        (["evaluate.source={images: .}"], "evaluate.source: images need a common size"),
+        (
+            ["device=xpu", "determinism=fixed-world"],
+            "determinism: found fixed-world, but torch does not say which kernels",
+        ),
+        (
+            ["device=mps", "parallelism.replicate=2"],
+            "device: found mps, on which torch has no way to exchange gradients",
+        ),
+        (
+            ["optimizer.name=sgd", "optimizer.state_dtype=int8"],
+            "optimizer.state_dtype: int8 is for adamw; sgd keeps its state in fp32",
+        ),
+        (
+            ["optimizer.name=muon", "optimizer.offload=true"],
+            "optimizer.offload: true goes with adamw and sgd; a step",
+        ),
+        (
+            ["task=classification", "memory.chunked_loss=true"],
+            "memory.chunked_loss: true is for language models, and the task",
+        ),
+        (
+            ["data.source={images: .}"],
+            r"data.source: images need a common size, for instance `image_size: \[224, 224\]`",
+        ),
+        (["evaluation.source={images: .}"], "evaluation.source: images need a common size"),
         (["data.source=[{text: a},{images: .}]"], r"data.source.1: images need a common size"),
-        (["layout.pipeline=2", "layout.stages=[1,1,1]"], "layout.stages: 1f1b on 2 ranks takes one stage a rank"),
         (
-            ["layout={pipeline: 2, schedule: interleaved, stages: [1, 1]}"],
-            "layout.stages: interleaved on 2 ranks",
-        ),
-        (["layout.stages=[1,1]"], "layout.stages: is for pipelines: give layout.pipeline, or leave it out"),
-        (
-            ["layout.schedule=gpipe"],
-            "layout.schedule: gpipe is for pipelines: give layout.pipeline, or leave it out",
+            ["parallelism.pipeline=2", "parallelism.layers_per_stage=[1,1,1]"],
+            "parallelism.layers_per_stage: 1f1b on 2 ranks takes one stage a rank",
         ),
         (
-            ["layout.pipeline=4", "batch.micro=8"],
-            "batch.micro: 1f1b with 4 stages on 4 ranks cannot run 2",
+            ["parallelism={pipeline: 2, pipeline_schedule: interleaved, layers_per_stage: [1, 1]}"],
+            "parallelism.layers_per_stage: interleaved on 2 ranks",
         ),
         (
-            ["layout.pipeline=8", "batch.global=4"],
-            "batch.global: 1f1b with 8 stages on 8 ranks has no micro-batch",
+            ["parallelism.layers_per_stage=[1,1]"],
+            "parallelism.layers_per_stage: is for pipelines: give parallelism.pipeline, or leave it out",
         ),
-        (["exchange.strategy=ring", "exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd"),
-        (["exchange.low_rank=8"], "exchange.low_rank: is for strategy: powersgd, and the strategy is auto"),
         (
-            ["optim.name=sgd", "optim.betas=[0.9, 0.99]"],
-            "optim.betas: is for adamw, lamb, muon, and the optimizer is sgd",
+            ["parallelism.pipeline_schedule=gpipe"],
+            "parallelism.pipeline_schedule: gpipe is for pipelines: give parallelism.pipeline, or leave it out",
         ),
-        (["optim.momentum=0.5"], "optim.momentum: is for sgd, muon, lars, and the optimizer is adamw"),
-        (["optim.schedule.power=2"], "optim.schedule.power: is for decay: poly, and it is cosine"),
-        (["optim.schedule.gamma=0.5"], "optim.schedule.gamma: is for decay: step, and it is cosine"),
-        (["data.source={text: x, size: [8, 8]}"], "data.source.size: is for images, and the source is text"),
+        (
+            ["parallelism.pipeline=4", "batch.micro_size=8"],
+            "batch.micro_size: 1f1b with 4 stages on 4 ranks cannot run 2",
+        ),
+        (
+            ["parallelism.pipeline=8", "batch.global_size=4"],
+            "batch.global_size: 1f1b with 8 stages on 8 ranks has no micro-batch",
+        ),
+        (
+            ["grad_sync.algorithm=ring", "grad_sync.powersgd_rank=8"],
+            "grad_sync.powersgd_rank: is for compression: powersgd",
+        ),
+        (
+            ["grad_sync.powersgd_rank=8"],
+            "grad_sync.powersgd_rank: is for compression: powersgd, and the compression is none",
+        ),
+        (
+            ["optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"],
+            "optimizer.betas: is for adamw, lamb, muon, and the optimizer is sgd",
+        ),
+        (["optimizer.momentum=0.5"], "optimizer.momentum: is for sgd, muon, lars, and the optimizer is adamw"),
+        (["optimizer.schedule.power=2"], "optimizer.schedule.power: is for decay: poly, and it is cosine"),
+        (["optimizer.schedule.gamma=0.5"], "optimizer.schedule.gamma: is for decay: step, and it is cosine"),
+        (
+            ["data.source={text: x, image_size: [8, 8]}"],
+            "data.source.image_size: is for images, and the source is text",
+        ),
         (
             ["data.source={prepared: x, exclude: y}"],
             "data.source.exclude: is for text, jsonl, parquet, and the source is",
         ),
         (
-            ["data.source=[{text: x}, {text: x, field: t}]"],
-            "data.source.1.field: is for jsonl, parquet, and the source is",
-        ),
-        (["data={source: {images: ., size: [8, 8]}, sequence: 64}"], "data.sequence: is for text, and the source has"),
-        (["evaluate={share: 0.2, source: {text: x}}"], "evaluate.share: is a share of the training data, and"),
-        (
-            ["optim.schedule={decay: constant, final: 0}"],
-            "optim.schedule.final: is for decay: cosine, linear, poly, and it is constant",
+            ["data.source=[{text: x}, {text: x, text_field: t}]"],
+            "data.source.1.text_field: is for jsonl, parquet, and the source is",
         ),
         (
-            ["batch.per=worker", "batch.global=90000000", "layout.replicate=2"],
-            "batch.global: 180,000,000 samples of 2 workers, expected at most 100,000,000 in all",
+            ["data={source: {images: ., image_size: [8, 8]}, seq_len: 64}"],
+            "data.seq_len: is for text, and the source has",
+        ),
+        (
+            ["evaluation={holdout_fraction: 0.2, source: {text: x}}"],
+            "evaluation.holdout_fraction: is a share of the training data, and",
+        ),
+        (
+            ["optimizer.schedule={decay: constant, min_lr_ratio: 0}"],
+            "optimizer.schedule.min_lr_ratio: is for decay: cosine, linear, poly, and it is constant",
+        ),
+        (
+            ["batch.scale_with_workers=true", "batch.global_size=90000000", "parallelism.replicate=2"],
+            "batch.global_size: 180,000,000 samples of 2 workers, expected at most 100,000,000 in all",
         ),
     ],
 )
@@ -522,15 +635,18 @@ def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["device=cuda", "precision=fp8", "compile=graphs"],
+        ["device=cuda", "precision=fp8", "compile=cuda-graphs"],
         ["device=auto", "precision=fp8"],
         ["device=cpu", "precision=tf32"],
         ["device=mps"],
-        ["layout={pipeline: 2, schedule: zero-bubble, stages: [1, 1, 1, 1]}"],
-        ["layout={pipeline: 2, schedule: interleaved}", "batch.micro=8"],
-        ["exchange.strategy=powersgd", "exchange.exact=no", "exchange.low_rank=8"],
-        ["data.source={images: ., size: [8, 8]}"],
-        ["optim={name: muon, betas: [0.9, 0.99], momentum: 0.95, schedule: {decay: poly, power: 2, final: 0}}"],
+        ["parallelism={pipeline: 2, pipeline_schedule: zero-bubble, layers_per_stage: [1, 1, 1, 1]}"],
+        ["parallelism={pipeline: 2, pipeline_schedule: interleaved}", "batch.micro_size=8"],
+        ["grad_sync.compression=powersgd", "determinism=off", "grad_sync.powersgd_rank=8"],
+        ["data.source={images: ., image_size: [8, 8]}"],
+        [
+            "optimizer={name: muon, betas: [0.9, 0.99], momentum: 0.95}",
+            "optimizer.schedule={decay: poly, power: 2, min_lr_ratio: 0}",
+        ],
     ],
 )
 def test_what_some_machine_can_do_passes_its_check(overrides: list[str], tmp_path: Path) -> None:
@@ -539,6 +655,6 @@ def test_what_some_machine_can_do_passes_its_check(overrides: list[str], tmp_pat
 
 
 def test_without_a_number_of_workers_nothing_is_said_about_it(tmp_path: Path) -> None:
-    check(recipe("batch.global=7", "init=nowhere"), tmp_path, None)
-    with pytest.raises(RecipeError, match=r"optim\.state: 8bit is for adamw"):
-        check(recipe("batch.global=7", "optim.name=sgd", "optim.state=8bit"), tmp_path, None)
+    check(recipe("batch.global_size=7", "init_from=nowhere"), tmp_path, None)
+    with pytest.raises(RecipeError, match=r"optimizer.state_dtype: int8 is for adamw"):
+        check(recipe("batch.global_size=7", "optimizer.name=sgd", "optimizer.state_dtype=int8"), tmp_path, None)

@@ -1,4 +1,4 @@
-"""Among which strategies of exchange a recipe leaves the choice."""
+"""Among which methods of gradient synchronization a recipe leaves the choice."""
 
 from typing import Any
 
@@ -8,27 +8,27 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.checks import check
 from phalanx.recipe.exchanges import BY_ACCURACY, candidates, first_steps
 
-NO = {"strategy": "auto", "exact": "no"}
+NO = {"determinism": "off"}
 
 
-def found(exchange: dict[str, Any], layout: Any = "auto", device: str = "cpu", **values: Any) -> tuple[str, ...]:
-    return candidates(Recipe.model_validate({"exchange": exchange, "layout": layout, **values}), device)
+def found(sync: dict[str, Any], layout: Any = "auto", device: str = "cpu", **values: Any) -> tuple[str, ...]:
+    return candidates(Recipe.model_validate({**sync, "parallelism": layout, **values}), device)
 
 
 @pytest.mark.parametrize(
     "layout", ["auto", {"replicate": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "shard": 2}]
 )
 def test_with_no_promise_replicas_may_send_fewer_bytes(layout: Any) -> None:
-    assert found(NO, layout) == ("allreduce", "bf16", "int8")
+    assert found(NO, layout) == ("all-reduce", "bf16", "int8")
 
 
-@pytest.mark.parametrize("exact", ["world", "replicas"])
-def test_promised_bits_leave_no_choice(exact: str) -> None:
-    assert found({"exact": exact}, {"replicate": 4}) == ("allreduce",)
+@pytest.mark.parametrize("determinism", ["fixed-world", "elastic"])
+def test_promised_bits_leave_no_choice(determinism: str) -> None:
+    assert found({"determinism": determinism}, {"replicate": 4}) == ("all-reduce",)
 
 
-def test_a_given_strategy_leaves_no_choice() -> None:
-    assert found({"strategy": "int8", "exact": "no"}, {"replicate": 4}) == ("int8",)
+def test_a_given_method_leaves_no_choice() -> None:
+    assert found({**NO, "grad_sync": {"compression": "int8"}}, {"replicate": 4}) == ("int8",)
 
 
 @pytest.mark.parametrize(
@@ -44,39 +44,38 @@ def test_a_given_strategy_leaves_no_choice() -> None:
     ],
 )
 def test_layouts_whose_replicas_are_summed_otherwise_leave_no_choice(layout: dict[str, int]) -> None:
-    assert found(NO, layout) == ("allreduce",)
+    assert found(NO, layout) == ("all-reduce",)
 
 
 def test_on_a_gpu_fsdp_goes_on_summing_between_sharded_replicas() -> None:
-    assert found(NO, {"replicate": 2, "shard": 2}, device="cuda") == ("allreduce",)
-    assert found(NO, {"replicate": 4}, device="cuda") == ("allreduce", "bf16", "int8")
+    assert found(NO, {"replicate": 2, "shard": 2}, device="cuda") == ("all-reduce",)
+    assert found(NO, {"replicate": 4}, device="cuda") == ("all-reduce", "bf16", "int8")
 
 
 def test_a_loss_scale_that_changes_excludes_what_is_held_back() -> None:
-    assert found(NO, {"replicate": 4}, precision="fp16") == ("allreduce", "bf16")
+    assert found(NO, {"replicate": 4}, precision="fp16") == ("all-reduce", "bf16")
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "shard": 2}])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], precision: str, tmp_path: Any) -> None:
-    for strategy in found(NO, layout, precision=precision):
-        values = {"exchange": {"strategy": strategy, "exact": "no"}, "layout": layout, "precision": precision}
+    for method in found(NO, layout, precision=precision):
+        kind = "algorithm" if method == "all-reduce" else "compression"
+        values = {**NO, "grad_sync": {kind: method}, "parallelism": layout, "precision": precision}
         check(Recipe.model_validate(values), tmp_path, 4)
     assert set(BY_ACCURACY) >= set(found(NO, layout))
 
 
 @pytest.mark.parametrize(
-    ("exchange", "steps", "expected"),
+    ("sync", "steps", "expected"),
     [
-        ({"strategy": "diloco"}, 60, 100),
-        ({"strategy": "local"}, 300, 100),
-        ({"strategy": "local"}, 1000, 334),
-        ({"strategy": "powersgd"}, 1000, 100),
-        ({"strategy": "powersgd", "start": 7}, 1000, 7),
-        ({"strategy": "diloco", "start": 0}, 1000, 0),
+        ({"local_sgd": {"method": "diloco"}}, 60, 100),
+        ({"local_sgd": {"method": "average"}}, 300, 100),
+        ({"local_sgd": {"method": "average"}}, 1000, 334),
+        ({"grad_sync": {"compression": "powersgd"}}, 1000, 100),
+        ({"grad_sync": {"compression": "powersgd", "warmup_steps": 7}}, 1000, 7),
+        ({"local_sgd": {"warmup_steps": 0}}, 1000, 0),
     ],
 )
-def test_the_first_steps_of_a_long_run_without_rounds_are_a_third_of_it(
-    exchange: Any, steps: int, expected: int
-) -> None:
-    assert first_steps(Recipe.model_validate({"exchange": {"exact": "no", **exchange}, "steps": steps})) == expected
+def test_the_first_steps_of_a_long_run_without_rounds_are_a_third_of_it(sync: Any, steps: int, expected: int) -> None:
+    assert first_steps(Recipe.model_validate({**NO, **sync, "steps": steps})) == expected

@@ -35,8 +35,8 @@ def test_an_empty_recipe_is_the_example(folder: Path) -> None:
 
 
 def test_missing_keys_take_the_defaults(folder: Path) -> None:
-    found = recipe("optim: {lr: 0.5}\n")
-    assert (found.optim.lr, found.optim.name, found.steps, found.batch.global_) == (0.5, "adamw", 300, 16)
+    found = recipe("optimizer: {lr: 0.5}\n")
+    assert (found.optimizer.lr, found.optimizer.name, found.steps, found.batch.global_size) == (0.5, "adamw", 300, 16)
 
 
 def test_loaded_knows_its_file_its_folder_and_what_was_given(folder: Path) -> None:
@@ -159,11 +159,11 @@ def test_numbers_are_written_as_older_yaml_reads_them() -> None:
 
 
 def test_the_word_no_is_not_false(folder: Path) -> None:
-    assert recipe("exchange: {exact: no}\n").exchange.exact == "no"
+    assert recipe("determinism: off\n").determinism == "off"
 
 
 def test_steps_may_be_written_with_their_unit(folder: Path) -> None:
-    assert recipe("evaluate: {every: 7 steps}\nsteps: 1 step\n").evaluate.every == 7
+    assert recipe("evaluation: {every: 7 steps}\nsteps: 1 step\n").evaluation.every == 7
 
 
 def test_an_anchor_is_used_again(folder: Path) -> None:
@@ -175,25 +175,28 @@ def test_an_anchor_is_used_again(folder: Path) -> None:
 
 
 def test_an_unknown_key_gets_the_nearest_name(folder: Path) -> None:
-    assert refusal("name: x\noptim:\n  lrr: 3\n") == "r.yaml:3: optim.lrr: unknown key; did you mean lr?"
+    assert refusal("name: x\noptimizer:\n  lrr: 3\n") == "r.yaml:3: optimizer.lrr: unknown key; did you mean lr?"
 
 
 def test_an_unknown_key_that_stands_elsewhere_is_found_there(folder: Path) -> None:
-    assert refusal("lr: 3\n") == "r.yaml:1: lr: unknown key; did you mean optim.lr?"
+    assert refusal("lr: 3\n") == "r.yaml:1: lr: unknown key; did you mean optimizer.lr?"
 
 
 def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
-    assert "known are every, keep" in refusal("checkpoint: {zzz: 3}\n")
+    assert "known are every, keep, in_memory_every" in refusal("checkpoint: {zzz: 3}\n")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("steps: soon", '1: steps: found "soon", expected a whole number from 1 to 10,000,000,000 or `N steps`'),
-        ("optim: [1]", "1: optim: found [1], expected a mapping (name, lr, "),
-        ("batch:\n  micro: 0", "2: batch.micro: found 0, expected a whole number from 1 to 100,000,000 or auto"),
-        ("layout: 3", "1: layout: found 3, expected a mapping (replicate, "),
-        ("layout:\n  shrad: 3", "2: layout.shrad: unknown key; did you mean shard?"),
+        ("optimizer: [1]", "1: optimizer: found [1], expected a mapping (name, lr, "),
+        (
+            "batch:\n  micro_size: 0",
+            "2: batch.micro_size: found 0, expected a whole number from 1 to 100,000,000 or auto",
+        ),
+        ("parallelism: 3", "1: parallelism: found 3, expected a mapping (replicate, "),
+        ("parallelism:\n  shrad: 3", "2: parallelism.shrad: unknown key; did you mean shard?"),
         ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
         ("callbacks: a:b", '1: callbacks: found "a:b", expected a list of texts'),
         ("data: {source: {txt: a}}", "1: data.source.txt: unknown key; did you mean text?"),
@@ -204,8 +207,11 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
             "data: {tokenizer: {bpe: 3}}",
             "1: data.tokenizer.bpe: found 3, expected a whole number from 257 to 10,000,000",
         ),
-        ("optim: {betas: [1, 2, 3]}", "1: optim.betas: found [1, 2, 3], expected a list of 2"),
-        ("evaluate: {share: 1.5}", "1: evaluate.share: found 1.5, expected a number of at least 0 and below 1"),
+        ("optimizer: {betas: [1, 2, 3]}", "1: optimizer.betas: found [1, 2, 3], expected a list of 2"),
+        (
+            "evaluation: {holdout_fraction: 1.5}",
+            "1: evaluation.holdout_fraction: found 1.5, expected a number of at least 0 and below 1",
+        ),
         ("- 1", "1: found [1], expected a mapping"),
         ("name: 5", "1: name: found 5, expected text"),
         ("a: [", "2: not valid YAML: "),
@@ -230,8 +236,8 @@ def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, te
 
 
 def test_several_problems_are_told_in_the_order_of_the_file(folder: Path) -> None:
-    lines = refusal("seed: -1\noptim: {lrr: 1, clip: x}\nsteps: 0\n").splitlines()
-    assert [line.split(": ")[1] for line in lines] == ["seed", "optim.lrr", "optim.clip", "steps"]
+    lines = refusal("seed: -1\noptimizer: {lrr: 1, max_grad_norm: x}\nsteps: 0\n").splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["seed", "optimizer.lrr", "optimizer.max_grad_norm", "steps"]
 
 
 def test_of_many_problems_the_first_five_are_told(folder: Path) -> None:
@@ -264,13 +270,13 @@ def test_a_byte_order_mark_is_no_matter(folder: Path) -> None:
 
 
 def test_overrides_change_what_the_file_says_in_their_order(folder: Path) -> None:
-    found = recipe("steps: 5\noptim: {lr: 1}\n", "optim.lr=3e-4", "batch.global=8", "steps=6", "steps=7")
-    assert (found.optim.lr, found.batch.global_, found.steps) == (3e-4, 8, 7)
+    found = recipe("steps: 5\noptimizer: {lr: 1}\n", "optimizer.lr=3e-4", "batch.global_size=8", "steps=6", "steps=7")
+    assert (found.optimizer.lr, found.batch.global_size, found.steps) == (3e-4, 8, 7)
 
 
-@pytest.mark.parametrize("text", ["", "layout: auto\n", "layout: null\n"])
+@pytest.mark.parametrize("text", ["", "parallelism: auto\n", "parallelism: null\n"])
 def test_an_override_below_auto_or_nothing_makes_the_mapping(folder: Path, text: str) -> None:
-    layout = recipe(text, "layout.shard=2").layout
+    layout = recipe(text, "parallelism.shard=2").parallelism
     assert not isinstance(layout, str)
     assert (layout.shard, layout.replicate, layout.world) == (2, 1, 2)
 
@@ -290,7 +296,7 @@ def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
 @pytest.mark.parametrize(
     ("text", "argument", "expected"),
     [
-        ("", "optim.lrr=3", "optim.lrr: unknown key; did you mean lr?"),
+        ("", "optimizer.lrr=3", "optimizer.lrr: unknown key; did you mean lr?"),
         ("", "steps=soon", 'steps: found "soon", expected '),
         ("", "steps=", "steps: found null, expected "),
         ("", "steps={", "not valid YAML: "),
@@ -309,10 +315,12 @@ def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, e
 def test_variables_are_replaced_in_values_and_defaults(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/there")
     monkeypatch.setenv("RATE", "1e-2")
-    found = recipe("init: ${env.WHERE}/x\nmodel: {args: {a: ['${recipe.folder}/y']}}\noptim: {lr: '${env.RATE}'}\n")
-    assert found.init == "/there/x"
+    found = recipe(
+        "init_from: ${env.WHERE}/x\nmodel: {args: {a: ['${recipe.dir}/y']}}\noptimizer: {lr: '${env.RATE}'}\n"
+    )
+    assert found.init_from == "/there/x"
     assert found.model.args["a"] == [f"{folder}/y"]
-    assert found.optim.lr == 1e-2
+    assert found.optimizer.lr == 1e-2
     assert not isinstance(found.data.source, list)
     assert found.data.source.text == f"{sysconfig.get_path('stdlib')}/**/*.py"
 
@@ -322,9 +330,9 @@ def test_a_recipe_made_in_python_can_be_expanded(folder: Path) -> None:
 
 
 def test_an_unknown_variable_is_told_with_the_known_ones(folder: Path) -> None:
-    message = refusal("name: a\ninit: ${foo}\n")
-    assert message.startswith("r.yaml:2: init: unknown variable ${foo}; known are ${python.stdlib}, ")
-    assert "NOPE_NOT_SET is not set" in refusal("init: ${env.NOPE_NOT_SET}\n")
+    message = refusal("name: a\ninit_from: ${foo}\n")
+    assert message.startswith("r.yaml:2: init_from: unknown variable ${foo}; known are ${python.stdlib}, ")
+    assert "NOPE_NOT_SET is not set" in refusal("init_from: ${env.NOPE_NOT_SET}\n")
 
 
 # -- dump --------------------------------------------------------------------------------------------------------------
@@ -332,8 +340,8 @@ def test_an_unknown_variable_is_told_with_the_known_ones(folder: Path) -> None:
 
 def test_what_is_dumped_loads_to_the_same_recipe(folder: Path) -> None:
     first = recipe(
-        "name: x\nlayout: {replicate: 2}\nexchange: {exact: no}\noptim: {clip: null, lr: 1e-5}\n"
-        "evaluate: {every: null}\nbatch: {global: 8, micro: 2}\ncompile: false\n"
+        "name: x\nparallelism: {replicate: 2}\ndeterminism: off\noptimizer: {max_grad_norm: null, lr: 1e-5}\n"
+        "evaluation: {every: null}\nbatch: {global_size: 8, micro_size: 2}\ncompile: false\n"
         "model: {args: {a: '1e-3', b: 'no', c: '010', d: null, e: 'über: x', f: '2024-01-01', g: [1, [2]], h: ''}}\n"
         "data: {tokenizer: {bpe: 300}, source: [{text: [a, b], exclude: c}, {idx: {images: i, labels: k}}]}\n"
     )
@@ -344,15 +352,15 @@ def test_what_is_dumped_loads_to_the_same_recipe(folder: Path) -> None:
 def test_a_dump_keeps_the_order_of_the_schema_and_the_names_of_files() -> None:
     text = dump_recipe(load_recipe(None).recipe)
     assert text.startswith("name: gpt-python\nmodel:\n")
-    assert "batch: {global: 16, micro: auto}" in text
-    assert "exact: auto" in text
+    assert "batch: {global_size: 16, micro_size: auto, scale_with_workers: false}" in text
+    assert "determinism: auto" in text
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "missing"),
     [
         ("name: a\n", [], ["model", "data.source"]),
-        ("data: {sequence: 8}\n", ["model.args.layers=1"], ["data.source"]),
+        ("data: {seq_len: 8}\n", ["model.args.layers=1"], ["data.source"]),
         ("model: {}\n", ["data.source.text=x"], []),
     ],
 )

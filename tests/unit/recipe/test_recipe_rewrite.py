@@ -13,29 +13,29 @@ TEXT = """\
 # mine
 name: a  # short
 batch:
-  global: 8 # of all
-  micro: auto # of one
+  global_size: 8 # of all
+  micro_size: auto # of one
 
 # how fast
-optim: {lr: 1.0e-3}
+optimizer: {lr: 1.0e-3}
 compile: auto
 """
 
 
 def test_a_key_on_its_own_line_keeps_its_comment_and_gets_a_remark_above() -> None:
-    text = rewritten(TEXT, [], {"batch.micro": 4}, {"batch.micro": "1.2 x"})
-    assert "  # 1.2 x\n  micro: 4 # of one\n" in text
-    assert text.replace("  # 1.2 x\n  micro: 4", "  micro: auto") == TEXT
+    text = rewritten(TEXT, [], {"batch.micro_size": 4}, {"batch.micro_size": "1.2 x"})
+    assert "  # 1.2 x\n  micro_size: 4 # of one\n" in text
+    assert text.replace("  # 1.2 x\n  micro_size: 4", "  micro_size: auto") == TEXT
 
 
 def test_a_key_that_was_not_there_is_added_with_its_mapping() -> None:
-    text = rewritten(TEXT, [], {"memory.recompute": "none", "threads": 2}, {"threads": "two"})
+    text = rewritten(TEXT, [], {"memory.activation_checkpointing": "none", "num_threads": 2}, {"num_threads": "two"})
     assert text.startswith(TEXT)
-    assert text.endswith("memory: {recompute: none}\n# two\nthreads: 2\n")
+    assert text.endswith("memory: {activation_checkpointing: none}\n# two\nnum_threads: 2\n")
 
 
 def test_a_key_within_braces_has_its_top_key_written_anew() -> None:
-    text = rewritten(TEXT, ["optim.lr=2e-3"], {}, {})
+    text = rewritten(TEXT, ["optimizer.lr=2e-3"], {}, {})
     assert text == TEXT.replace("1.0e-3", "0.002")
 
 
@@ -44,8 +44,8 @@ def test_the_head_stands_on_top() -> None:
 
 
 def test_comments_within_braces_stay() -> None:
-    text = "optim: {lr: 1e-3, # rate\n  # both\n  betas: [0.9, 0.95]}  # end\nseed: 1\n"
-    new = rewritten(text, ["optim.lr=2e-3", "optim.clip=1"], {"seed": 2}, {"optim.lr": "1.2 x"})
+    text = "optimizer: {lr: 1e-3, # rate\n  # both\n  betas: [0.9, 0.95]}  # end\nseed: 1\n"
+    new = rewritten(text, ["optimizer.lr=2e-3", "optimizer.max_grad_norm=1"], {"seed": 2}, {"optimizer.lr": "1.2 x"})
     assert new == f"# 1.2 x\n{text}".replace("1e-3", "0.002").replace("]}", "], clip: 1}").replace("seed: 1", "seed: 2")
 
 
@@ -55,8 +55,8 @@ def test_a_list_on_lines_of_its_own_is_replaced_and_what_follows_stays() -> None
 
 
 def test_a_new_key_joins_the_keys_of_its_mapping() -> None:
-    text = "batch:\n    global: 8 # of all\n\n# how fast\ncompile: auto\n"
-    new = rewritten(text, [], {"batch.micro": 4}, {"batch.micro": "1.2 x"})
+    text = "batch:\n    global_size: 8 # of all\n\n# how fast\ncompile: auto\n"
+    new = rewritten(text, [], {"batch.micro_size": 4}, {"batch.micro_size": "1.2 x"})
     assert new == text.replace("# of all\n", "# of all\n    # 1.2 x\n    micro: 4\n")
 
 
@@ -92,23 +92,28 @@ def test_a_text_that_cannot_be_changed_in_place_is_written_again(text: str) -> N
         TEXT,
         "",
         "{name: a, steps: 3}\n",
-        "name: a\nlayout:\n  replicate: 1\n# end\n",
-        '"name": a\nbatch:\n\n  global: 8\n',
+        "name: a\nparallelism:\n  replicate: 1\n# end\n",
+        '"name": a\nbatch:\n\n  global_size: 8\n',
     ],
 )
 def test_values_are_as_asked_for_however_the_text_is_written(text: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"batch.micro": 2, "layout": {"replicate": 2}, "compile": True, "precision": "bf16"}
+    changes: dict[str, Any] = {
+        "batch.micro_size": 2,
+        "parallelism": {"replicate": 2},
+        "compile": True,
+        "precision": "bf16",
+    }
     path = tmp_path / "new.yaml"
     path.write_text(rewritten(text, ["steps=7"], changes, dict.fromkeys(changes, "why"), ["head"]))
     recipe = load_recipe(path).recipe
-    assert (recipe.batch.micro, recipe.compile, recipe.precision, recipe.steps) == (2, True, "bf16", 7)
-    assert recipe.layout.world == 2 if not isinstance(recipe.layout, str) else False
+    assert (recipe.batch.micro_size, recipe.compile, recipe.precision, recipe.steps) == (2, True, "bf16", 7)
+    assert recipe.parallelism.world == 2 if not isinstance(recipe.parallelism, str) else False
     assert path.read_text().count("# why") + path.read_text().count(": why") == len(changes)
 
 
 def test_the_example_keeps_every_comment() -> None:
     example = (Path(__file__).parents[3] / "examples" / "gpt-python.yaml").read_text()
-    text = rewritten(example, [], {"precision": "bf16", "batch.micro": 8}, {})
+    text = rewritten(example, [], {"precision": "bf16", "batch.micro_size": 8}, {})
     old, new = example.splitlines(), text.splitlines()
     assert len(old) == len(new)
     assert sum(a != b for a, b in zip(old, new, strict=True)) == 2

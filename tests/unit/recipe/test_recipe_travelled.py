@@ -51,7 +51,7 @@ def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
 ) -> None:
     for folder, said in ((original, "edited since"), (copy, "as it was")):
         (folder / "travelled_module.py").write_text(f"def said(): return {said!r}")
-    (copy / "recipe.yaml").write_text("data: {source: {text: '${recipe.folder}/x.txt'}}")
+    (copy / "recipe.yaml").write_text("data: {source: {text: '${recipe.dir}/x.txt'}}")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PHALANX_CODE", str(copy))
     monkeypatch.setenv("PHALANX_CODE_OF", str(original))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.models import transformer
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer
 
 VOCAB, SEQUENCE = 32, 16
@@ -12,11 +12,11 @@ VOCAB, SEQUENCE = 32, 16
 
 def model(seed: int = 0, width: int = 64) -> nn.Module:
     torch.manual_seed(seed)
-    return transformer(vocab=VOCAB, sequence=SEQUENCE, layers=1, width=width, heads=2)
+    return transformer(vocab_size=VOCAB, seq_len=SEQUENCE, layers=1, hidden_size=width, num_heads=2)
 
 
-def optim(name: str = "adamw", **changes: object) -> Optim:
-    return Optim.model_validate({"name": name, **changes})
+def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"name": name, **changes})
 
 
 def batch(step: int, count: int = 8) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.data import Batch, Facts
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Layout, Optim
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunEvent
 from phalanx.train.callbacks import Callbacks, RunView
@@ -139,7 +139,7 @@ class Remembering:
 
 def mesh_of(rank: int = 0, **layout: int) -> Mesh:
     """The place of a rank in a layout, without the groups that it would talk to."""
-    found = Layout(**layout)
+    found = Parallelism(**layout)
     return Mesh(found, coordinates(found, rank))
 
 
@@ -174,11 +174,11 @@ def make_stepper(
     precision: str = "fp32",
     clip: float | None = None,
     seed: int = 0,
-    optim: Optim | None = None,
+    optim: OptimizerConfig | None = None,
     scale: LossScale | None = None,
 ) -> SmallStepper:
     """A stepper of one process, with an exchange when `replicas` asks for the tree."""
-    optimizer = Optimizer(model, optim or Optim(clip=clip))
+    optimizer = Optimizer(model, optim or OptimizerConfig(max_grad_norm=clip))
     parameters = list(Divided(mesh_of(), (model,)).trainable().values())
     gradients: Gradients = LocalGradients(parameters)
     if replicas:
@@ -222,8 +222,8 @@ def make_parts(
     """What training a tiny model for 6 steps of two micro-batches takes; `changes` go into the recipe."""
     run = Run(path)
     run.create()
-    values = {"steps": 6, "batch": {"global": GLOBAL, "micro": MICRO}, "precision": "fp32", "threads": 1}
-    values |= {"evaluate": {"every": None}, "checkpoint": {"every": None}, "layout": {"replicate": 1}}
+    values = {"steps": 6, "batch": {"global_size": GLOBAL, "micro_size": MICRO}, "precision": "fp32", "num_threads": 1}
+    values |= {"evaluation": {"every": None}, "checkpoint": {"every": None}, "parallelism": {"replicate": 1}}
     recipe = Recipe.model_validate({**values, **changes})
     model = tiny_lm()
     scale = LossScale.for_precision(recipe.precision, GLOBAL)
@@ -237,7 +237,7 @@ def make_parts(
             data,  # type: ignore[arg-type]
             place=Place(),
             mesh=mesh_of(),
-            samples=recipe.evaluate.samples,
+            samples=recipe.evaluation.max_samples,
             micro=MICRO,
             stop=lambda: stop.asked,
         )

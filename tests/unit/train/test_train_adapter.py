@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.recipe.schema import Adapter, Optim
+from phalanx.recipe.schema import LoraConfig, OptimizerConfig
 from phalanx.train.adapter import add_adapters, chosen, folded, is_adapter, scale_of
 from phalanx.train.optimizers import Optimizer, trainable
 
@@ -21,15 +21,17 @@ BLOCK = {
     "ffn.up",
     "ffn.down",
 }
-SPEC = Adapter(rank=4)
+SPEC = LoraConfig(rank=4)
 
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return transformer(vocab=64, sequence=16, layers=2, width=32, heads=4, kv_heads=2, ffn=48)
+    return transformer(
+        vocab_size=64, seq_len=16, layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48
+    )
 
 
-def adapted(spec: Adapter = SPEC, model: nn.Module | None = None, seed: int = 0) -> nn.Module:
+def adapted(spec: LoraConfig = SPEC, model: nn.Module | None = None, seed: int = 0) -> nn.Module:
     model = small() if model is None else model
     add_adapters(model, spec, torch.Generator().manual_seed(seed))
     return model
@@ -62,36 +64,36 @@ def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_he
     ],
 )
 def test_patterns_choose_by_the_last_parts_of_a_name(modules: str | list[str], expected: set[str]) -> None:
-    assert chosen(small(), Adapter(modules=modules)).keys() == expected
+    assert chosen(small(), LoraConfig(target_modules=modules)).keys() == expected
 
 
 def test_a_pattern_that_fits_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(
-        RecipeError, match=r"adapter.modules: 'q_proj' fits no linear layer; there are query, key, value"
+        RecipeError, match=r"lora.target_modules: 'q_proj' fits no linear layer; there are query, key, value"
     ):
-        chosen(small(), Adapter(modules=["query", "q_proj"]))
+        chosen(small(), LoraConfig(target_modules=["query", "q_proj"]))
 
 
 def test_a_model_without_blocks_needs_a_choice() -> None:
     with pytest.raises(
-        RecipeError, match=r"adapter.modules: the model has no blocks with linear layers; name some of 0"
+        RecipeError, match=r"lora.target_modules: the model has no blocks with linear layers; name some of 0"
     ):
         chosen(nn.Sequential(nn.Linear(4, 4)), SPEC)
 
 
 def test_a_rank_that_saves_nothing_is_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"adapter.rank: 16 must be below 16, the smaller side of blocks.0.attention.key"
+        RecipeError, match=r"lora.rank: 16 must be below 16, the smaller side of blocks.0.attention.key"
     ):
-        adapted(Adapter(rank=16))
+        adapted(LoraConfig(rank=16))
 
 
 def test_a_layer_that_shares_its_weight_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"adapter.modules: head shares its weight with embedding"):
-        adapted(Adapter(rank=4, modules="head"))
+    with pytest.raises(RecipeError, match=r"lora.target_modules: head shares its weight with embedding"):
+        adapted(LoraConfig(rank=4, target_modules="head"))
     torch.manual_seed(0)
-    free = transformer(vocab=64, sequence=16, layers=1, width=32, heads=4, tie=False)
-    adapted(Adapter(rank=4, modules="head"), free)
+    free = transformer(vocab_size=64, seq_len=16, layers=1, hidden_size=32, num_heads=4, tie_embeddings=False)
+    adapted(LoraConfig(rank=4, target_modules="head"), free)
 
 
 def test_at_first_nothing_changes() -> None:
@@ -108,7 +110,7 @@ def test_only_adapters_train() -> None:
     model = adapted()
     assert all(map(is_adapter, trainable(model)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = Optimizer(model, Optim())
+    optimizer = Optimizer(model, OptimizerConfig())
     for _ in range(2):  # in the first step B is zero, so A has no gradient
         model(tokens()).square().mean().backward()
         optimizer.step(1e-2)
@@ -145,7 +147,7 @@ def test_tensors_without_adapters_stay_as_they_are_when_folded() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model = disturbed(adapted(Adapter(rank=4, dropout=0.5)))
+    model = disturbed(adapted(LoraConfig(rank=4, dropout=0.5)))
     assert not torch.equal(model.train()(tokens()), model(tokens()))
     assert torch.equal(model.eval()(tokens()), model(tokens()))
 
@@ -153,8 +155,8 @@ def test_dropout_acts_in_training_only() -> None:
 def test_transposed_layers_of_gpt2_are_adapted_alike(tmp_path: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
     model, plain = tiny.saved(tmp_path, "gpt2"), tiny.saved(tmp_path, "gpt2")
-    disturbed(adapted(Adapter(rank=4), model))
-    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(Adapter(rank=4))))
+    disturbed(adapted(LoraConfig(rank=4), model))
+    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(LoraConfig(rank=4))))
     with torch.no_grad():
         expected = model(tokens()).logits
         assert (expected - tiny.saved(tmp_path, "gpt2")(tokens()).logits).abs().max() > 0.1

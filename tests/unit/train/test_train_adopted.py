@@ -328,7 +328,7 @@ def test_a_scheduler_of_the_loops_own_is_refused_in_the_first_step(name: str) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     adopted = Adopted(model, optimizer)
     SCHEDULERS[name](optimizer)
-    with pytest.raises(UsageError, match=r"gang.step: the loop .*give its warmup and decay as optim.schedule"):
+    with pytest.raises(UsageError, match=r"gang.step: the loop .*give its warmup and decay as optimizer.schedule"):
         train(model, adopted, 1)
 
 
@@ -371,7 +371,9 @@ def test_groups_that_the_loop_changes_after_it_was_adopted_are_refused(change: s
 def test_state_of_another_shape_is_told_where_parameters_are_divided() -> None:
     model = make_model()
     adopted = Adopted(model, torch.optim.Adafactor(model.parameters(), lr=0.1), divided=True)
-    with pytest.raises(UsageError, match=r"Adafactor keeps 'row_var' of 0.weight in another shape .* layout.replicate"):
+    with pytest.raises(
+        UsageError, match=r"Adafactor keeps 'row_var' of 0.weight in another shape .* parallelism.replicate"
+    ):
         train(model, adopted, 1)
 
 

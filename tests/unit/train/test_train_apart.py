@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.recipe.schema import Layout, Outer
+from phalanx.recipe.schema import OuterOptimizerConfig, Parallelism
 from phalanx.train.apart import Apart
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.exchange.rounds import PLAIN, Rounds
@@ -17,13 +17,13 @@ from phalanx.train.parallel.mesh import Mesh, coordinates
 from phalanx.train.state import Blocks, Wanted
 
 MOMENT, STEP = "optimizer/weight/exp_avg", "optimizer/weight/step"
-OUTER = Outer(lr=0.5, momentum=0.5)
+OUTER = OuterOptimizerConfig(lr=0.5, momentum=0.5)
 BEGUN, FILL = 1.0, 3.0
 
 
-def apart(rank: int, world: int, outer: Outer = PLAIN) -> tuple[nn.Parameter, Apart]:
+def apart(rank: int, world: int, outer: OuterOptimizerConfig = PLAIN) -> tuple[nn.Parameter, Apart]:
     """A worker whose round begins with weights of 1, and whose outer momentum is 3."""
-    layout = Layout(replicate=world)
+    layout = Parallelism(replicate=world)
     model = nn.Linear(3, 2, bias=False)
     nn.init.constant_(model.weight, BEGUN)
     rounds = Rounds([model.weight], rank=rank, world=world, schedule=Schedule(4, 10), outer=outer)
@@ -32,7 +32,7 @@ def apart(rank: int, world: int, outer: Outer = PLAIN) -> tuple[nn.Parameter, Ap
     return model.weight, Apart(Divided(Mesh(layout, coordinates(layout, rank)), (model,)), rounds)
 
 
-def saved(world: int, outer: Outer = PLAIN, together: bool = False) -> dict[str, Tensor]:
+def saved(world: int, outer: OuterOptimizerConfig = PLAIN, together: bool = False) -> dict[str, Tensor]:
     """The logical tensors of a checkpoint, written where worker i had come to weights of 10^i, and moments of i."""
     found: dict[str, Tensor] = {}
     for rank in range(world):
@@ -55,7 +55,9 @@ def saved(world: int, outer: Outer = PLAIN, together: bool = False) -> dict[str,
     return found
 
 
-def loaded(tensors: dict[str, Tensor], rank: int, world: int, outer: Outer = PLAIN) -> tuple[Tensor, Apart, Any]:
+def loaded(
+    tensors: dict[str, Tensor], rank: int, world: int, outer: OuterOptimizerConfig = PLAIN
+) -> tuple[Tensor, Apart, Any]:
     """A worker that has read it: its weights, and the optimizer's states."""
     weight, mine = apart(rank, world, outer)
 
@@ -83,7 +85,7 @@ def assert_filled(tensor: Tensor, value: float) -> None:
 
 @pytest.mark.parametrize("outer", [PLAIN, OUTER], ids=["local", "diloco"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_as_many_workers_go_on_in_the_middle_of_their_round(world: int, outer: Outer) -> None:
+def test_as_many_workers_go_on_in_the_middle_of_their_round(world: int, outer: OuterOptimizerConfig) -> None:
     tensors = saved(world, outer)
     assert_filled(tensors["weight"], BEGUN)
     for rank in range(world):

@@ -64,18 +64,18 @@ def units(count: int, width: int = 4, kind: type[Unit] = Unit) -> list[Unit]:
 
 
 def test_the_transformers_blocks_are_its_layers() -> None:
-    model = transformer(vocab=11, sequence=4, layers=3, width=8, heads=2)
+    model = transformer(vocab_size=11, seq_len=4, layers=3, hidden_size=8, num_heads=2)
     assert find_blocks(model) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_blocks_are_found_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = transformer(vocab=11, sequence=4, layers=12, width=8, heads=2)
+        model = transformer(vocab_size=11, seq_len=4, layers=12, hidden_size=8, num_heads=2)
     assert find_blocks(model) == [f"blocks.{i}" for i in range(12)]
 
 
 def test_the_blocks_of_a_mixed_sequential_are_what_repeats_in_it_and_not_its_stem_or_classifier() -> None:
-    model = resnet(blocks=(2, 1, 1), width=8)
+    model = resnet(blocks=(2, 1, 1), base_channels=8)
     assert find_blocks(model) == ["1", "2", "3", "4"]
     assert all(isinstance(model.get_submodule(name), Residual) for name in find_blocks(model))
 
@@ -88,7 +88,7 @@ def test_googlenets_blocks_are_its_inception_modules() -> None:
 
 
 def test_plain_sequentials_are_blocks_where_nothing_else_repeats() -> None:
-    model = nin(classes=10)
+    model = nin(num_classes=10)
     assert [str(i) for i, child in enumerate(model) if type(child) is nn.Sequential] == find_blocks(model)
     assert len(find_blocks(model)) == 12
 

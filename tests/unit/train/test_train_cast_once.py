@@ -8,7 +8,7 @@ from small_train import make_stepper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.cast_once import CastLinear, cast_once, linear_in
 from phalanx.train.gradients import LocalGradients
 from phalanx.train.optimizers import Optimizer
@@ -173,7 +173,7 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
     for early in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(6, 4)
-        stepper = make_stepper(model, 2, clip=clip, optim=Optim(name=kind, lr=0.1))
+        stepper = make_stepper(model, 2, clip=clip, optim=OptimizerConfig(name=kind, lr=0.1))
         agreement = torch.zeros(2 * 2 + len(FLAGS) + 1, dtype=torch.float64)
         for seed in range(3):
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
@@ -194,7 +194,7 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_were(where: str, bad: float) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    optimizer = Optimizer(model, Optim(name="adamw", lr=0.1))
+    optimizer = Optimizer(model, OptimizerConfig(name="adamw", lr=0.1))
     model(torch.ones(1, 6)).sum().backward()
     one, zero = torch.ones(()), torch.zeros(())
     optimizer.step_scaled(0.1, one, zero)

@@ -37,7 +37,7 @@ class Mixing(nn.Module):
 
 def test_a_causal_model_passes_and_stays_in_training_mode() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=16, sequence=8, layers=1, width=16, heads=2).train()
+    model = transformer(vocab_size=16, seq_len=8, layers=1, hidden_size=16, num_heads=2).train()
     check_causal(model, TASK, batch())
     assert model.training
 
@@ -98,17 +98,21 @@ def packed(length: int = 8) -> dict[str, Tensor]:
 @pytest.mark.parametrize("build", [transformer, moe])
 def test_our_models_keep_documents_separate(build: Any) -> None:
     torch.manual_seed(0)
-    check_documents(build(vocab=16, sequence=8, layers=2, width=16, heads=2), TASK, packed())
+    check_documents(build(vocab_size=16, seq_len=8, layers=2, hidden_size=16, num_heads=2), TASK, packed())
 
 
 def test_a_model_that_carries_on_from_document_to_document_is_refused() -> None:
     check_documents(Recurrent(follow=True), TASK, packed())
-    with pytest.raises(RecipeError, match=r"data.documents: Recurrent does not keep documents separate: .* at 6 of 8"):
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: Recurrent does not keep documents separate: .* at 6 of 8"
+    ):
         check_documents(Recurrent(follow=False), TASK, packed())
 
 
 def test_a_model_that_takes_no_documents_is_refused_with_what_failed() -> None:
-    with pytest.raises(RecipeError, match=r"data.documents: Deaf fails where it is to keep .*unexpected keyword"):
+    with pytest.raises(
+        RecipeError, match=r"data.document_masking: Deaf fails where it is to keep .*unexpected keyword"
+    ):
         check_documents(Deaf(follow=False), TASK, packed())
 
 
@@ -162,7 +166,9 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("attend", [taken_before, by_softmax, by_name_after_a_shift, by_sums])
 def test_a_model_whose_sequences_cannot_be_split_is_refused(attend: Any) -> None:
-    with pytest.raises(RecipeError, match=r"layout.context: Attending looks at other positions by something else than"):
+    with pytest.raises(
+        RecipeError, match=r"parallelism.context: Attending looks at other positions by something else than"
+    ):
         check_split(Attending(attend), TASK, batch(32))
 
 
@@ -170,8 +176,8 @@ def test_a_model_whose_sequences_cannot_be_split_is_refused(attend: Any) -> None
     "model",
     [
         Attending(by_name),
-        transformer(vocab=16, sequence=32, layers=2, width=16, heads=2, kv_heads=1),
-        moe(vocab=16, sequence=32, layers=2, width=16, heads=2, experts=4, top_k=2),
+        transformer(vocab_size=16, seq_len=32, layers=2, hidden_size=16, num_heads=2, num_kv_heads=1),
+        moe(vocab_size=16, seq_len=32, layers=2, hidden_size=16, num_heads=2, num_experts=4, top_k=2),
     ],
     ids=["of one's own", "transformer", "moe"],
 )

@@ -88,7 +88,7 @@ def test_positions_of_the_batch_itself_are_kept() -> None:
 
 @pytest.mark.parametrize(("way", "length", "fitting"), [("gather", 10, 12), ("alltoall", 9, 10), ("alltoall", 2, 4)])
 def test_a_sequence_that_does_not_divide_is_refused_with_one_that_does(way: Way, length: int, fitting: int) -> None:
-    with pytest.raises(RecipeError, match=rf"^layout\.context: .*data\.sequence={fitting} would do"):
+    with pytest.raises(RecipeError, match=rf"^parallelism.context: .*data.seq_len={fitting} would do"):
         slice_batch(batch_of(length), ranks(0, 2), way)
 
 
@@ -128,13 +128,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("said", "options"), REFUSED.items(), ids=REFUSED.keys())
 def test_attention_that_would_come_out_wrong_is_refused(said: str, options: dict[str, Any]) -> None:
-    with ContextParallel(ranks(0, 2), "gather"), pytest.raises(RecipeError, match=rf"^layout\.context: .*{said}"):
+    with ContextParallel(ranks(0, 2), "gather"), pytest.raises(RecipeError, match=rf"^parallelism.context: .*{said}"):
         attention(**options)
 
 
 def test_attention_to_another_sequence_is_refused() -> None:
     x = torch.ones(1, 2, 4, 2)
-    with ContextParallel(ranks(0, 2), "gather"), pytest.raises(RecipeError, match=r"^layout\.context: only self-"):
+    with ContextParallel(ranks(0, 2), "gather"), pytest.raises(RecipeError, match=r"^parallelism.context: only self-"):
         F.scaled_dot_product_attention(x, x[:, :, :3], x[:, :, :3])
 
 
@@ -203,7 +203,7 @@ class Unpositioned(nn.Module):
 
 def small_transformer() -> nn.Module:
     torch.manual_seed(0)
-    return transformer(vocab=17, sequence=16, layers=2, width=16, heads=2)
+    return transformer(vocab_size=17, seq_len=16, layers=2, hidden_size=16, num_heads=2)
 
 
 def test_the_argument_for_positions_is_found() -> None:
@@ -212,7 +212,7 @@ def test_the_argument_for_positions_is_found() -> None:
 
 
 def test_a_model_that_takes_no_positions_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"^layout\.context: Unpositioned .* neither positions nor position_ids"):
+    with pytest.raises(RecipeError, match=r"^parallelism.context: Unpositioned .* neither positions nor position_ids"):
         check_model(Unpositioned(), 8)
 
 
@@ -235,7 +235,7 @@ def test_only_full_attention_of_hugging_face_is_accepted(config: dict[str, Any],
     if refused is None:
         assert check_model(model, 8) == "position_ids"
     else:
-        with pytest.raises(RecipeError, match=rf"^layout\.context: Positioned .*{refused}"):
+        with pytest.raises(RecipeError, match=rf"^parallelism.context: Positioned .*{refused}"):
             check_model(model, 8)
 
 

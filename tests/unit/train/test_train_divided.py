@@ -9,7 +9,7 @@ from small_train import mesh_of, tiny_lm
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.recipe.schema import Layout, Optim
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
 from phalanx.train.optimizers import Optimizer
@@ -93,7 +93,7 @@ def test_a_tied_gradient_counts_once_in_the_norm() -> None:
 def trained() -> tuple[nn.Module, Optimizer]:
     """A model with an optimizer state."""
     model = tiny_lm()
-    optimizer = Optimizer(model, Optim())
+    optimizer = Optimizer(model, OptimizerConfig())
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 0.1 + number)
     optimizer.step(1e-2)
@@ -113,7 +113,7 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Divided,
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.narrow(cut.dim, cut.ranges[0][0], cut.length).contiguous()
-    optimizer = Optimizer(model, Optim())
+    optimizer = Optimizer(model, OptimizerConfig())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(1e-2)  # so that it has state
@@ -184,13 +184,13 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
 def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run: Run) -> None:
     path = save(run, [tensor_rank(0, 1)])
     smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
-    optimizer = Optimizer(smaller, Optim())
+    optimizer = Optimizer(smaller, OptimizerConfig())
     with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
         load_held(Divided(mesh_of(0), (smaller,)), optimizer, LossScale(), path, read_manifest(path))
 
 
 def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:
-    layout = Layout(replicate=2, tensor=2)
+    layout = Parallelism(replicate=2, tensor=2)
     shares = []
     for rank in range(layout.world):
         mesh = mesh_of(rank, replicate=2, tensor=2)

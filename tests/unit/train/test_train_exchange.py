@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.exchange import ALIGNMENT, GradientExchange, allreduce, make_buckets
 from phalanx.train.exchange.fixed_tree import cut
 from phalanx.train.optimizers import Optimizer
@@ -207,7 +207,7 @@ def test_weights_that_are_not_contiguous_are_updated_as_without_an_exchange(opti
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
         weights = list(model.parameters())
         images = torch.randn(2, 3, 4, 4)
-        optim = Optimizer(model, Optim.model_validate({"name": optimizer}))
+        optim = Optimizer(model, OptimizerConfig.model_validate({"name": optimizer}))
         exchange = alone(weights, micro_batches=2, replicas=True) if exchanged else None
         for _ in range(3):
             losses = [lambda i=i: model(images[i : i + 1]).square().sum() for i in range(2)]

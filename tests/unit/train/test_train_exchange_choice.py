@@ -1,4 +1,4 @@
-"""What `exchange: auto` decides, on made-up numbers and on those that were measured over limited links."""
+"""What `grad_sync.algorithm: auto` decides, on made-up numbers and on those that were measured over limited links."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from phalanx.train.exchange.ways import WAYS
 ALL = BY_ACCURACY
 COMPUTING, BACKWARD = 0.372, 0.228
 LINKS = {
-    "100mbit": ({"allreduce": 1.8469, "bf16": 1.0698, "int8": 0.6189}, "int8"),
-    "1gbit": ({"allreduce": 0.3990, "bf16": 0.4003, "int8": 0.4267}, "allreduce"),
+    "100mbit": ({"all-reduce": 1.8469, "bf16": 1.0698, "int8": 0.6189}, "int8"),
+    "1gbit": ({"all-reduce": 0.3990, "bf16": 0.4003, "int8": 0.4267}, "all-reduce"),
 }
 """Seconds of a step (docs/results/exchange.md), and the fastest."""
 
@@ -57,34 +57,34 @@ def test_on_measured_links_the_fastest_is_taken(link: str) -> None:
 
 
 def test_a_run_begins_with_the_most_accurate() -> None:
-    assert begun(Choice(), ALL, 4).strategy == "allreduce"
+    assert begun(Choice(), ALL, 4).strategy == "all-reduce"
 
 
 def test_what_hides_behind_backward_stays() -> None:
-    assert names(walked({"allreduce": 0.385})) == ["allreduce", "allreduce"]
+    assert names(walked({"all-reduce": 0.385})) == ["all-reduce", "all-reduce"]
 
 
 def test_the_first_that_stays_within_the_limit_is_taken() -> None:
-    assert names(walked({"allreduce": 0.5, "bf16": 0.38})) == ["allreduce", "bf16", "bf16"]
+    assert names(walked({"all-reduce": 0.5, "bf16": 0.38})) == ["all-reduce", "bf16", "bf16"]
 
 
 def test_one_that_is_slower_is_left_again() -> None:
-    assert names(walked({"allreduce": 0.5, "bf16": 0.6, "int8": 0.4})) == ["allreduce", "bf16", "allreduce"]
+    assert names(walked({"all-reduce": 0.5, "bf16": 0.6, "int8": 0.4})) == ["all-reduce", "bf16", "all-reduce"]
 
 
 def test_among_equals_the_more_accurate_is_taken() -> None:
-    assert walked({"allreduce": 1.0, "bf16": 0.7, "int8": 0.69})[-1].strategy == "bf16"
+    assert walked({"all-reduce": 1.0, "bf16": 0.7, "int8": 0.69})[-1].strategy == "bf16"
 
 
 def test_what_is_not_allowed_is_not_tried() -> None:
-    assert names(walked(LINKS["100mbit"][0], ALL[:2])) == ["allreduce", "bf16", "bf16"]
+    assert names(walked(LINKS["100mbit"][0], ALL[:2])) == ["all-reduce", "bf16", "bf16"]
 
 
 def test_another_world_begins_anew() -> None:
     settled = walked(LINKS["100mbit"][0])[-1]
     assert begun(settled, ALL, 4) == settled
-    assert begun(settled, ALL, 2) == Choice("allreduce", 2)
-    assert begun(settled, ALL[:2], 4) == Choice("allreduce", 4)
+    assert begun(settled, ALL, 2) == Choice("all-reduce", 2)
+    assert begun(settled, ALL[:2], 4) == Choice("all-reduce", 4)
 
 
 def test_a_share_that_stays_decides_nothing() -> None:
@@ -96,24 +96,24 @@ def test_a_share_that_stays_decides_nothing() -> None:
 
 
 def test_a_single_look_at_another_share_decides_nothing() -> None:
-    choice = walked({"allreduce": 0.38})[-1]
+    choice = walked({"all-reduce": 0.38})[-1]
     for seconds in (1.8, 0.38, 1.8, 0.38):
         choice, why = decided(choice, ALL, seen(seconds))
         assert not why
-    assert choice.strategy == "allreduce"
+    assert choice.strategy == "all-reduce"
 
 
 def test_a_share_that_has_grown_for_long_goes_on_to_fewer_bytes() -> None:
-    choice = walked({"allreduce": 0.38})[-1]
+    choice = walked({"all-reduce": 0.38})[-1]
     choice, why = decided(choice, ALL, seen(1.8))
     assert not why
     choice, why = decided(choice, ALL, seen(1.8))
     assert choice.strategy == "bf16"
-    assert "allreduce" in why
+    assert "all-reduce" in why
     assert walked(LINKS["100mbit"][0], choice=choice)[-1].strategy == "int8"
 
 
-@pytest.mark.parametrize(("now", "then"), [(0.38, "allreduce"), (2.0, "allreduce")])
+@pytest.mark.parametrize(("now", "then"), [(0.38, "all-reduce"), (2.0, "all-reduce")])
 def test_where_nothing_has_fewer_bytes_or_less_would_do_all_are_tried_again(now: float, then: str) -> None:
     choice = walked(LINKS["100mbit"][0])[-1]
     for _ in range(2):
@@ -123,9 +123,9 @@ def test_where_nothing_has_fewer_bytes_or_less_would_do_all_are_tried_again(now:
 
 
 def test_a_network_that_goes_up_and_down_is_tried_less_and_less_often() -> None:
-    choice, looks = walked({"allreduce": 0.38})[-1], []
+    choice, looks = walked({"all-reduce": 0.38})[-1], []
     for _ in range(3):
-        choice = walked(LINKS["100mbit"][0], choice=replace(choice, settled=False, seen={}, strategy="allreduce"))[-1]
+        choice = walked(LINKS["100mbit"][0], choice=replace(choice, settled=False, seen={}, strategy="all-reduce"))[-1]
         count, why = 0, ""
         while not why:
             choice, why = decided(choice, ALL, seen(0.38))
@@ -142,24 +142,24 @@ def test_it_says_what_was_foretold_and_what_came_of_it() -> None:
 
 
 def test_two_strategies_foretell_the_third_by_a_line() -> None:
-    both = {"allreduce": seen(2.0), "bf16": seen(1.2)}
+    both = {"all-reduce": seen(2.0), "bf16": seen(1.2)}
     assert foretold("int8", both) == pytest.approx(1.2 - 1.6 * (0.5 - INT8))
-    assert foretold("int8", {"allreduce": seen(0.6), "bf16": seen(0.4)}) == COMPUTING
+    assert foretold("int8", {"all-reduce": seen(0.6), "bf16": seen(0.4)}) == COMPUTING
 
 
 def test_one_strategy_foretells_another_by_its_bytes() -> None:
     exposed = 1.8469 - COMPUTING
     expected = COMPUTING + (exposed + BACKWARD) / 2 - BACKWARD
-    assert foretold("bf16", {"allreduce": seen(1.8469)}) == pytest.approx(expected)
+    assert foretold("bf16", {"all-reduce": seen(1.8469)}) == pytest.approx(expected)
 
 
 def test_efficiency_is_the_step_without_exchange_over_the_step() -> None:
-    found = efficiencies({"allreduce": seen(0.744), "bf16": seen(0.372)})
-    assert found == {"allreduce": 0.5, "bf16": 1.0}
+    found = efficiencies({"all-reduce": seen(0.744), "bf16": seen(0.372)})
+    assert found == {"all-reduce": 0.5, "bf16": 1.0}
 
 
 def test_what_exact_no_would_gain_is_told_of_the_most_accurate_that_would_do() -> None:
-    assert gain_of_no(seen(0.38))[0] == "allreduce"
+    assert gain_of_no(seen(0.38))[0] == "all-reduce"
     name, efficiency = gain_of_no(seen(0.42))
     assert (name, efficiency) == ("bf16", 1.0)
     name, efficiency = gain_of_no(seen(1.8469))
@@ -169,8 +169,8 @@ def test_what_exact_no_would_gain_is_told_of_the_most_accurate_that_would_do() -
 
 def test_what_saves_waiting_and_hardly_time_is_not_taken() -> None:
     allreduce, bf16 = Seen(0.669, 0.043, BACKWARD), Seen(0.655, 0.017, BACKWARD)  # as it was seen once at 1 Gbit/s
-    assert best(ALL, {"allreduce": allreduce, "bf16": bf16}) == "allreduce"
-    assert best(ALL, {"allreduce": allreduce, "bf16": replace(bf16, seconds=0.64)}) == "bf16"
+    assert best(ALL, {"all-reduce": allreduce, "bf16": bf16}) == "all-reduce"
+    assert best(ALL, {"all-reduce": allreduce, "bf16": replace(bf16, seconds=0.64)}) == "bf16"
 
 
 def test_the_fastest_within_the_limit_is_not_preferred_to_the_most_accurate_there() -> None:

@@ -15,7 +15,15 @@ from phalanx.train.parallel.families import STYLES, divisible, family_of, matche
 def ours(**options: Any) -> nn.Module:
     with torch.device("meta"):
         return transformer(
-            **{"vocab": 64, "sequence": 16, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, **options}
+            **{
+                "vocab_size": 64,
+                "seq_len": 16,
+                "layers": 2,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                **options,
+            }
         )
 
 
@@ -32,7 +40,7 @@ def check(model: nn.Module) -> None:
     assert {name for name in matrices if not name.endswith("wpe")} <= styled
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"activation": "relu2"}, {"tie": False}])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"activation": "relu2"}, {"tie_embeddings": False}])
 def test_rules_fit_our_transformer(options: dict[str, Any]) -> None:
     check(ours(**options))
 
@@ -61,7 +69,7 @@ def test_what_counts_heads_is_named() -> None:
 
 
 def test_sizes_of_our_transformer_are_read_off_it() -> None:
-    assert divisible(ours(ffn=48)) == {
+    assert divisible(ours(ffn_hidden_size=48)) == {
         "attention heads": 4,
         "key-value heads": 2,
         "features of the feed-forward": 48,

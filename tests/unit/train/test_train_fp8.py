@@ -148,20 +148,22 @@ def test_layers_with_other_sizes_or_forwards_of_their_own_do_not_fit() -> None:
 
 
 def test_candidates_lie_in_blocks_and_are_not_the_head() -> None:
-    model = transformer(vocab=64, sequence=8, layers=2, width=32, heads=2)
+    model = transformer(vocab_size=64, seq_len=8, layers=2, hidden_size=32, num_heads=2)
     names = {f"attention.{part}" for part in ("query", "key", "value", "out")} | {"ffn.gate", "ffn.up", "ffn.down"}
     assert set(candidates(model, find_blocks(model))) == {f"blocks.{i}.{name}" for i in range(2) for name in names}
 
 
 def test_a_router_keeps_its_digits() -> None:
-    model = moe(vocab=64, sequence=8, layers=2, width=32, heads=2, experts=16, shared=32)
+    model = moe(
+        vocab_size=64, seq_len=8, layers=2, hidden_size=32, num_heads=2, num_experts=16, shared_expert_hidden_size=32
+    )
     names = candidates(model, find_blocks(model))
     assert any("ffn.shared" in name for name in names)
     assert not any("router" in name for name in names)
 
 
 def test_rows_are_those_that_enter_each_layer() -> None:
-    model = transformer(vocab=64, sequence=8, layers=1, width=32, heads=2)
+    model = transformer(vocab_size=64, seq_len=8, layers=1, hidden_size=32, num_heads=2)
     rows = rows_of(model, lambda: model(torch.zeros(3, 8, dtype=torch.int64)))
     assert set(rows.values()) == {24}
 
@@ -184,7 +186,7 @@ def choosing(path: Path, monkeypatch: pytest.MonkeyPatch, faster: int) -> tuple[
     monkeypatch.setattr(fp8_choice, "check_device", lambda device: None)
     monkeypatch.setenv("PHALANX_CACHE", str(path / "cache"))
     path.mkdir(exist_ok=True)
-    model = transformer(vocab=64, sequence=8, layers=2, width=32, heads=2, ffn=64)
+    model = transformer(vocab_size=64, seq_len=8, layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64)
     chosen = chooser(Run(path), Place(), dict.fromkeys(dict(model.named_modules()), 16), compiled=False)(
         model, find_blocks(model)
     )
@@ -225,7 +227,7 @@ def test_both_ways_are_timed_as_they_will_run() -> None:
 
 
 def test_without_tensor_cores_for_fp8_it_is_refused(tmp_path: Path) -> None:
-    model = transformer(vocab=64, sequence=8, layers=2, width=32, heads=2)
+    model = transformer(vocab_size=64, seq_len=8, layers=2, hidden_size=32, num_heads=2)
     with pytest.raises(RecipeError, match=r"^precision: fp8 needs .* a CPU has none; bf16, fp16 or fp32 would be"):
         chooser(Run(tmp_path), Place(), {}, compiled=False)(model, find_blocks(model))
 
@@ -242,7 +244,7 @@ def test_a_recipe_is_checked_against_the_machine(capability: tuple[int, int] | N
 
 def tiny() -> nn.Module:
     torch.manual_seed(0)
-    return transformer(vocab=32, sequence=16, layers=2, width=32, heads=2, ffn=64)
+    return transformer(vocab_size=32, seq_len=16, layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64)
 
 
 def in_fp8(model: nn.Module) -> nn.Module:

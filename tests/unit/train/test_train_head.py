@@ -18,7 +18,9 @@ TOKENS = torch.arange(6).view(2, 3)
 
 def language_model(tie: bool = True, dropout: float = 0.0) -> Any:
     torch.manual_seed(0)
-    return transformer(vocab=11, sequence=4, layers=2, width=8, heads=2, tie=tie, dropout=dropout)
+    return transformer(
+        vocab_size=11, seq_len=4, layers=2, hidden_size=8, num_heads=2, tie_embeddings=tie, dropout=dropout
+    )
 
 
 class Scored(nn.Module):
@@ -41,7 +43,7 @@ def test_the_transformers_head_is_found_tied_or_not(tie: bool) -> None:
 
 def test_it_is_found_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = transformer(vocab=11, sequence=4, layers=2, width=8, heads=2)
+        model = transformer(vocab_size=11, seq_len=4, layers=2, hidden_size=8, num_heads=2)
     assert find_head(model, (TOKENS.to("meta"),), {"documents": None}) == "head"
 
 
@@ -71,7 +73,7 @@ def test_where_no_layer_gives_the_output_there_is_none(give: Any) -> None:
 
 
 def test_a_classifier_at_the_end_of_a_sequential_is_a_head() -> None:
-    model = resnet(width=8, blocks=(1,))
+    model = resnet(base_channels=8, blocks=(1,))
     name = find_head(model, (torch.ones(1, 3, 16, 16),), {})
     assert name is not None
     assert model.get_submodule(name) is model[-1]

@@ -41,7 +41,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
-    return make_parts(path, recovery={"hot": hot}, **changes)
+    return make_parts(
+        path, checkpoint={"every": None, **changes.pop("checkpoint", {}), "in_memory_every": hot}, **changes
+    )
 
 
 def events(parts: SmallParts, kind: type[E]) -> list[E]:
@@ -182,7 +184,7 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
     tmp_path: Path, memory: Path, lap: float, copies: bool
 ) -> None:
     parts = make_parts(tmp_path / "run", steps=30)
-    assert parts.recipe.recovery.hot == "1%"
+    assert parts.recipe.checkpoint.in_memory_every == "1%"
     gang = Gang(parts, Progress(), META)
     laps = itertools.count()
     gang.watch = Beating(HostStopwatch(lambda: lap * next(laps)), parts.pulse)  # however busy this machine is

@@ -210,7 +210,7 @@ def test_data_with_more_tokens_than_the_model_are_refused(tmp_path: Path) -> Non
 
 def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "gpt2")
-    with pytest.raises(RecipeError, match=r"data.sequence: 65 tokens, but the model has positions for 64 only"):
+    with pytest.raises(RecipeError, match=r"data.seq_len: 65 tokens, but the model has positions for 64 only"):
         huggingface.build(tmp_path, {}, Facts("tokens", VOCAB, None, 65, None))
 
 

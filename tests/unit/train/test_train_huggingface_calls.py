@@ -91,7 +91,7 @@ def test_chunks_are_counted_from_the_beginning_of_a_document() -> None:
 def test_layers_that_carry_a_state_cannot_keep_documents_separate() -> None:
     model = Plain()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(RecipeError, match=r"data.documents: Plain has layers of linear_attention"):
+    with pytest.raises(RecipeError, match=r"data.document_masking: Plain has layers of linear_attention"):
         adapt(model, (tokens(),), {"documents": DOCUMENTS})
 
 
@@ -102,7 +102,7 @@ def test_arguments_of_the_models_own_stay() -> None:
 
 def test_documents_need_a_model_that_takes_a_mask() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(RecipeError, match=r"data.documents: Linear takes no attention_mask"):
+    with pytest.raises(RecipeError, match=r"data.document_masking: Linear takes no attention_mask"):
         adapt(model, (tokens(),), {"documents": DOCUMENTS})
 
 

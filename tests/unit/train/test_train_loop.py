@@ -118,7 +118,7 @@ def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Pa
 
 
 def test_the_loss_falls(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, steps=60, optim={"lr": 3e-2, "schedule": {"warmup": 1, "decay": "constant"}})
+    parts = make_parts(tmp_path, steps=60, optimizer={"lr": 3e-2, "schedule": {"warmup_steps": 1, "decay": "constant"}})
     train(parts)
     losses = [event.loss for event in events(parts, StepDone)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
@@ -149,13 +149,13 @@ def test_samples_are_asked_in_order_and_each_once(tmp_path: Path) -> None:
 
 
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, evaluate={"every": 4})
+    parts = make_parts(tmp_path, evaluation={"every": 4})
     train(parts)
     assert [(event.step, event.num_samples) for event in events(parts, EvaluationDone)] == [(4, 5), (6, 5)]
 
 
 def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, evaluate={"every": 2}, checkpoint={"every": 100, "keep": 9})
+    parts = make_parts(tmp_path, evaluation={"every": 2}, checkpoint={"every": 100, "keep": 9})
     progress = train(parts)
     best = [event.step for event in events(parts, EvaluationDone) if event.is_best]
     assert best[0] == 2
@@ -168,7 +168,7 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
         def metrics(self, output: Tensor, batch: TensorBatch) -> dict[str, tuple[float, int]]:
             return {"odd": (math.nan, 1), "even": (4.0, 2)}
 
-    parts = make_parts(tmp_path, task=Odd(), evaluate={"every": 6})
+    parts = make_parts(tmp_path, task=Odd(), evaluation={"every": 6})
     train(parts)
     (event,) = events(parts, EvaluationDone)
     assert event.metrics == {"odd": None, "even": 2.0}
@@ -382,7 +382,7 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
         def end(self, run: RunView, event: RunEnded) -> None:
             seen.append(("end", event.status))
 
-    parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluate={"every": 2})
+    parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluation={"every": 2})
     train(parts)
     assert seen == [
         ("start", 0),

@@ -23,25 +23,25 @@ def test_a_plan_that_does_not_tell_gives_no_number(plan: dict[str, int] | None) 
 
 
 def test_advice_names_the_largest_micro_batch_that_the_plan_predicts_to_fit() -> None:
-    assert advise(64, PLAN, 16_000_000 + 9_000_000).endswith("; 8 would fit: batch.micro=8")
+    assert advise(64, PLAN, 16_000_000 + 9_000_000).endswith("; 8 would fit: batch.micro_size=8")
 
 
 def test_advice_is_half_of_what_failed_when_the_plan_says_that_it_would_have_fitted() -> None:
-    assert advise(16, PLAN, 10**12).endswith("; 8 would fit: batch.micro=8")
+    assert advise(16, PLAN, 10**12).endswith("; 8 would fit: batch.micro_size=8")
 
 
 def test_advice_without_a_plan_is_half_of_what_failed() -> None:
-    assert advise(16, None, 0).endswith("batch.micro=8")
+    assert advise(16, None, 0).endswith("batch.micro_size=8")
 
 
 @pytest.mark.parametrize(("micro", "advised"), [(10, 5), (6, 3), (15, 5), (7, 1), (9, 3)])
 def test_advice_divides_what_was_given_so_that_the_recipe_takes_it(micro: int, advised: int) -> None:
-    assert advise(micro, None, 0).endswith(f"batch.micro={advised}")
+    assert advise(micro, None, 0).endswith(f"batch.micro_size={advised}")
 
 
 def test_with_a_single_sample_there_is_nothing_smaller() -> None:
     text = advise(1, PLAN, 10**12)
-    assert text.startswith("batch.micro: out of memory with micro-batches of 1; not even one sample fits")
+    assert text.startswith("batch.micro_size: out of memory with micro-batches of 1; not even one sample fits")
     assert "use a smaller model or sequence" in text
 
 
@@ -51,7 +51,7 @@ def test_a_failed_allocation_becomes_an_error_of_the_recipe() -> None:
 
 
 def test_a_devices_own_error_becomes_an_error_of_the_recipe() -> None:
-    with pytest.raises(OutOfMemory, match=r"batch\.micro=4"), explain_memory(8, None):
+    with pytest.raises(OutOfMemory, match=r"batch.micro_size=4"), explain_memory(8, None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 

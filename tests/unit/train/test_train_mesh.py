@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from small_train import mesh_of
 
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.parallel.mesh import DIMENSIONS, build_mesh, coordinates
 from phalanx.train.place import Place, outwait
 
@@ -18,17 +18,17 @@ LAYOUT = {"pipeline": 2, "replicate": 2, "shard": 3, "context": 2, "tensor": 2}
 
 
 def meshes(**layout: int) -> list[Any]:
-    return [mesh_of(rank, **layout) for rank in range(Layout(**layout).world)]
+    return [mesh_of(rank, **layout) for rank in range(Parallelism(**layout).world)]
 
 
 def test_every_rank_has_coordinates_of_its_own() -> None:
-    layout = Layout(**LAYOUT)
+    layout = Parallelism(**LAYOUT)
     found = [tuple(coordinates(layout, rank).values()) for rank in range(layout.world)]
     assert sorted(found) == list(itertools.product(*(range(LAYOUT[name]) for name in DIMENSIONS)))
 
 
 def test_ranks_are_numbered_with_tensor_innermost_and_pipeline_outermost() -> None:
-    layout = Layout(**LAYOUT)
+    layout = Parallelism(**LAYOUT)
     for rank in range(layout.world):
         at = coordinates(layout, rank)
         number = (at["pipeline"] * 2 + at["replicate"]) * 3 + at["shard"]
@@ -93,7 +93,7 @@ def test_a_layout_of_replicas_only_leaves_the_model_whole(layout: dict[str, int]
 
 
 def test_one_worker_belongs_to_no_group() -> None:
-    mesh = build_mesh(Layout(), Place())
+    mesh = build_mesh(Parallelism(), Place())
     assert mesh == mesh_of()
     assert (mesh.data, mesh.data_size, mesh.speaks) == (0, 1, True)
 
@@ -108,7 +108,7 @@ def test_collectives_of_a_part_of_the_workers_outwait_the_agent_too(monkeypatch:
     monkeypatch.setattr(dist, "new_group", new_group)
     outwait(7200.0)
     try:
-        build_mesh(Layout(tensor=2, replicate=2), Place(1, 4))
+        build_mesh(Parallelism(tensor=2, replicate=2), Place(1, 4))
     finally:
         outwait(0.0)
     assert waits

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.data import Facts
 from phalanx.errors import RecipeError
 from phalanx.recipe.arguments import arguments
-from phalanx.recipe.schema import Model
+from phalanx.recipe.schema import ModelConfig
 from phalanx.train.model import build_model, has_batch_norm, known, seed_everything, seed_for
 
 TEXT = Facts("tokens", 256, None, 64, None)
@@ -21,27 +21,27 @@ CPU = torch.device("cpu")
 
 
 def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
-    def builder(vocab: int, sequence: int, layers: int = 2) -> None: ...
+    def builder(vocab_size: int, seq_len: int, layers: int = 2) -> None: ...
 
-    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab": 256, "sequence": 64}
+    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
 
 
 def test_classes_come_from_images() -> None:
-    def builder(classes: int) -> None: ...
+    def builder(num_classes: int) -> None: ...
 
-    assert arguments(builder, {}, known(IMAGES)) == {"classes": 10}
+    assert arguments(builder, {}, known(IMAGES)) == {"num_classes": 10}
 
 
 def test_what_is_given_wins_over_the_data() -> None:
-    def builder(vocab: int, sequence: int) -> None: ...
+    def builder(vocab_size: int, seq_len: int) -> None: ...
 
-    assert arguments(builder, {"vocab": 1000}, known(TEXT)) == {"vocab": 1000, "sequence": 64}
+    assert arguments(builder, {"vocab_size": 1000}, known(TEXT)) == {"vocab_size": 1000, "seq_len": 64}
 
 
 def test_a_default_of_the_builder_gives_way_to_the_data_but_not_to_nothing() -> None:
-    def builder(vocab: int = 5, classes: int = 7) -> None: ...
+    def builder(vocab_size: int = 5, num_classes: int = 7) -> None: ...
 
-    assert arguments(builder, {}, known(TEXT)) == {"vocab": 256}
+    assert arguments(builder, {}, known(TEXT)) == {"vocab_size": 256}
 
 
 def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
@@ -51,16 +51,20 @@ def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
 
 
 def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
-    def builder(vocab: int, layers: int = 2) -> None: ...
+    def builder(vocab_size: int, layers: int = 2) -> None: ...
 
-    with pytest.raises(RecipeError, match=r"model.args.layer: the builder takes no such argument; it takes vocab, lay"):
+    with pytest.raises(
+        RecipeError,
+        match=r"model.args.layer: the builder takes no such argument; it takes "
+        r"vocab_size, lay",
+    ):
         arguments(builder, {"layer": 3}, known(TEXT))
 
 
 def test_an_argument_that_nobody_tells_is_named() -> None:
-    def builder(classes: int, *, depth: int) -> None: ...
+    def builder(num_classes: int, *, depth: int) -> None: ...
 
-    with pytest.raises(RecipeError, match=r"model.args.classes: the builder needs it and the data do not tell it"):
+    with pytest.raises(RecipeError, match=r"model.args.num_classes: the builder needs it and the data do not tell it"):
         arguments(builder, {"depth": 3}, known(TEXT))
 
 
@@ -74,11 +78,11 @@ def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:
     """Build `make` of a module that stands in a file of its own."""
     name = f"own_model_{folder.name.replace('-', '_')}"
     (folder / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n{source}\n")
-    return build_model(Model(build=f"{name}:make", args=args), TEXT, folder, seed, CPU)
+    return build_model(ModelConfig(build=f"{name}:make", args=args), TEXT, folder, seed, CPU)
 
 
 def test_initial_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
-    source = "def make(vocab): return nn.Linear(vocab, 2)"
+    source = "def make(vocab_size): return nn.Linear(vocab_size, 2)"
     first = build(source, tmp_path).state_dict()
     torch.rand(17)
     again, other = build(source, tmp_path).state_dict(), build(source, tmp_path, seed=1).state_dict()
@@ -105,7 +109,7 @@ def test_building_a_model_leaves_random_numbers_of_python_and_numpy_where_they_w
 
 
 def test_arguments_that_the_builder_refuses_are_an_error_of_the_recipe(tmp_path: Path) -> None:
-    source = "def make(vocab, heads):\n    raise ValueError('width must be a multiple of heads')"
+    source = "def make(vocab_size, heads):\n    raise ValueError('width must be a multiple of heads')"
     with pytest.raises(RecipeError, match=r"model.args: own_model_.*:make refuses them: width must be a multiple"):
         build(source, tmp_path, heads=3)
 

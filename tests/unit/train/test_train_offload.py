@@ -6,7 +6,7 @@ from small_optim import copied, model, optim, same, train
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.optimizers.low_precision import AdamWBf16, Origin
 from phalanx.train.optimizers.offload import Offloaded
@@ -30,8 +30,8 @@ def run(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps:
         optimizer.step()
 
 
-@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state="8bit")])
-def test_without_a_gpu_it_is_the_same_optimizer(spec: Optim) -> None:
+@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="int8")])
+def test_without_a_gpu_it_is_the_same_optimizer(spec: OptimizerConfig) -> None:
     one, other = model(), model()
     plain, offloaded = Optimizer(one, spec), Optimizer(other, spec, offload=True)
     train(one, plain, range(3), 1e-2)
@@ -95,27 +95,25 @@ def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
 
 @pytest.mark.parametrize("name", ["muon", "lars", "lamb"])
 def test_optimizers_that_need_whole_matrices_are_refused(name: str) -> None:
-    with pytest.raises(
-        RecipeError, match=f"^memory.offload: optimizer goes with adamw and sgd; a step of {name} needs"
-    ):
+    with pytest.raises(RecipeError, match=f"^optimizer.offload: true goes with adamw and sgd; a step of {name} needs"):
         Optimizer(model(), optim(name), offload=True)
 
 
-def on_the_host(network: nn.Module, spec: Optim, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
+def on_the_host(network: nn.Module, spec: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
     """An optimizer that offloads although the parameters are on the CPU."""
     with monkeypatch.context() as patch:
         patch.setattr("phalanx.train.optimizers.choice._needs_offload", lambda parameters: True)
         return Optimizer(network, spec, offload=True)
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
 def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, other = model(), model(seed=1)
-    optimizer = on_the_host(network, optim(state=state), monkeypatch)
+    optimizer = on_the_host(network, optim(state_dtype=state), monkeypatch)
     assert isinstance(optimizer.parts[0], Offloaded)
     train(network, optimizer, range(3), 1e-2)
     other.load_state_dict(network.state_dict())
-    fresh = on_the_host(other, optim(state=state), monkeypatch)
+    fresh = on_the_host(other, optim(state_dtype=state), monkeypatch)
     train(other, fresh, range(1), 0.0)  # a state that loading replaces
     other.load_state_dict(network.state_dict())
     fresh.load(copied(optimizer), "here")
@@ -126,8 +124,8 @@ def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytes
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state="bf16")])
-def test_on_a_gpu_the_state_is_in_host_memory_and_the_steps_are_those_of_the_cpu(spec: Optim) -> None:
+@pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="bf16")])
+def test_on_a_gpu_the_state_is_in_host_memory_and_the_steps_are_those_of_the_cpu(spec: OptimizerConfig) -> None:
     here, there = matrices(), [nn.Parameter(p.detach().cuda()) for p in matrices()]
     plain = Optimizer(nn.ParameterList(here), spec)
     offloaded = Optimizer(nn.ParameterList(there), spec, offload=True)

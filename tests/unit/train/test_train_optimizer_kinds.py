@@ -10,8 +10,8 @@ from phalanx.train.optimizers import ENTRIES, Optimizer
 
 KINDS = {
     "adamw": (optim(), 3e-3),
-    "adamw-bf16": (optim(state="bf16"), 3e-3),
-    "adamw-8bit": (optim(state="8bit"), 3e-3),
+    "adamw-bf16": (optim(state_dtype="bf16"), 3e-3),
+    "adamw-8bit": (optim(state_dtype="int8"), 3e-3),
     "sgd": (optim("sgd"), 0.3),
     "muon": (optim("muon"), 1e-2),
     "lars": (optim("lars", weight_decay=1e-4), 10.0),
@@ -54,23 +54,23 @@ def test_state_is_plain_tensors_of_the_entries_it_declares(kind: str) -> None:
     assert {key.rpartition("/")[2] for key in state} == declared
 
 
-@pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.01), ("8bit", 0.05)])
+@pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.01), ("int8", 0.05)])
 def test_moments_of_few_bits_track_fp32_over_100_steps(state: str, tolerance: float) -> None:
     def losses(spec: str) -> list[float]:
         network = model()
-        return train(network, Optimizer(network, optim(state=spec)), range(100), 1e-3)
+        return train(network, Optimizer(network, optim(state_dtype=spec)), range(100), 1e-3)
 
     full, low = losses("fp32"), losses(state)
     assert max(abs(a - b) for a, b in zip(full, low, strict=True)) < tolerance
 
 
-@pytest.mark.parametrize("after", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("before", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("after", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("before", ["fp32", "bf16", "int8"])
 def test_a_run_may_go_on_with_moments_of_another_precision(before: str, after: str) -> None:
     network = model()
-    old = Optimizer(network, optim(state=before))
+    old = Optimizer(network, optim(state_dtype=before))
     train(network, old, range(30), 1e-3)
-    new, kept = Optimizer(network, optim(state=after)), Optimizer(network, optim(state=after))
+    new, kept = Optimizer(network, optim(state_dtype=after)), Optimizer(network, optim(state_dtype=after))
     new.load(copied(old), "here")
     assert {key.rpartition("/")[2] for key in new.state()} == ENTRIES[type(new.parts[0])]
     kept.load(copied(new), "here")
@@ -84,7 +84,7 @@ def test_a_run_may_go_on_with_moments_of_another_precision(before: str, after: s
 
 def test_moments_of_8_bits_are_not_taken_for_another_optimizers() -> None:
     network = model()
-    old = Optimizer(network, optim(state="8bit"))
+    old = Optimizer(network, optim(state_dtype="int8"))
     train(network, old, range(2), 1e-3)
     new = Optimizer(network, optim("sgd"))
     new.load(copied(old), "here")
@@ -92,7 +92,7 @@ def test_moments_of_8_bits_are_not_taken_for_another_optimizers() -> None:
 
 
 def test_scales_of_another_shape_are_refused_by_name() -> None:
-    optimizer = Optimizer(nn.Linear(300, 4), optim(state="8bit"))
+    optimizer = Optimizer(nn.Linear(300, 4), optim(state_dtype="int8"))
     shapes = r"has shape \[4, 1\], the model's parameter has \[4, 2\]"
     with pytest.raises(DataError, match=f"step-7: optimizer/weight/exp_avg_scale {shapes}"):
         optimizer.load({"optimizer/weight/exp_avg_scale": torch.zeros(4, 1)}, "step-7")
@@ -100,5 +100,5 @@ def test_scales_of_another_shape_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "muon", "lars", "lamb"])
 def test_only_adamw_keeps_its_state_in_fewer_bits(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"^optim.state: bf16 is for adamw; {name} keeps its state in fp32"):
-        Optimizer(model(), optim(name, state="bf16"))
+    with pytest.raises(RecipeError, match=f"^optimizer.state_dtype: bf16 is for adamw; {name} keeps its state in fp32"):
+        Optimizer(model(), optim(name, state_dtype="bf16"))

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.models import transformer
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer, hidden_matrices, trainable
 
 NAMES = ["adamw", "sgd", "muon"]
 
 
-def optim(name: str = "adamw", **changes: object) -> Optim:
-    return Optim.model_validate({"name": name, **changes})
+def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"name": name, **changes})
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -58,7 +58,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
 
 def test_muon_leaves_a_tied_output_layer_and_all_norms_alone() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=VOCAB, sequence=4, layers=1, width=16, heads=2, tie=True)
+    model = transformer(vocab_size=VOCAB, seq_len=4, layers=1, hidden_size=16, num_heads=2, tie_embeddings=True)
     names = {name for name, p in model.named_parameters() if p in hidden_matrices(model)}
     assert names == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
 

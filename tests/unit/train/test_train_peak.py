@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.train.peak import Course, bytes_per_sample, follow, growth
 from phalanx.train.trial import profile, race
 
@@ -28,11 +28,11 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(nn.functional.gelu(self.up(x))))
 
 class Net(nn.Module):
-    def __init__(self, vocab, width=32, layers=16):
+    def __init__(self, vocab_size, width=32, layers=16):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)
+        self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocab, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -45,14 +45,14 @@ class InPlace(Block):
         return x + self.down(torch.relu_(self.up(x)))
 
 class Changing(Net):
-    def __init__(self, vocab):
-        super().__init__(vocab)
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
         self.blocks = nn.ModuleList(InPlace(32) for _ in range(4))
 
 class Biased(Net):
-    def __init__(self, vocab):
-        super().__init__(vocab, layers=2)
-        self.head = nn.Linear(32, vocab)
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, layers=2)
+        self.head = nn.Linear(32, vocab_size)
 
 class Huge(Net):
     def forward(self, tokens):
@@ -68,17 +68,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("peak")
     (folder / "own_peak_blocks.py").write_text(BLOCKS)
     (folder / "a.txt").write_text("0123456789abcdef" * 400)
-    source = Source(text="*.txt")
-    prepare_source(source, Data(source=source), folder, folder / "data", workers=1)
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), folder, folder / "data", workers=1)
     return folder
 
 
 def payload(folder: Path, builder: str = "Net", sequence: int = 64, **more: Any) -> dict[str, Any]:
     recipe = {
         "model": {"build": f"own_peak_blocks:{builder}"},
-        "data": {"source": {"prepared": str(folder / "data")}, "sequence": sequence},
+        "data": {"source": {"prepared": str(folder / "data")}, "seq_len": sequence},
     }
-    values = Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True)
+    values = Recipe.model_validate(recipe).model_dump(mode="json")
     return {"recipe": values, "folder": str(folder), "threads": 1, **more}
 
 
@@ -172,9 +172,9 @@ def test_only_the_ways_that_are_asked_for_are_tried(folder: Path) -> None:
     assert peaks["full"] > 0
 
 
-@pytest.mark.parametrize(("recompute", "loss"), [("full", "whole"), ("selective", "chunked")])
-def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, loss: str) -> None:
-    found = race(payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, loss=loss))
+@pytest.mark.parametrize(("recompute", "chunked"), [("full", False), ("selective", True)])
+def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, chunked: bool) -> None:
+    found = race(payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, chunked_loss=chunked))
     assert set(found) == {"fp32", "update"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh
 from phalanx.train.parallel.pipeline import check_micro_batches, fitting, owners
@@ -399,7 +399,7 @@ class BothEnds(Model):
 
 def test_a_buffer_that_several_stages_would_change_is_refused_by_name() -> None:
     model = BothEnds()
-    with pytest.raises(RecipeError, match=r"layout\.pipeline: forwards change centre in stage 0 and in stage 1"):
+    with pytest.raises(RecipeError, match=r"parallelism.pipeline: forwards change centre in stage 0 and in stage 1"):
         keepers(model, division_of(model, 2))
 
 
@@ -407,14 +407,16 @@ def test_a_changed_buffer_of_which_two_stages_of_a_rank_have_a_copy_is_refused_b
     model = Centred()
     division = division_of(model, 4)
     models = [made.model for made in cut(model, division, [0, 2]).values()]
-    with pytest.raises(RecipeError, match=r"layout\.schedule: forwards change behind, of which stages 0 and 2"):
+    with pytest.raises(
+        RecipeError, match=r"parallelism.pipeline_schedule: forwards change behind, of which stages 0 and 2"
+    ):
         need_one_keeper(division, [0, 2], models)
     need_one_keeper(division, [0], models[:1])
 
 
 def test_copies_of_what_another_stage_saves_are_read_and_not_saved() -> None:
     model = Normed()
-    divided = Divided(Mesh(Layout(), {}), (model,), foreign=frozenset({"seen"}))
+    divided = Divided(Mesh(Parallelism(), {}), (model,), foreign=frozenset({"seen"}))
     assert "seen" not in divided.buffers()
     assert "seen" in dict(divided.buffer_copies())
 
@@ -450,7 +452,7 @@ def test_a_model_without_memory_can_be_surveyed_and_cut() -> None:
 
 
 def test_tied_weights_are_on_both_ends_under_one_name() -> None:
-    model = transformer(VOCAB, 5, layers=LAYERS, width=WIDTH, heads=2, tie=True)
+    model = transformer(VOCAB, 5, layers=LAYERS, hidden_size=WIDTH, num_heads=2, tie_embeddings=True)
     division = division_of(model, 4)
     assert division.ties == (Tie("embedding.weight", (0, 3)),)
     stages = cut(model, division, [0, 3])
@@ -494,7 +496,7 @@ def test_a_skip_connection_within_a_stage_is_no_obstacle() -> None:
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind: type[nn.Module], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         division_of(kind(), 2)
-    assert str(caught.value).startswith("layout.pipeline: ")
+    assert str(caught.value).startswith("parallelism.pipeline: ")
     assert message in str(caught.value)
 
 
@@ -525,13 +527,13 @@ def test_weights_make_the_dearest_stage_as_cheap_as_possible() -> None:
 def test_blocks_per_stage_can_be_given() -> None:
     assert cut_points(8, 3, counts=[1, 5, 2]) == (0, 1, 6, 8)
     for wrong in ([4, 4], [0, 4, 4], [3, 3, 3]):
-        with pytest.raises(RecipeError, match=r"layout\.pipeline: blocks per stage .* must be 3 numbers"):
+        with pytest.raises(RecipeError, match=r"parallelism.pipeline: blocks per stage .* must be 3 numbers"):
             cut_points(8, 3, counts=wrong)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"layout\.pipeline: 4 stages need as many blocks, but the model has 3; use 3"
+        RecipeError, match=r"parallelism.pipeline: 4 stages need as many blocks, but the model has 3; use 3"
     ):
         cut_points(3, 4)
 
@@ -542,7 +544,7 @@ def test_schedules_place_stages_on_ranks() -> None:
     assert owners("zero-bubble", 4, 2) == (0, 1, 1, 0)
     assert owners("zero-bubble", 2, 2) == (0, 1)
     for schedule, stages in (("1f1b", 4), ("interleaved", 2), ("interleaved", 5), ("zero-bubble", 1)):
-        with pytest.raises(RecipeError, match=f"layout.pipeline: {schedule} on 2 ranks takes"):
+        with pytest.raises(RecipeError, match=f"parallelism.pipeline: {schedule} on 2 ranks takes"):
             owners(schedule, stages, 2)
     with pytest.raises(RecipeError, match="expected gpipe, 1f1b, interleaved, zero-bubble"):
         owners("dual", 2, 2)
@@ -550,9 +552,11 @@ def test_schedules_place_stages_on_ranks() -> None:
 
 def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_those_that_fit() -> None:
     assert [n for n in range(1, 12) if fitting("interleaved", n, 8, 4)] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
-    with pytest.raises(RecipeError, match=r"^batch\.micro: interleaved .* 9 micro-batches a step; 6, 7, 8, 10 would"):
+    with pytest.raises(
+        RecipeError, match=r"^batch.micro_size: interleaved .* 9 micro-batches a step; 6, 7, 8, 10 would"
+    ):
         check_micro_batches("interleaved", 9, 8, 4)
-    with pytest.raises(RecipeError, match=r"step; batch\.micro of 1, 2, 4 would fit"):
+    with pytest.raises(RecipeError, match=r"step; batch.micro_size of 1, 2, 4 would fit"):
         check_micro_batches("1f1b", 2, 4, 4, samples=16)
-    with pytest.raises(RecipeError, match=r"no batch\.micro fits the 2 samples of a step; raise batch\.global"):
+    with pytest.raises(RecipeError, match=r"no batch.micro_size fits the 2 samples of a step; raise batch.global_size"):
         check_micro_batches("1f1b", 1, 4, 4, samples=2)

@@ -23,7 +23,7 @@ VOCAB, SEQUENCE = 23, 16
 
 def model_of(how: Recompute = "none", dropout: float = 0.0, layers: int = 3, **options: bool) -> nn.Module:
     torch.manual_seed(0)
-    model = transformer(vocab=VOCAB, sequence=SEQUENCE, layers=layers, width=32, heads=2, dropout=dropout)
+    model = transformer(vocab_size=VOCAB, seq_len=SEQUENCE, layers=layers, hidden_size=32, num_heads=2, dropout=dropout)
     apply_recompute(model, find_blocks(model), how, **options)
     return model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.checkpoint import Manifest
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.parallel.mesh import Mesh, coordinates
@@ -15,7 +15,7 @@ from phalanx.train.residuals import BASIS, PREFIX, Residuals
 
 
 def residuals(rank: int, world: int) -> Residuals:
-    layout = Layout(replicate=world)
+    layout = Parallelism(replicate=world)
     model = nn.Linear(3, 2, bias=False)
     divided = Divided(Mesh(layout, coordinates(layout, rank)), (model,))
     basis = torch.full((3, 1), float(rank))
@@ -88,7 +88,7 @@ class Now:
 
 @pytest.mark.parametrize("has", [True, False])
 def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
-    layout, model = Layout(replicate=2), nn.Linear(3, 2, bias=False)
+    layout, model = Parallelism(replicate=2), nn.Linear(3, 2, bias=False)
     holder = Now(model.weight)
     mine = Residuals.held_by(Divided(Mesh(layout, coordinates(layout, 0)), (model,)), holder)
     assert mine.held() == {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.parallel.parallelize import Choices, outline
 from phalanx.train.parallel.shard import check_groups
 from phalanx.train.savable import check_model, extra_state, load_extra_state, own_memory, packed, unpacked
@@ -198,7 +198,7 @@ UNSHARDABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", UNSHARDABLE)
 def test_what_fsdp_cannot_shard_is_refused_by_name(name: str) -> None:
     build, said = UNSHARDABLE[name]
-    with pytest.raises(RecipeError, match="layout.shard: .*" + said):
+    with pytest.raises(RecipeError, match="parallelism.shard: .*" + said):
         check_groups(build(), [])
 
 
@@ -207,11 +207,11 @@ def test_parameters_with_hooks_are_refused_where_others_take_their_place(hook: s
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     removable = getattr(model[1].weight, hook)(lambda gradient: None)
     for layout in ({"shard": 2}, {"pipeline": 2}, {"replicate": 2, "shard": 2}):
-        with pytest.raises(RecipeError, match=r"layout: parameter '1.weight' has a hook \(register_hook\)"):
-            outline(model, Layout(**layout), Choices(sequence=8))
-    outline(model, Layout(replicate=2), Choices())
+        with pytest.raises(RecipeError, match=r"parallelism: parameter '1.weight' has a hook \(register_hook\)"):
+            outline(model, Parallelism(**layout), Choices(sequence=8))
+    outline(model, Parallelism(replicate=2), Choices())
     removable.remove()
-    outline(model, Layout(shard=2), Choices())
+    outline(model, Parallelism(shard=2), Choices())
 
 
 def test_blocks_may_have_dtypes_of_their_own_and_what_is_frozen_any() -> None:

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.recipe.schema import Recipe, Scaling, Schedule
+from phalanx.recipe.schema import LrScalingConfig, LrScheduleConfig, Recipe
 from phalanx.train.schedule import factor, growth, learning_rate, peak
 
 DECAYS = ["cosine", "linear", "poly", "step", "constant"]
 
 
-def schedule(decay: str, warmup: int = 10, final: float = 0.1) -> Schedule:
-    return Schedule.model_validate({"decay": decay, "warmup": warmup, "final": final})
+def schedule(decay: str, warmup: int = 10, final: float = 0.1) -> LrScheduleConfig:
+    return LrScheduleConfig.model_validate({"decay": decay, "warmup_steps": warmup, "min_lr_ratio": final})
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -68,21 +68,21 @@ def test_a_run_may_be_one_step_long(decay: str) -> None:
 
 def test_poly_is_caffes_power_of_what_is_left() -> None:
     """GoogLeNet's solver: base_lr x (1 - iter / max_iter)^0.5."""
-    poly = Schedule(warmup=0, decay="poly", power=0.5, final=0.0)
+    poly = LrScheduleConfig(warmup_steps=0, decay="poly", power=0.5, min_lr_ratio=0.0)
     assert [factor(poly, step, 100) for step in (19, 75, 100)] == [0.9, 0.5, 0.0]
 
 
 def test_steps_drop_where_caffes_policy_drops() -> None:
     """NiN's solver: gamma^floor(iter / stepsize), where iter counts from 0: 220 iterations, stepsize 100."""
-    drops = Schedule(warmup=0, decay="step", drops=[10 / 22, 20 / 22], gamma=0.1)
+    drops = LrScheduleConfig(warmup_steps=0, decay="step", milestones=[10 / 22, 20 / 22], gamma=0.1)
     found = [factor(drops, step, 220) for step in (1, 100, 101, 200, 201, 220)]
     assert found == pytest.approx([0.1 ** ((step - 1) // 100) for step in (1, 100, 101, 200, 201, 220)])
 
 
 def scaled(batch: int, **scaling: object) -> Recipe:
-    values = {"base_batch": 64, "warmup": 100, **scaling}
-    optim = {"lr": 0.01, "schedule": {"warmup": 0, "decay": "constant"}, "scaling": values}
-    return Recipe.model_validate({"batch": {"global": batch}, "steps": 1000, "optim": optim})
+    values = {"base_batch_size": 64, "warmup_steps": 100, **scaling}
+    optim = {"lr": 0.01, "schedule": {"warmup_steps": 0, "decay": "constant"}, "lr_scaling": values}
+    return Recipe.model_validate({"batch": {"global_size": batch}, "steps": 1000, "optimizer": optim})
 
 
 @pytest.mark.parametrize(("rule", "times"), [("linear", 16.0), ("sqrt", 4.0)])
@@ -102,7 +102,7 @@ def test_its_warm_up_is_a_line_from_the_given_rate_to_that_of_the_batch() -> Non
 
 
 def test_without_warm_up_the_first_step_has_the_whole_rate() -> None:
-    assert learning_rate(scaled(1024, warmup=0), 1) == pytest.approx(0.16)
+    assert learning_rate(scaled(1024, warmup_steps=0), 1) == pytest.approx(0.16)
 
 
 def test_a_smaller_batch_has_its_smaller_rate_from_the_first_step_on() -> None:
@@ -110,11 +110,13 @@ def test_a_smaller_batch_has_its_smaller_rate_from_the_first_step_on() -> None:
 
 
 def test_the_batch_that_the_rate_was_given_for_has_that_rate() -> None:
-    assert {growth(Scaling(base_batch=64), 64, step) for step in range(1, 300)} == {1.0}
+    assert {growth(LrScalingConfig(base_batch_size=64), 64, step) for step in range(1, 300)} == {1.0}
 
 
 def test_scaling_goes_on_top_of_the_schedule() -> None:
-    plain = Recipe.model_validate({"steps": 300, "optim": {"lr": 0.01}})
-    scaled = plain.model_copy(update={"optim": plain.optim.model_copy(update={"scaling": Scaling(base_batch=4)})})
+    plain = Recipe.model_validate({"steps": 300, "optimizer": {"lr": 0.01}})
+    scaled = plain.model_copy(
+        update={"optimizer": plain.optimizer.model_copy(update={"lr_scaling": LrScalingConfig(base_batch_size=4)})}
+    )
     ratio = [learning_rate(scaled, step) / learning_rate(plain, step) for step in (10, 200, 300)]
     assert ratio == pytest.approx([1 + 3 * 10 / 200, 4.0, 4.0])

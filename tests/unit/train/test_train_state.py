@@ -6,7 +6,7 @@ from small_train import TinyLM, make_stepper, mean_gradients, mesh_of, tiny_lm, 
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers import Optimizer
 from phalanx.train.parallel.divided import Divided
 from phalanx.train.precision import LossScale
@@ -56,7 +56,7 @@ def test_the_whole_state_holds_model_optimizer_and_scale() -> None:
 def test_a_state_comes_back_bit_for_bit() -> None:
     state = {name: tensor.clone() for name, tensor in state_tensors(*trained()).items()}
     model = tiny_lm(seed=5)
-    optimizer, scale = Optimizer(model, Optim()), LossScale.for_precision("fp16", 1)
+    optimizer, scale = Optimizer(model, OptimizerConfig()), LossScale.for_precision("fp16", 1)
     load_state(model, optimizer, scale, state, "here")
     again = state_tensors(model, optimizer, scale)
     assert set(again) == set(state)

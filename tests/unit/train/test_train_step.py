@@ -7,7 +7,7 @@ import torch
 from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, tiny_lm, token_batch
 from torch import Tensor, nn
 
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.precision import LossScale
 from phalanx.train.step import CHANGED, FLAGS, Outcome, joined, many, split, told
 from phalanx.train.timing import HostStopwatch
@@ -175,7 +175,9 @@ def test_micro_batches_of_a_step_draw_different_random_numbers() -> None:
 def test_update_applies_the_factor_and_the_rate() -> None:
     model = nn.Linear(2, 1, bias=False)
     before = model.weight.detach().clone()
-    stepper = make_stepper(model, 1, optim=Optim.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}))
+    stepper = make_stepper(
+        model, 1, optim=OptimizerConfig.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0})
+    )
     model.weight.grad = torch.tensor([[4.0, 8.0]])
     stepper.update(factor=0.25, lr=0.5)
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 1.0]]))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.data import Feed
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.exchange.int8 import BLOCK, forget
 from phalanx.train.exchange.powersgd import _Thin
 from phalanx.train.gang import Gang
@@ -91,12 +91,14 @@ def test_a_step_waits_once(precision: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "optim",
     [{"name": name} for name in ("adamw", "sgd", "muon", "lars", "lamb")]
-    + [{"state": state} for state in ("bf16", "8bit")],
+    + [{"state_dtype": state} for state in ("bf16", "int8")],
     ids=lambda optim: next(iter(optim.values())),
 )
 def test_no_optimizer_waits(optim: dict[str, str], tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    parts.optimizer = parts.stepper.optimizer = Optimizer(parts.model, Optim.model_validate({"lr": 0.01, **optim}))
+    parts.optimizer = parts.stepper.optimizer = Optimizer(
+        parts.model, OptimizerConfig.model_validate({"lr": 0.01, **optim})
+    )
     assert waits_of(parts) == [["tolist"]] * STEPS
 
 
@@ -121,7 +123,7 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     parts.model.to(device)
     stepper = parts.stepper
     stepper.place = type(stepper.place)(device=device)
-    parts.optimizer = stepper.optimizer = Optimizer(parts.model, Optim())
+    parts.optimizer = stepper.optimizer = Optimizer(parts.model, OptimizerConfig())
     stepper._parameters = list(parts.optimizer.names)
     watch = CudaStopwatch()
     with Feed(parts.data, global_batch=GLOBAL, micro=MICRO, rank=0, world=1, consumed=0) as feed:

@@ -71,7 +71,7 @@ def test_a_batch_without_any_target_gives_a_zero_gradient() -> None:
 
 def test_documents_packed_into_one_sequence_do_not_depend_on_the_cut() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=VOCAB, sequence=SEQUENCE, layers=1, width=16, heads=2)
+    model = transformer(vocab_size=VOCAB, seq_len=SEQUENCE, layers=1, hidden_size=16, num_heads=2)
     batch = token_batch(6, seed=5)
     begins = np.random.default_rng(0).random((6, SEQUENCE)) < 0.3
     begins[:, 0] = False
@@ -82,7 +82,7 @@ def test_documents_packed_into_one_sequence_do_not_depend_on_the_cut() -> None:
 
 def test_documents_packed_together_give_the_gradient_of_the_documents_alone() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=VOCAB, sequence=8, layers=1, width=16, heads=2)
+    model = transformer(vocab_size=VOCAB, seq_len=8, layers=1, hidden_size=16, num_heads=2)
     one, two = token_batch(1, seed=1, sequence=4), token_batch(1, seed=2, sequence=4)
     packed = {name: np.concatenate([one[name], two[name]], axis=1) for name in one}
     packed["documents"] = np.array([[0] * 4 + [1] * 4], np.int32)

@@ -56,25 +56,25 @@ def test_two_rules_may_agree() -> None:
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ({"head": "diagonal"}, r"model\.rules\.head: no style 'diagonal'; expected region, columns, rows, "),
+        ({"head": "diagonal"}, r"model.tp_plan\.head: no style 'diagonal'; expected region, columns, rows, "),
         (
             {"blocks.*.upp": "rows"},
-            r"model\.rules\.blocks\.\*\.upp: matches no module; the model's are named embedding, ",
+            r"model.tp_plan\.blocks\.\*\.upp: matches no module; the model's are named embedding, ",
         ),
         (
             {"blocks.*.up": "columns", "blocks.1.up": "rows"},
-            r"model\.rules\.blocks\.1\.up: makes blocks\.1\.up rows, another rule makes it columns$",
+            r"model.tp_plan\.blocks\.1\.up: makes blocks\.1\.up rows, another rule makes it columns$",
         ),
-        ({"embedding": "columns"}, r"model\.rules: embedding is Embedding, and columns is for Linear$"),
-        ({"head": "vocabulary"}, r"model\.rules: head is Linear, and vocabulary is for Embedding$"),
-        ({"blocks.*.norm": "rows"}, r"model\.rules: blocks\.0\.norm is LayerNorm, and rows is for Linear$"),
+        ({"embedding": "columns"}, r"model.tp_plan: embedding is Embedding, and columns is for Linear$"),
+        ({"head": "vocabulary"}, r"model.tp_plan: head is Linear, and vocabulary is for Embedding$"),
+        ({"blocks.*.norm": "rows"}, r"model.tp_plan: blocks\.0\.norm is LayerNorm, and rows is for Linear$"),
         (
             {"blocks.*.norm": "columns-conv1d"},
-            r"model\.rules: blocks\.0\.norm is LayerNorm, and columns-conv1d is for ",
+            r"model.tp_plan: blocks\.0\.norm is LayerNorm, and columns-conv1d is for ",
         ),
         (
             {"blocks.*": "region", "blocks.*.up": "columns", "blocks.*.down": "rows"},
-            r"model\.rules: blocks\.0\.norm has parameters and lies in blocks\.0 \(region\), so it needs a style; ",
+            r"model.tp_plan: blocks\.0\.norm has parameters and lies in blocks\.0 \(region\), so it needs a style; ",
         ),
     ],
 )
@@ -92,8 +92,11 @@ def test_rules_that_fit_give_the_styles() -> None:
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        (RULES, r"layout\.tensor: blocks\.0\.up \(columns\) has 12 features, which 5 ranks cannot share$"),
-        ({"blocks.*.down": "rows"}, r"layout\.tensor: blocks\.0\.down \(rows\) has 12 features, which 5 ranks cannot"),
+        (RULES, r"parallelism.tensor: blocks\.0\.up \(columns\) has 12 features, which 5 ranks cannot share$"),
+        (
+            {"blocks.*.down": "rows"},
+            r"parallelism.tensor: blocks\.0\.down \(rows\) has 12 features, which 5 ranks cannot",
+        ),
     ],
 )
 def test_features_that_do_not_divide_are_told_with_the_layer(rules: dict[str, str], expected: str) -> None:
@@ -115,7 +118,7 @@ def test_each_part_of_a_fused_matrix_must_divide() -> None:
     check_rules(model, {"0": "columns-conv1d:3"}, 2)
     check_rules(model, {"0": "columns-conv1d"}, 9)
     with pytest.raises(
-        RecipeError, match=r"^layout\.tensor: 0 .* has 18 features \(3 x 6\), which 9 ranks cannot share"
+        RecipeError, match=r"^parallelism.tensor: 0 .* has 18 features \(3 x 6\), which 9 ranks cannot share"
     ):
         check_rules(model, {"0": "columns-conv1d:3"}, 9)
 
@@ -126,13 +129,13 @@ def test_a_vocabulary_of_any_size_can_be_cut() -> None:
 
 @pytest.mark.parametrize("rules", [{"embedding": "vocabulary"}, {"head": "head"}, {"head": "rows"}])
 def test_a_tied_weight_that_only_one_place_would_cut_is_told_with_both(rules: dict[str, str]) -> None:
-    tied = r"^model\.rules: embedding and head share a weight \(tied\), but only one of them would be cut, or each"
+    tied = r"^model.tp_plan: embedding and head share a weight \(tied\), but only one of them would be cut, or each"
     with pytest.raises(RecipeError, match=tied):
         check_rules(net(tie=True), rules, 2)
 
 
 def test_a_tied_weight_that_is_cut_differently_in_its_places_is_told() -> None:
-    with pytest.raises(RecipeError, match=r"^model\.rules: embedding and head share a weight \(tied\)"):
+    with pytest.raises(RecipeError, match=r"^model.tp_plan: embedding and head share a weight \(tied\)"):
         check_rules(net(tie=True), {"embedding": "vocabulary", "head": "rows"}, 2)
 
 
@@ -144,10 +147,10 @@ def test_a_tied_weight_may_stay_whole_in_all_its_places() -> None:
     check_rules(net(tie=True), RULES, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"tie": False}, {"qk_norm": False}, {"activation": "relu2"}])
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}, {"qk_norm": False}, {"activation": "relu2"}])
 def test_what_is_known_of_our_transformer_passes(options: dict[str, Any]) -> None:
     with torch.device("meta"):
-        model = transformer(vocab=64, sequence=16, layers=2, width=32, heads=4, **options)
+        model = transformer(vocab_size=64, seq_len=16, layers=2, hidden_size=32, num_heads=4, **options)
     family = family_of(model)
     assert family is not None
     check_rules(model, family.rules, 2)

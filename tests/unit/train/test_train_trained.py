@@ -14,7 +14,7 @@ from phalanx import cli
 from phalanx.data import Facts, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import Piece, Saver
@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 FACTS = Facts("tokens", VOCAB, None, SEQUENCE, None)
 RECIPE = Recipe.model_validate(
     {
-        "model": {"args": {"layers": 1, "width": 8, "heads": 2}},
+        "model": {"args": {"layers": 1, "hidden_size": 8, "num_heads": 2}},
         "data": {"source": {"prepared": "/nowhere"}},
-        "batch": {"micro": 4},
+        "batch": {"micro_size": 4},
     }
 )
 OWN = Recipe.model_validate({"model": {"build": "os:system", "args": {"command": "exit"}}})
@@ -55,7 +55,7 @@ def save(run: Run, step: int, recipe: Recipe | None = RECIPE) -> None:
     tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
     meta: dict[str, Any] = {"step": step, "samples": step}
     if recipe is not None:
-        meta |= {"recipe": recipe.model_dump(mode="json", by_alias=True), "model": {"build": recipe.model.build}}
+        meta |= {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
     saver = Saver(run.checkpoints, 0, 1)
     saver.start(step, [Piece.whole(*item) for item in tensors.items()], meta)
     saver.wait()
@@ -142,7 +142,7 @@ def test_a_resolved_recipe_that_was_changed_is_not_what_was_trained(run: Run) ->
     trained = load_trained(run, None, False, CPU)
     assert trained.recipe == RECIPE
     assert trained.notes == (
-        f"{run.resolved}: is not what step-000000004 was trained with, which is taken: model.args.heads: 2 -> 4",
+        f"{run.resolved}: is not what step-000000004 was trained with, which is taken: model.args.num_heads: 2 -> 4",
     )
 
 
@@ -153,7 +153,7 @@ def test_where_data_lie_may_be_said_again(run: Run) -> None:
 
 
 def test_a_recipe_that_is_not_resolved_is_not_taken_for_a_resolved_one(run: Run) -> None:
-    given = RECIPE.model_copy(update={"data": Data(source=Source(text="*.txt"))})
+    given = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(text="*.txt"))})
     run.resolved.write_text(dump_recipe(given))
     trained = load_trained(run, None, False, CPU)
     assert trained.recipe == RECIPE
@@ -183,10 +183,10 @@ def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
     with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not tell what the model was built for"):
         load_trained(run, None, False, CPU)
     (tmp_path / "a.txt").write_text("some words " * 300)
-    source = Source(text="*.txt")
-    prepare_source(source, Data(source=source), tmp_path, tmp_path / "data", workers=1)
-    data = Data(source=Source(prepared=str(tmp_path / "data")), sequence=SEQUENCE)
-    args = {**RECIPE.model.args, "vocab": VOCAB}
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", workers=1)
+    data = DataConfig(source=DataSource(prepared=str(tmp_path / "data")), seq_len=SEQUENCE)
+    args = {**RECIPE.model.args, "vocab_size": VOCAB}
     recipe = RECIPE.model_copy(update={"data": data, "model": RECIPE.model.model_copy(update={"args": args})})
     save(run, 6, recipe)
     run.resolved.unlink()
@@ -276,9 +276,9 @@ def test_scores_are_not_computed_elsewhere_than_the_recipe_says(run: Run, capsys
 
 def test_prepared_data_that_are_gone_are_named_with_what_prepares_them_again(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("a few words of no meaning. " * 40)
-    data = Data(source=Source(text="*.txt"), sequence=16)
+    data = DataConfig(source=DataSource(text="*.txt"), seq_len=16)
     place = prepare_source(data.source, data, tmp_path, tmp_path / "dataset")
-    recipe = RECIPE.model_copy(update={"data": Data(source=Source(prepared=str(place)), sequence=16)})
+    recipe = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(prepared=str(place)), seq_len=16)})
     check_data(recipe)
     shutil.rmtree(place)
     with pytest.raises(DataError, match=r"dataset: the run's prepared data are gone; `phalanx train RECIPE --dry-run`"):

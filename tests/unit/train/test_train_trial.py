@@ -10,7 +10,7 @@ from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import NONDETERMINISTIC
-from phalanx.recipe.schema import Data, Source
+from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.resolving import check_forward
 from phalanx.train import trial
 from phalanx.train.trial import imagined, importable, profile, race
@@ -19,8 +19,8 @@ SEQUENCE, WIDTH = 16, 24
 MODEL = f"""
 from torch import nn
 
-def make(vocab):
-    return nn.Sequential(nn.Embedding(vocab, {WIDTH}), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, vocab))
+def make(vocab_size):
+    return nn.Sequential(nn.Embedding(vocab_size, {WIDTH}), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, vocab_size))
 """
 
 
@@ -30,18 +30,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
     (folder / "own_trial_model.py").write_text(MODEL)
     (folder / "a.txt").write_text("0123456789abcdef" * 200)
-    source = Source(text="*.txt")
-    prepare_source(source, Data(source=source), folder, folder / "data", workers=1)
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), folder, folder / "data", workers=1)
     return folder
 
 
 def payload(folder: Path, **more: Any) -> dict[str, Any]:
     recipe = {
         "model": {"build": "own_trial_model:make"},
-        "data": {"source": {"prepared": str(folder / "data")}, "sequence": SEQUENCE},
+        "data": {"source": {"prepared": str(folder / "data")}, "seq_len": SEQUENCE},
     }
     return {
-        "recipe": Recipe.model_validate(recipe).model_dump(mode="json", by_alias=True),
+        "recipe": Recipe.model_validate(recipe).model_dump(mode="json"),
         "folder": str(folder),
         "threads": 1,
         **more,
@@ -67,9 +67,9 @@ import torch
 from torch import nn
 
 class Bounded(nn.Module):
-    def __init__(self, vocab, how):
+    def __init__(self, vocab_size, how):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, 8)
+        self.embedding = nn.Embedding(vocab_size, 8)
         self.how = how
 
     def forward(self, tokens):
@@ -94,11 +94,13 @@ def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_
     found = profile(asked)
     assert found["changed_by_forward"] == expected
     for layout in ({"replicate": 2}, {"replicate": 2, "shard": 2}, {"context": 2}):
-        given = Recipe.model_validate({"layout": layout})
+        given = Recipe.model_validate({"parallelism": layout})
         if not expected or layout == {"replicate": 2}:
             check_forward(given, found)
         else:
-            with pytest.raises(RecipeError, match=r"layout.shard: forwards of the model change parameter 'embedding"):
+            with pytest.raises(
+                RecipeError, match=r"parallelism.shard: forwards of the model change parameter 'embedding"
+            ):
                 check_forward(given, found)
 
 
@@ -107,9 +109,9 @@ import torch
 from torch import nn
 
 class Growing(nn.Module):
-    def __init__(self, vocab, how):
+    def __init__(self, vocab_size, how):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, 8)
+        self.embedding = nn.Embedding(vocab_size, 8)
         self.how = how
 
     def forward(self, tokens):
@@ -152,12 +154,12 @@ def test_a_model_of_more_bytes_than_the_machine_has_is_refused_before_it_is_buil
     with pytest.raises(
         RecipeError, match=r"model.args: phalanx.models:transformer has .* parameters with them, .* GiB"
     ):
-        profile(shipped(folder, args={"layers": 2, "width": 1 << 20, "heads": 1 << 13}))
+        profile(shipped(folder, args={"layers": 2, "hidden_size": 1 << 20, "num_heads": 1 << 13}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_imagined_is_what_a_profile_finds(folder: Path, precision: str) -> None:
-    given = shipped(folder, args={"layers": 2, "width": 64, "heads": 2}) | {"precision": precision}
+    given = shipped(folder, args={"layers": 2, "hidden_size": 64, "num_heads": 2}) | {"precision": precision}
     assert imagined(given) == profile(given)
 
 
@@ -176,7 +178,7 @@ def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, fo
 
 def test_nothing_is_allocated_for_a_model_that_is_imagined(folder: Path) -> None:
     """Its 26 billion parameters would take 100 GB."""
-    found = imagined(shipped(folder, args={"layers": 2, "width": 32768, "heads": 64}))
+    found = imagined(shipped(folder, args={"layers": 2, "hidden_size": 32768, "num_heads": 64}))
     assert found["parameters"] > 25e9
     assert found["flops_per_sample"] > 6 * SEQUENCE * 25e9
     assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
@@ -188,7 +190,7 @@ def test_a_model_that_asks_for_values_cannot_be_imagined(tmp_path: Path, folder:
         "class Asks(nn.Embedding):\n"
         "    def forward(self, tokens):\n"
         "        return super().forward(tokens % (2 + int(tokens.max())))\n"
-        "def make(vocab): return Asks(vocab, vocab)\n"
+        "def make(vocab_size): return Asks(vocab_size, vocab_size)\n"
     )
     given = payload(folder)
     given["recipe"]["model"]["build"], given["folder"] = "own_trial_values:make", str(tmp_path)
@@ -229,7 +231,7 @@ def test_an_operation_of_loss_or_metrics_without_a_deterministic_kernel_is_named
     (tmp_path / "own_trial_strict.py").write_text(STRICT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(trial, "set_kernels", lambda device, precision, strict: set_determinism(strict))
-    given = payload(folder, micro=2, precisions=["fp32"], exact="world")
+    given = payload(folder, micro=2, precisions=["fp32"], determinism="fixed-world")
     given["recipe"]["task"] = f"own_trial_strict:{task}"
     try:
         found = race(given)
@@ -265,7 +267,7 @@ def test_a_model_that_fails_in_backward_is_refused(kind: str, folder: Path, tmp_
     output, why = BACKWARDS[kind]
     name = f"own_trial_{kind.replace(' ', '_')}"
     lines = ["import torch", "from torch import nn", "class Own(nn.Embedding):", "    def forward(self, tokens):"]
-    lines += [f"        return {output}", "def make(vocab): return Own(vocab, vocab)"]
+    lines += [f"        return {output}", "def make(vocab_size): return Own(vocab_size, vocab_size)"]
     (tmp_path / f"{name}.py").write_text("\n".join(lines))
     given = payload(folder)
     given["recipe"]["model"]["build"] = f"{name}:make"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data import Facts
-from phalanx.recipe.schema import Model
+from phalanx.recipe.schema import ModelConfig
 from phalanx.train.model import build_model
 from phalanx.train.undrawn import Undrawn
 
@@ -16,7 +16,7 @@ FACTS = Facts("tokens", 64, None, 16, None)
 
 
 def built(builder: str, folder: Path, draw: bool) -> nn.Module:
-    spec = Model(build=f"{builder}")
+    spec = ModelConfig(build=f"{builder}")
     return build_model(spec, FACTS, folder, 0, torch.device("cpu"), draw=draw)
 
 
@@ -85,17 +85,17 @@ READERS = {
 
 @pytest.mark.parametrize("reads", READERS)
 def test_a_model_that_reads_what_it_draws_is_built_with_all_of_it(reads: str, tmp_path: Path) -> None:
-    lines = ["super().__init__()", "self.layer = nn.Linear(vocab, 3)", READERS[reads]]
+    lines = ["super().__init__()", "self.layer = nn.Linear(vocab_size, 3)", READERS[reads]]
     body = "\n".join(f"        {line}" for line in lines)
-    name = own(f"class Own(nn.Module):\n    def __init__(self, vocab):\n{body}", tmp_path)
+    name = own(f"class Own(nn.Module):\n    def __init__(self, vocab_size):\n{body}", tmp_path)
     drawn, undrawn = (built(name, tmp_path, draw) for draw in (True, False))
     assert_same(drawn, undrawn)
 
 
 HIDERS = {
-    "in a list": "self.layers = [nn.Linear(vocab, 3)]",
-    "in a dict": "self.layers = {'teacher': nn.Linear(vocab, 3)}",
-    "as a plain attribute": "object.__setattr__(self, 'layers', [nn.Linear(vocab, 3)])",
+    "in a list": "self.layers = [nn.Linear(vocab_size, 3)]",
+    "in a dict": "self.layers = {'teacher': nn.Linear(vocab_size, 3)}",
+    "as a plain attribute": "object.__setattr__(self, 'layers', [nn.Linear(vocab_size, 3)])",
     "as a buffer": "self.register_buffer('w', nn.init.normal_(nn.Parameter(torch.empty(3))), persistent=False)",
 }
 
@@ -103,7 +103,7 @@ HIDERS = {
 @pytest.mark.parametrize("hides", HIDERS)
 def test_what_a_model_keeps_beside_its_parameters_is_drawn(hides: str, tmp_path: Path) -> None:
     body = f"        super().__init__()\n        {HIDERS[hides]}"
-    name = own(f"class Own(nn.Module):\n    def __init__(self, vocab):\n{body}", tmp_path)
+    name = own(f"class Own(nn.Module):\n    def __init__(self, vocab_size):\n{body}", tmp_path)
     drawn, undrawn = (built(name, tmp_path, draw) for draw in (True, False))
     for one, other in zip(hidden(drawn), hidden(undrawn), strict=True):
         assert one.equal(other)

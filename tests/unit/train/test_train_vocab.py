@@ -225,7 +225,7 @@ def test_cross_entropy_of_logits_on_one_rank_is_torchs() -> None:
 
 def test_the_tasks_loss_from_hidden_states_is_that_from_logits_also_for_a_tied_weight() -> None:
     torch.manual_seed(0)
-    model = transformer(vocab=V, sequence=8, layers=1, width=W, heads=2)
+    model = transformer(vocab_size=V, seq_len=8, layers=1, hidden_size=W, num_heads=2)
     batch = {"tokens": torch.randint(0, V, (2, 8)), "targets": torch.randint(0, V, (2, 8))}
     batch["targets"][0, :3] = -100
     task = LanguageModeling()

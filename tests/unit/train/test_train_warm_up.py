@@ -121,15 +121,15 @@ def learns(model: nn.Module) -> None:
 
 
 def test_blocks_that_are_alike_are_compiled_once(backend: list[Any]) -> None:
-    model = transformer(vocab=11, sequence=6, layers=12, width=16, heads=2)
+    model = transformer(vocab_size=11, seq_len=6, layers=12, hidden_size=16, num_heads=2)
     compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
     learns(model)
     assert len(backend) <= 2  # what enters the first may differ from what enters the others
 
 
 def test_compiled_blocks_get_rotations_in_real_numbers(backend: list[Any]) -> None:
-    model = transformer(vocab=11, sequence=6, layers=2, width=16, heads=2)
-    plain = transformer(vocab=11, sequence=6, layers=2, width=16, heads=2)
+    model = transformer(vocab_size=11, seq_len=6, layers=2, hidden_size=16, num_heads=2)
+    plain = transformer(vocab_size=11, seq_len=6, layers=2, hidden_size=16, num_heads=2)
     plain.load_state_dict(model.state_dict())
     compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
     tokens = torch.arange(12).view(2, 6) % 11
@@ -139,7 +139,7 @@ def test_compiled_blocks_get_rotations_in_real_numbers(backend: list[Any]) -> No
 
 
 def test_experts_may_stay_uncompiled_within_their_blocks() -> None:
-    model = moe(vocab=11, sequence=6, layers=2, width=16, heads=2, experts=4)
+    model = moe(vocab_size=11, seq_len=6, layers=2, hidden_size=16, num_heads=2, num_experts=4)
     compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
     learns(model)
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -9,7 +9,7 @@ from small_train import TinyLM, make_parts, tiny_lm
 from torch import nn
 
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.schema import Adapter
+from phalanx.recipe.schema import LoraConfig
 from phalanx.train.adapter import add_adapters
 from phalanx.train.checkpoint import Piece, Saver, export_huggingface, list_checkpoints
 from phalanx.train.gang import Gang
@@ -20,7 +20,7 @@ from phalanx.train.state import Progress, model_tensors
 from phalanx.train.weights import allocate, files, origin
 
 CPU = torch.device("cpu")
-SPEC = Adapter(rank=2, modules=["hidden", "head"])
+SPEC = LoraConfig(rank=2, target_modules=["hidden", "head"])
 
 
 def trained(folder: Path) -> nn.Module:
@@ -83,7 +83,9 @@ def test_a_new_adapter_keeps_its_values(tmp_path: Path) -> None:
 
 def test_adapters_are_not_dropped_silently(tmp_path: Path) -> None:
     saved(tmp_path, adapted(tiny_lm()))
-    with pytest.raises(DataError, match=r"init: .*step-000000006 was trained with adapters \(head.lora_a\), and this"):
+    with pytest.raises(
+        DataError, match=r"init_from: .*step-000000006 was trained with adapters \(head.lora_a\), and this"
+    ):
         origin("", tmp_path, tiny_lm())
     origin("", tmp_path, tiny_lm(), adapters_follow=True)
 
@@ -102,7 +104,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, model: nn.Module, message: s
 
 
 def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="init: found 'hf:nowhere', expected hf:PATH"):
+    with pytest.raises(RecipeError, match="init_from: found 'hf:nowhere', expected hf:PATH"):
         origin("hf:nowhere", tmp_path, tiny_lm())
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.data import Data, Facts
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
 from phalanx.train import ends, worker
 from phalanx.train.checkpoint import list_checkpoints
@@ -36,17 +36,17 @@ from phalanx.train.worker import _own_head_loss, head_of, prepare_torch, units_p
 
 
 def stepper(world: int = 1, **values: Any) -> Stepper:
-    recipe = Recipe.model_validate({"precision": "fp32", "threads": 1, **values})
+    recipe = Recipe.model_validate({"precision": "fp32", "num_threads": 1, **values})
     model = tiny_lm()
     mesh = mesh_of(replicate=world)
     if world > 1:
         mesh = replace(mesh, replicate=dist.ProcessGroup(0, world))
     divided = Divided(mesh, (model,))
     seeds = Seeds(0, torch.device("cpu"))
-    return make_stepper(recipe, Place(0, world), divided, Optimizer(model, Optim()), LossScale(), seeds)
+    return make_stepper(recipe, Place(0, world), divided, Optimizer(model, OptimizerConfig()), LossScale(), seeds)
 
 
-BATCH = {"global": 12, "micro": 2}
+BATCH = {"global_size": 12, "micro_size": 2}
 
 
 def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
@@ -56,20 +56,20 @@ def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
 
 
 def test_several_workers_exchange_in_buckets_of_the_given_size() -> None:
-    exchange = stepper(world=3, batch=BATCH, exchange={"bucket": 1e-4}).summed
+    exchange = stepper(world=3, batch=BATCH, grad_sync={"bucket_mib": 0.0001}).summed
     assert isinstance(exchange, GradientExchange)
     assert (exchange.world, exchange.micro_batches, exchange.replicas) == (3, 6, False)
     assert len(exchange.buckets) > 1
 
 
 def test_under_replicas_a_single_worker_adds_in_the_tree_too() -> None:
-    exchange = stepper(batch=BATCH, exchange={"exact": "replicas"}).summed
+    exchange = stepper(batch=BATCH, determinism="elastic").summed
     assert isinstance(exchange, GradientExchange)
     assert (exchange.world, exchange.replicas) == (1, True)
 
 
 def test_under_replicas_a_single_micro_batch_needs_no_tree() -> None:
-    made = stepper(batch={"global": 12, "micro": 12}, exchange={"exact": "replicas"})
+    made = stepper(batch={"global_size": 12, "micro_size": 12}, determinism="elastic")
     assert isinstance(made.summed, LocalGradients)
 
 
@@ -154,20 +154,20 @@ def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, batch={"global": 64, "micro": 32})
+    parts = make_parts(tmp_path, batch={"global_size": 64, "micro_size": 32})
     tell_start(parts, Progress())
     (warning,) = events(parts, RunWarning)
     assert "the data have only 20 training samples" in warning.text
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
-    prepare_torch(Recipe.model_validate({"threads": 2}), Place())
+    prepare_torch(Recipe.model_validate({"num_threads": 2}), Place())
     assert torch.get_num_threads() == 2
 
 
 def trained_with(path: Path, **changes: Any) -> None:
     parts = make_parts(path, **changes)
-    meta = {"fingerprint": "0" * 32, "recipe": parts.recipe.model_dump(mode="json", by_alias=True)}
+    meta = {"fingerprint": "0" * 32, "recipe": parts.recipe.model_dump(mode="json")}
     train(Gang(parts, Progress(), meta), parts.objective)
 
 
@@ -175,11 +175,11 @@ def trained_with(path: Path, **changes: Any) -> None:
     ("key", "changes"),
     [
         ("seed", {"seed": 1}),
-        ("optim.lr", {"optim": {"lr": 1.001}}),
-        ("optim.betas.1", {"optim": {"betas": [0.9, 0.9]}}),
-        ("optim.schedule.warmup", {"optim": {"schedule": {"warmup": 3}}}),
-        ("evaluate.share", {"evaluate": {"every": None, "share": 0.02}}),
-        ("exchange.bucket", {"exchange": {"bucket": 3}}),
+        ("optimizer.lr", {"optimizer": {"lr": 1.001}}),
+        ("optimizer.betas.1", {"optimizer": {"betas": [0.9, 0.9]}}),
+        ("optimizer.schedule.warmup_steps", {"optimizer": {"schedule": {"warmup_steps": 3}}}),
+        ("evaluation.holdout_fraction", {"evaluation": {"every": None, "holdout_fraction": 0.02}}),
+        ("grad_sync.bucket_mib", {"grad_sync": {"bucket_mib": 3}}),
     ],
 )
 def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
@@ -195,7 +195,13 @@ def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"steps": 9}, {"name": "other"}, {"checkpoint": {"every": 3}}, {"batch": {"global": GLOBAL, "micro": 1}}],
+    [
+        {},
+        {"steps": 9},
+        {"name": "other"},
+        {"checkpoint": {"every": 3}},
+        {"batch": {"global_size": GLOBAL, "micro_size": 1}},
+    ],
 )
 def test_what_is_free_to_change_may(tmp_path: Path, changes: Any) -> None:
     trained_with(tmp_path)
@@ -236,7 +242,7 @@ def test_only_our_own_loss_is_computed_over_parts_of_the_vocabulary() -> None:
 def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_batches(
     world: int, estimates: bool
 ) -> None:
-    made = stepper(world=world, batch=BATCH, exchange={"exact": "replicas"})
+    made = stepper(world=world, batch=BATCH, determinism="elastic")
     made.begin(NOISE_EVERY)
     assert made._squared == estimates
 

@@ -2,8 +2,8 @@
 
 A moment is told in what the run does, and in shares of what it usually takes for it, so that one list means the same on
 a slow machine and on a fast one. The run must not give up because of the list itself: faults come in rounds, none
-longer than the attempts in a row that `recovery.attempts` allows without progress, and each round but the first waits
-for a checkpoint that is newer than all before it.
+longer than the attempts in a row that `fault_tolerance.max_restarts` allows without progress, and each round but the
+first waits for a checkpoint that is newer than all before it.
 """
 
 import random
@@ -181,8 +181,8 @@ def _rounds(rng: random.Random, count: int, kinds: set[str], course: Course) -> 
         fits = first + most * max(0, course.saves - 1) if course.attempts > 1 else course.saves
         raise UsageError(
             f"{count} faults are too many: in {course.steps} steps the run saves {course.saves} times on its way, and "
-            f"recovery.attempts={course.attempts} lets it go on after {fits} faults; give it more steps, save more "
-            f"often (checkpoint.every) or ask for fewer (--faults)"
+            f"fault_tolerance.max_restarts={course.attempts} lets it go on after {fits} faults; give it more steps, "
+            "save more often (checkpoint.every) or ask for fewer (--faults)"
         )
     sizes: list[int] = []
     while sum(sizes) < count:

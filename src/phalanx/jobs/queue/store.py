@@ -155,8 +155,9 @@ class Store:
                 if version == 0:
                     if left := [path for path in folder.glob("jobs/*") if path.name.isdecimal()]:
                         raise UsageError(
-                            f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of {len(left)} "
-                            "jobs; put the file back, or move that folder away to start with an empty queue"
+                            f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of "
+                            f"{len(left)} jobs; put the file back, or move that folder away to start with an "
+                            "empty queue"
                         )
                     for statement in _TABLE.split(";"):
                         self._db.execute(statement)

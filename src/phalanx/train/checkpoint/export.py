@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError, UsageError
 from phalanx.recipe.imports import CONFIG
-from phalanx.recipe.schema import Adapter
+from phalanx.recipe.schema import LoraConfig
 from phalanx.run import Run
 from phalanx.run.directory import sync
 from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
@@ -125,7 +125,7 @@ def _planned(manifest: Manifest, origin: Mapping[str, Any], folder: Path) -> _Te
     if tied and not origin:
         raise DataError(
             f"there are adapters at {tied[0]}, which is tied to another weight, so they cannot be folded in; "
-            "train without the adapter there (adapter.modules), or with a model that ties nothing"
+            "train without the adapter there (lora.target_modules), or with a model that ties nothing"
         )
     own = _untied(shared, tied, names, folder) if tied else {}
     together = {name: list(group) for group in converted for name in group}
@@ -159,7 +159,7 @@ def _untied(owners: Mapping[str, str], tied: list[str], names: list[str], folder
         if name in left or name in left.values() or (name not in owners and name not in names):
             raise DataError(
                 f"there are adapters at {name}, which {type(model).__name__} always ties to another weight, so they "
-                "cannot be folded in; train without the adapter there (adapter.modules)"
+                "cannot be folded in; train without the adapter there (lora.target_modules)"
             )
     return {name: owner for name, owner in owners.items() if name not in left}
 
@@ -173,7 +173,7 @@ def _made(checkpoint: Path, manifest: Manifest, plan: _Tensors, group: list[str]
     held = load_tensors(checkpoint, [*(plan.own.get(name, name) for name in group), *adapters], manifest=manifest)
     tensors = {name: held[plan.own.get(name, name)] for name in group} | {name: held[name] for name in adapters}
     if adapters:
-        tensors = folded(tensors, scale_of(Adapter(**manifest.meta["recipe"]["adapter"])))
+        tensors = folded(tensors, scale_of(LoraConfig(**manifest.meta["recipe"]["lora"])))
     if group[0] in plan.converted:
         assert plan.model is not None
         return reverted(plan.model, tensors, plan.converted[group[0]])

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from phalanx.bounded import read_bytes
 from phalanx.errors import DataError, storage_failed
-from phalanx.recipe.schema import Adapter
+from phalanx.recipe.schema import LoraConfig
 
 FORMAT = 1
 CHUNK = 1 << 20
@@ -159,7 +159,7 @@ class _Model(_Meta):
 
 class _Recipe(_Meta):
     model: _Model = _Model()
-    adapter: Adapter | None = None
+    adapter: LoraConfig | None = None
 
 
 class _Known(_Meta):

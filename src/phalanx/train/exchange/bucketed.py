@@ -5,8 +5,9 @@ all of them (a copy each from Python would cost small models a percent), and it 
 travels beside the rest of backward. (torch's DDP re-arranges its buckets after the first step, which changes the order
 of addition, and with it bits, when a run is resumed.)
 
-`world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of workers.
-`replicas`: micro-batch gradients are added in the fixed tree of `tree.py`, begun here and ended by `fixed_tree.py`.
+`fixed-world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of
+workers.
+`elastic`: micro-batch gradients are added in the fixed tree of `tree.py`, begun here and ended by `fixed_tree.py`.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,8 @@ class GradientExchange:
 
     For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
-    all counts as zero. Under `world`, what is written into `slots` (fp32, of the number asked for) before the last
-    backward is summed with the gradients; it is None where they could not travel in one operation.
+    all counts as zero. Under `fixed-world`, what is written into `slots` (fp32, of the number asked for) before the
+    last backward is summed with the gradients; it is None where they could not travel in one operation.
 
     Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
     FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `low_rank` is that of
@@ -57,7 +58,7 @@ class GradientExchange:
         capacity: float = 25 * 2**20,
         group: Group = None,
         slots: int = 0,
-        strategy: str = "allreduce",
+        strategy: str = "all-reduce",
         nodes: Sequence[int] | None = None,
         low_rank: int = 4,
         start: int = 0,
@@ -155,7 +156,8 @@ class GradientExchange:
         if not self._opened:
             self._open()
         self._leaf = leaf
-        # Under `world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the buckets.
+        # Under `fixed-world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the
+        # buckets.
         self._armed = self.replicas or leaf == self._last
         if self._armed:
             self._next = 0

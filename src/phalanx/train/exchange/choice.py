@@ -1,4 +1,4 @@
-"""Which strategy `exchange: {strategy: auto}` takes next, from what steps took: functions over values.
+"""Which strategy `grad_sync: {algorithm: auto}` takes next, from what steps took: functions over values.
 
 The most accurate strategy that leaves at most LIMIT of a step exposed: time in which gradients travel and nothing is
 computed. Strategies are tried one after the other, the most accurate first, as long as that is missed and fewer bytes
@@ -25,7 +25,7 @@ DOUBTS = 2
 """Looks in a row that must find another share before strategies are tried again; doubled each time, so that a network
 that goes up and down does not keep a run trying."""
 MOST_DOUBTS = 64
-BYTES = {"allreduce": 1.0, "bf16": 0.5, "int8": SHARE}
+BYTES = {"all-reduce": 1.0, "bf16": 0.5, "int8": SHARE}
 """What a strategy sends, as a share of fp32."""
 
 
@@ -151,12 +151,12 @@ def foretold(name: str, seen: Mapping[str, Seen]) -> float:
 
 
 def gain_of_no(seen: Seen) -> tuple[str, float]:
-    """What `exact: no` would offer to a run that sends fp32: the most accurate strategy that may stay within the limit,
-    else the one with the fewest bytes; and the efficiency that it could have at best."""
+    """What `determinism: off` would offer to a run that sends fp32: the most accurate strategy that may stay within the
+    limit, else the one with the fewest bytes; and the efficiency that it could have at best."""
     alone = seen.seconds - seen.exposed
-    found, efficiency = "allreduce", 1.0 - seen.share
+    found, efficiency = "all-reduce", 1.0 - seen.share
     for name in ("bf16", "int8"):
         if efficiency >= 1 - LIMIT:
             break
-        found, efficiency = name, alone / foretold(name, {"allreduce": seen})
+        found, efficiency = name, alone / foretold(name, {"all-reduce": seen})
     return found, efficiency

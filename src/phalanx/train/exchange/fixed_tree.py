@@ -1,4 +1,4 @@
-"""Micro-batches added in the fixed tree of `tree.py`: the same bits for any number of workers (`exact: replicas`).
+"""Micro-batches added in the fixed tree of `tree.py`: the same bits for any number of workers (`determinism: elastic`).
 
 Each worker gets the nodes of its part of the bucket; it adds them, and all get the sums (`direct.py`).
 Where every worker has one node, as with powers of two, these are the bytes of a ring: 2 (n - 1)/n of the gradients.

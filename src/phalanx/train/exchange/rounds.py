@@ -1,7 +1,7 @@
 """Fewer exchanges: workers take steps of their own, and now and then agree on weights.
 
 A round begins with the same weights everywhere. After so many steps, and after the last of a run, workers tell each
-other how far they have moved, and an outer step follows the mean of that: all the way under `local` (McMahan et al.
+other how far they have moved, and an outer step follows the mean of that: all the way under `average` (McMahan et al.
 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767), by SGD with Nesterov momentum under `diloco` (Douillard et al.
 2023, arXiv 2311.08105). Sums are fp32 and travel in buckets, by the strategies for gradients. `schedule.py` has more
 ways than all weights at once.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat import foreach
-from phalanx.recipe.schema import Outer
+from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
 from phalanx.train.exchange.courier import Courier
 from phalanx.train.exchange.schedule import Schedule
@@ -24,9 +24,9 @@ from phalanx.train.optimizers.local import local
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.place import twin
 
-PLAIN = Outer(lr=1.0, momentum=0.0)
+PLAIN = OuterOptimizerConfig(lr=1.0, momentum=0.0)
 """The outer step that takes the mean of all workers' weights."""
-WIRES = {"fp32": "allreduce", "bf16": "bf16", "int8": "int8"}
+WIRES = {"fp32": "all-reduce", "bf16": "bf16", "int8": "int8"}
 """The strategy that carries what travels as this."""
 OWN = 0.5
 """How much a worker keeps of its own weights when a mean lands of what it told some steps ago, during which it went on
@@ -44,7 +44,7 @@ class Rounds:
         rank: int,
         world: int,
         schedule: Schedule,
-        outer: Outer = PLAIN,
+        outer: OuterOptimizerConfig = PLAIN,
         wire: str = "fp32",
         capacity: float = 25 * 2**20,
         group: Group = None,
@@ -185,7 +185,7 @@ class Rounds:
         self._arrived = True
 
     @torch.no_grad()
-    def _land(self, own: float = 0.0, outer: Outer | None = None) -> None:
+    def _land(self, own: float = 0.0, outer: OuterOptimizerConfig | None = None) -> None:
         """The outer step of what is flying, or another; this worker keeps so much of its own weights."""
         self._arrive()
         for number in self._flying:
@@ -210,7 +210,7 @@ class Rounds:
         foreach("copy_", bucket.slab.views, [local(p) for p in bucket.parameters])
         torch.sub(self._starts[number], flat, out=flat)
 
-    def _step(self, number: int, own: float, outer: Outer) -> None:
+    def _step(self, number: int, own: float, outer: OuterOptimizerConfig) -> None:
         """Follow the outer gradient from where the round began, as torch.optim.SGD does; the next begins there, and
         parameters with it, but for what is kept of their `own`."""
         bucket, start, direction = self.buckets[number], self._starts[number], self.buckets[number].slab.flat

@@ -1,4 +1,4 @@
-"""The strategies by the names that recipes give them."""
+"""The methods by the names that recipes give them."""
 
 from phalanx.train.exchange.allreduce import AllReduce
 from phalanx.train.exchange.half import Half
@@ -12,14 +12,14 @@ from phalanx.train.exchange.server import Server, ShardedServer
 from phalanx.train.exchange.strategy import Way
 
 WAYS: dict[str, Way] = {
-    "allreduce": AllReduce,
+    "all-reduce": AllReduce,
     "bf16": Half,
     "int8": Int8,
     "powersgd": PowerSGD,
     "ring": Ring,
-    "tree": ReductionTree,
-    "halving": Halving,
-    "server": Server,
-    "sharded-server": ShardedServer,
+    "binomial-tree": ReductionTree,
+    "recursive-halving": Halving,
+    "parameter-server": Server,
+    "sharded-parameter-server": ShardedServer,
     "hierarchical": Hierarchical,
 }

@@ -21,8 +21,8 @@ GROUPS = SETTINGS + "groups"
 OURS = ("params", "lr", "initial_lr")
 """Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
 OWN_SCHEDULE = (
-    "the recipe's optim.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: leave "
-    "the scheduler out, and give its warmup and decay as optim.schedule in the recipe"
+    "the recipe's optimizer.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: "
+    "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
 
@@ -180,7 +180,7 @@ class Adopted(Optimizer):
                 if self._divided and value.dim() and local(value).shape != local(parameter).shape:
                     raise UsageError(
                         f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
-                        "cannot be divided with it; use layout.replicate"
+                        "cannot be divided with it; use parallelism.replicate"
                     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers.blockwise import AdamW8bit
 from phalanx.train.optimizers.large_batch import LAMB, LARS
 from phalanx.train.optimizers.local import NormOf, first_row
@@ -22,7 +22,7 @@ from phalanx.train.optimizers.offload import Offloaded
 Group = dict[str, Any]
 Make = Callable[[list[Group], Mapping[Tensor, Origin]], torch.optim.Optimizer]
 
-LOW_PRECISION: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "8bit": AdamW8bit}
+LOW_PRECISION: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -44,7 +44,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 def build(
     model: nn.Module,
     names: Mapping[nn.Parameter, str],
-    spec: Optim,
+    spec: OptimizerConfig,
     *,
     seed: int,
     offload: bool,
@@ -53,11 +53,13 @@ def build(
     """The optimizers of a recipe for the parameters in `names`. RecipeError where the recipe asks for what does not go
     together or does not fit the model."""
     parameters = list(names)
-    if spec.state != "fp32" and spec.name != "adamw":
-        raise RecipeError(f"optim.state: {spec.state} is for adamw; {spec.name} keeps its state in fp32")
+    if spec.state_dtype != "fp32" and spec.name != "adamw":
+        raise RecipeError(
+            f"optimizer.state_dtype: {spec.state_dtype} is for adamw; {spec.name} keeps its state in fp32"
+        )
     if offload and spec.name not in ("adamw", "sgd"):
         raise RecipeError(
-            f"memory.offload: optimizer goes with adamw and sgd; a step of {spec.name} needs whole matrices, not only "
+            f"optimizer.offload: true goes with adamw and sgd; a step of {spec.name} needs whole matrices, not only "
             "the part that a worker holds"
         )
     if spec.name == "lars":
@@ -80,7 +82,7 @@ def _needs_offload(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.device.type != "cpu" for parameter in parameters)
 
 
-def _maker(spec: Optim, seed: int) -> Make:
+def _maker(spec: OptimizerConfig, seed: int) -> Make:
     """What builds the optimizer, adamw or sgd, over given groups."""
 
     def make(groups: list[Group], origins: Mapping[Tensor, Origin]) -> torch.optim.Optimizer:
@@ -88,18 +90,20 @@ def _maker(spec: Optim, seed: int) -> Make:
             # torch 2.13 has no fused SGD for sharded parameters.
             fused = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
             return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=fused)
-        if spec.state == "fp32":
+        if spec.state_dtype == "fp32":
             return _adamw(groups, spec)
-        return LOW_PRECISION[spec.state](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
+        return LOW_PRECISION[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
 
     return make
 
 
-def _muon_and_adamw(model: nn.Module, parameters: list[nn.Parameter], spec: Optim) -> list[torch.optim.Optimizer]:
+def _muon_and_adamw(
+    model: nn.Module, parameters: list[nn.Parameter], spec: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
     matrices = hidden_matrices(model)
     hidden = [p for p in parameters if p in matrices]
     if not hidden:
-        raise RecipeError("optim.name: muon is for hidden matrices, and this model has none to train; use adamw")
+        raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
     # match_rms_adamw scales updates like AdamW's, so that one learning rate fits both.
     muon = torch.optim.Muon(
         hidden,
@@ -112,7 +116,7 @@ def _muon_and_adamw(model: nn.Module, parameters: list[nn.Parameter], spec: Opti
     return [muon, _adamw(_groups(others, spec.weight_decay), spec)] if others else [muon]
 
 
-def _adamw(groups: list[Group], spec: Optim) -> torch.optim.Optimizer:
+def _adamw(groups: list[Group], spec: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=True)
 
 

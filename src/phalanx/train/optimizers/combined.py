@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import DataError
-from phalanx.recipe.schema import Optim
+from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers.blockwise import SCALE, AdamW8bit, decoded, encoded, scale_shape
 from phalanx.train.optimizers.choice import build, trainable
 from phalanx.train.optimizers.large_batch import LAMB, LARS
@@ -43,7 +43,7 @@ class Optimizer:
     def __init__(
         self,
         model: nn.Module,
-        spec: Optim,
+        spec: OptimizerConfig,
         *,
         seed: int = 0,
         offload: bool = False,

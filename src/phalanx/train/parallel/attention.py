@@ -154,7 +154,7 @@ def _exchanged(
     n, heads, kv_heads = size_of(group), query.shape[1], key.shape[1]
     if heads % n:
         raise RecipeError(
-            f"layout.context: {heads} heads of attention do not divide by {n}, so all-to-all cannot; gather can"
+            f"parallelism.context: {heads} heads of attention do not divide by {n}, so all-to-all cannot; gather can"
         )
     # Each rank needs the key-value heads of its queries: as often as lcm(g, n), which divides h, makes it come out.
     again = math.lcm(kv_heads, n) // kv_heads

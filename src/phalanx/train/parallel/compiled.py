@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.compat import allow_recompilation
 
-Compile = bool | Literal["graphs"]
+Compile = bool | Literal["cuda-graphs"]
 TOLD = "blocks_are_compiled"
 """Attribute of a model that wants to know whether its blocks are compiled while it is not itself: what it hands them
 (rotations, masks) may have a form that compilers like better."""

@@ -53,8 +53,8 @@ def slice_batch(batch: dict[str, Tensor], group: Group, way: Way) -> dict[str, T
     if length % count or (n > 1 and length < 2 * n):
         fitting = max(-(-length // count), -(-2 * n // count)) * count
         raise RecipeError(
-            f"layout.context: sequences of {length} tokens cannot be split over {n} workers by {way}, which needs a "
-            f"multiple of {count}; data.sequence={fitting} would do"
+            f"parallelism.context: sequences of {length} tokens cannot be split over {n} workers by {way}, which "
+            f"needs a multiple of {count}; data.seq_len={fitting} would do"
         )
     own = positions_of(length, way, group, tokens.device)
     parts = {
@@ -80,19 +80,21 @@ def check_model(model: nn.Module, length: int) -> str:
     name = type(model).__name__
     if argument is None:
         raise RecipeError(
-            f"layout.context: {name} cannot be split along its sequence: its forward takes neither positions nor "
+            f"parallelism.context: {name} cannot be split along its sequence: its forward takes neither positions nor "
             "position_ids, so it cannot know where its part of a sequence lies"
         )
     config = getattr(model, "config", None)
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in (None, "sdpa"):
-        raise RecipeError(f'layout.context: {name} attends by "{kernel}"; only attn_implementation "sdpa" can be split')
+        raise RecipeError(
+            f'parallelism.context: {name} attends by "{kernel}"; only attn_implementation "sdpa" can be split'
+        )
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = isinstance(window, int) and window < length
     for kind in kinds if kinds is not None else ["sliding_attention"] if slides else []:
         if kind != "full_attention" and not (kind == "sliding_attention" and window is not None and not slides):
-            raise RecipeError(f"layout.context: {name} has layers of {kind}; only full attention can be split")
+            raise RecipeError(f"parallelism.context: {name} has layers of {kind}; only full attention can be split")
     return argument
 
 
@@ -168,14 +170,14 @@ class ContextParallel:
             )
         if dropout_p > 0:
             raise RecipeError(
-                f"layout.context: the model drops out attention (dropout_p={dropout_p}), which cannot be split along "
-                "the sequence; set the model's attention dropout to 0"
+                f"parallelism.context: the model drops out attention (dropout_p={dropout_p}), which cannot be split "
+                "along the sequence; set the model's attention dropout to 0"
             )
         _check_shapes(query, key)
         if attn_mask is not None and self.masks is None and not self.replace_masks:
             raise RecipeError(
-                "layout.context: the model gives attention a mask of its own part of the sequence; only causal, full "
-                "and document attention can be split"
+                "parallelism.context: the model gives attention a mask of its own part of the sequence; only causal, "
+                "full and document attention can be split"
             )
         causal = is_causal or attn_mask is not None
         if self.replace_masks and key.shape[1] != query.shape[1]:
@@ -195,7 +197,7 @@ class ContextParallel:
 def _check_shapes(query: Tensor, key: Tensor) -> None:
     if query.dim() != 4 or query.shape[2] != key.shape[2]:
         raise RecipeError(
-            f"layout.context: only self-attention over [b, h, s, d] can be split, not queries {list(query.shape)} "
+            f"parallelism.context: only self-attention over [b, h, s, d] can be split, not queries {list(query.shape)} "
             f"with keys {list(key.shape)}"
         )
 

@@ -61,14 +61,15 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
     found = experts_in(model)
     if not found:
         raise RecipeError(
-            f"layout.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); expected 1"
+            f"parallelism.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); "
+            "expected 1"
         )
     experts = {name: _experts_of(name, module) for name, module in found.items()}
     for name, count in experts.items():
         if count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise RecipeError(
-                f"layout.expert: {size} ranks cannot share the {count} experts of {name or 'the model'} evenly; "
+                f"parallelism.expert: {size} ranks cannot share the {count} experts of {name or 'the model'} evenly; "
                 f"expected one of {fitting}"
             )
     return experts
@@ -79,8 +80,8 @@ def _experts_of(name: str, module: nn.Module) -> int:
     counts = {key: len(p) if p.dim() else 0 for key, p in module.named_parameters()}
     if len(set(counts.values())) != 1:
         raise RecipeError(
-            f"layout.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the expert as "
-            f"first dimension; found first dimensions {counts}"
+            f"parallelism.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the "
+            f"expert as first dimension; found first dimensions {counts}"
         )
     return next(iter(counts.values()))
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.data.feed import share
+from phalanx.recipe import Recipe
 from phalanx.recipe.exchanges import sums_shards
-from phalanx.recipe.schema import Exchange, Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.shard import REDUCES_UNUSED
 from phalanx.train.place import Place, patience
@@ -31,7 +32,7 @@ _NUMBERS = itertools.count(1)
 """DTensor remembers what it made on a mesh, and would take one of an earlier world for a new one if they were equal."""
 
 
-def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+def coordinates(layout: Parallelism, rank: int) -> dict[str, int]:
     """Where a rank stands in each dimension."""
     found = {}
     for name in reversed(DIMENSIONS):
@@ -53,7 +54,7 @@ class Mesh:
     a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
     """
 
-    layout: Layout
+    layout: Parallelism
     at: dict[str, int]
     tensor: Group = None
     context: Group = None
@@ -121,17 +122,18 @@ class Mesh:
 
 def alone() -> Mesh:
     """The mesh of a single worker."""
-    return Mesh(Layout(), coordinates(Layout(), 0))
+    return Mesh(Parallelism(), coordinates(Parallelism(), 0))
 
 
 def build_mesh(
-    layout: Layout,
+    layout: Parallelism,
     place: Place,
-    exchange: Exchange | None = None,
+    recipe: Recipe | None = None,
     opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> Mesh:
-    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; `exchange`
-    is the recipe's. What `opening` gives for a dimension is entered while its group opens connections."""
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; the
+    `recipe` says who sums between sharded replicas. What `opening` gives for a dimension is entered while its group
+    opens connections."""
     at = coordinates(layout, place.rank)
     world = dist.group.WORLD if layout.world > 1 else None
     if layout.replicate == layout.world:
@@ -144,7 +146,7 @@ def build_mesh(
         with opening(name):
             groups[name] = _own_group(ranks.movedim(i, -1), place.rank)
     fsdp = expert_fsdp = expert = None
-    rounds = sharded > 1 and sums_shards(exchange or Exchange(), layout, place.device.type)
+    rounds = sharded > 1 and sums_shards(recipe or Recipe(), layout, place.device.type)
     if sharded > 1:
         owners = groups["shard"]
         if layout.context > 1:

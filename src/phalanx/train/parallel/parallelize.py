@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.cast_once import cast_once, linear_in
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.collectives import Group
@@ -63,7 +63,7 @@ class Outline:
     sequence: bool
 
 
-def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
+def outline(model: nn.Module, layout: Parallelism, choices: Choices) -> Outline:
     """Look at a whole model's names and shapes. RecipeError, naming the rule, when it cannot be divided so."""
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     blocks = tuple(sorted(find_blocks(model), key=places.__getitem__))
@@ -77,7 +77,7 @@ def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
         check_experts(model, layout.expert)
     if layout.context > 1:
         if choices.sequence is None:
-            raise RecipeError("layout.context: is for models of sequences, and these data have none")
+            raise RecipeError("parallelism.context: is for models of sequences, and these data have none")
         check_model(model, choices.sequence)
     if layout.shard * layout.context * layout.pipeline * layout.expert > 1:
         check_hooks(model)
@@ -86,9 +86,9 @@ def outline(model: nn.Module, layout: Layout, choices: Choices) -> Outline:
         check_ties(model, modules)
         check_groups(model, modules, rest=layout.pipeline == 1)
     length = None if choices.sequence is None else choices.sequence // layout.context
-    if layout.overlap and (length is None or length % (layout.tensor * CHUNKS)):
+    if layout.async_tp and (length is None or length % (layout.tensor * CHUNKS)):
         raise RecipeError(
-            f"layout.overlap: needs sequences that {layout.tensor} ranks can share in {CHUNKS} chunks each; "
+            f"parallelism.async_tp: needs sequences that {layout.tensor} ranks can share in {CHUNKS} chunks each; "
             f"a rank's have {length} positions"
         )
     return Outline(blocks, styles, counts, length is not None and length % layout.tensor == 0)
@@ -114,7 +114,7 @@ def divide_part(
         counts=found.counts,
         sequence=found.sequence,
         vocabulary=choices.vocabulary,
-        overlap=mesh.layout.overlap,
+        overlap=mesh.layout.async_tp,
     )
     cuts: dict[str, tuple[Cut, ...]] = {name: (cut,) for name, cut in tensor.cuts.items()}
     modules = {name: module for name, module in model.named_modules() if not isinstance(module, StandIn)}
@@ -128,7 +128,7 @@ def divide_part(
         cast_once(model, [*linear_in(model, blocks), *filter(None, [choices.output])], AUTOCAST[choices.precision])
     apply_recompute(model, blocks, choices.recompute)
     if choices.compile:
-        compile_blocks(model, [modules[name] for name in blocks], graphs=choices.compile == "graphs")
+        compile_blocks(model, [modules[name] for name in blocks], graphs=choices.compile == "cuda-graphs")
     if mesh.fsdp is not None:
         experts = [m for m in modules.values() if mesh.expert is not None and getattr(m, "expert_parallel", False)]
         shard_model(
@@ -150,10 +150,10 @@ def _rules(model: nn.Module, size: int, choices: Choices) -> Mapping[str, str]:
     rules = choices.rules or (family.rules if family is not None else None)
     if not rules:
         raise RecipeError(
-            f"layout.tensor: no rules are known for {type(model).__name__}; give model.rules, such as "
-            '{"blocks.*.attention.query": columns, "blocks.*.attention.out": rows}, or layout.tensor=1'
+            f"parallelism.tensor: no rules are known for {type(model).__name__}; give model.tp_plan, such as "
+            '{"blocks.*.attention.query": columns, "blocks.*.attention.out": rows}, or parallelism.tensor=1'
         )
     for what, count in divisible(model).items():
         if count % size and "vocabulary" not in what:
-            raise RecipeError(f"layout.tensor: {size} ranks cannot share the model's {count} {what}")
+            raise RecipeError(f"parallelism.tensor: {size} ranks cannot share the model's {count} {what}")
     return rules

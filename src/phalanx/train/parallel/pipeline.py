@@ -48,9 +48,9 @@ def owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
     """The rank of each stage: in turn (0, 1, 0, 1), or as a V (0, 1, 1, 0) for zero-bubble with two stages a rank.
     RecipeError when the schedule cannot have so many stages on so many ranks."""
     if schedule not in SCHEDULES:
-        raise RecipeError(f"layout.pipeline: no schedule {schedule!r}; expected {', '.join(SCHEDULES)}")
+        raise RecipeError(f"parallelism.pipeline: no schedule {schedule!r}; expected {', '.join(SCHEDULES)}")
     if problem := stages_problem(schedule, stages, ranks):
-        raise RecipeError(f"layout.pipeline: {problem}")
+        raise RecipeError(f"parallelism.pipeline: {problem}")
     if schedule == "zero-bubble" and stages == 2 * ranks:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
@@ -58,7 +58,7 @@ def owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
 
 def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: int, samples: int | None = None) -> None:
     """RecipeError when the schedule cannot run with so many micro-batches a step. With `samples`, how many the
-    pipeline gets a step, it names the values of batch.micro that fit, else the numbers of micro-batches."""
+    pipeline gets a step, it names the values of batch.micro_size that fit, else the numbers of micro-batches."""
     if fitting(schedule, micro_batches, stages, ranks):
         return
     if samples is None:
@@ -68,12 +68,12 @@ def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: i
     else:
         sizes = [m for m in divisors(samples) if fitting(schedule, samples // m, stages, ranks)]
         if sizes:
-            valid = f"batch.micro of {', '.join(map(str, sizes))} would fit"
+            valid = f"batch.micro_size of {', '.join(map(str, sizes))} would fit"
         else:
-            valid = f"no batch.micro fits the {samples} samples of a step; raise batch.global"
+            valid = f"no batch.micro_size fits the {samples} samples of a step; raise batch.global_size"
     raise RecipeError(
-        f"batch.micro: {schedule} with {stages} stages on {ranks} ranks cannot run {micro_batches} micro-batches a "
-        f"step; {valid}"
+        f"batch.micro_size: {schedule} with {stages} stages on {ranks} ranks cannot run {micro_batches} micro-batches "
+        f"a step; {valid}"
     )
 
 

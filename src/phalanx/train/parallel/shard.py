@@ -97,8 +97,8 @@ def _look_once(module: nn.Module, prefix: str) -> None:
         after = weights_now(module)
         if changed := [name for name, weight in before.items() if name in after and after[name] != weight]:
             raise RecipeError(
-                f"layout.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a sharded "
-                "one the change is lost; keep it in a buffer, or use layout.replicate"
+                f"parallelism.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a "
+                "sharded one the change is lost; keep it in a buffer, or use parallelism.replicate"
             )
 
     # FSDP's own hooks gather before the one and let go after the other
@@ -176,15 +176,15 @@ def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for parameter in block.parameters():
             if owners.setdefault(parameter, i) != i:
                 raise RecipeError(
-                    "layout.shard: two blocks of the model share a parameter (tied), which cannot be sharded with "
-                    "both; use layout.replicate"
+                    "parallelism.shard: two blocks of the model share a parameter (tied), which cannot be sharded with "
+                    "both; use parallelism.replicate"
                 )
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in root.modules():
         if id(module) not in inside and any(p in owners for p in module.parameters(recurse=False)):
             raise RecipeError(
-                "layout.shard: a parameter is shared (tied) between a block and the rest of the model; "
-                "use layout.replicate"
+                "parallelism.shard: a parameter is shared (tied) between a block and the rest of the model; "
+                "use parallelism.replicate"
             )
 
 
@@ -193,9 +193,9 @@ def check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
             raise RecipeError(
-                f"layout: parameter {name!r} has a hook (register_hook), which is lost when parameters are sharded or "
-                "cut into stages or experts; put it into a forward (torch.autograd.Function), or use layout.replicate "
-                "alone"
+                f"parallelism: parameter {name!r} has a hook (register_hook), which is lost when parameters are "
+                "sharded or cut into stages or experts; put it into a forward (torch.autograd.Function), or use "
+                "parallelism.replicate alone"
             )
 
 
@@ -205,13 +205,13 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = Tru
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
-                f"layout.shard: parameter {name!r} has no dimension to shard along; give it the shape [1], or use "
-                "layout.replicate"
+                f"parallelism.shard: parameter {name!r} has no dimension to shard along; give it the shape [1], or use "
+                "parallelism.replicate"
             )
         if parameter.requires_grad and not parameter.numel():
             raise RecipeError(
-                f"layout.shard: parameter {name!r} of shape {list(parameter.shape)} has nothing to shard; freeze it by "
-                "requires_grad_(False), or use layout.replicate"
+                f"parallelism.shard: parameter {name!r} of shape {list(parameter.shape)} has nothing to shard; freeze "
+                "it by requires_grad_(False), or use parallelism.replicate"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -226,6 +226,6 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = Tru
         if len(first) > 1:
             found = " and ".join(f"{names[p]!r} ({str(kind).removeprefix('torch.')})" for kind, p in first.items())
             raise RecipeError(
-                f"layout.shard: {found} are sharded together and have different dtypes; give them one (precision says "
-                "in which they are computed), or use layout.replicate"
+                f"parallelism.shard: {found} are sharded together and have different dtypes; give them one (precision "
+                "says in which they are computed), or use parallelism.replicate"
             )

@@ -51,14 +51,14 @@ def cut_points(
     """
     if stages > blocks:
         raise RecipeError(
-            f"layout.pipeline: {stages} stages need as many blocks, but the model has {blocks}; "
+            f"parallelism.pipeline: {stages} stages need as many blocks, but the model has {blocks}; "
             f"use {blocks} stages or fewer"
         )
     if counts is not None:
         if len(counts) != stages or sum(counts) != blocks or min(counts) < 1:
             raise RecipeError(
-                f"layout.pipeline: blocks per stage {list(counts)} must be {stages} numbers of at least 1 that add up "
-                f"to the {blocks} blocks of the model"
+                f"parallelism.pipeline: blocks per stage {list(counts)} must be {stages} numbers of at least 1 that "
+                f"add up to the {blocks} blocks of the model"
             )
         return tuple(sum(counts[:stage]) for stage in range(stages + 1))
     if weights is None:
@@ -126,7 +126,7 @@ def divide(found: Survey, bounds: Sequence[int]) -> Division:
     for stage in range(1, len(bounds) - 1):
         cut = bounds[stage]
         before, after = names[cut - 1], names[cut]
-        here = f"layout.pipeline: cannot cut between {before} and {after}"
+        here = f"parallelism.pipeline: cannot cut between {before} and {after}"
         if problem := found.returned[cut - 1].problem:
             raise RecipeError(f"{here}: {before} {problem}")
         if not found.joined[cut - 1]:
@@ -166,8 +166,9 @@ def keepers(model: nn.Module, division: Division) -> dict[str, int]:
         stages = sorted({division.stage_of(place) for place in places} & set(there))
         if len(stages) > 1:
             raise RecipeError(
-                f"layout.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and neither "
-                "has what the other does to it; use layout.pipeline=1, or a buffer for each of the two places"
+                f"parallelism.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and "
+                "neither has what the other does to it; use parallelism.pipeline=1, or a buffer for each of the two "
+                "places"
             )
         found[name] = (stages or there)[-1]
     return found
@@ -237,7 +238,7 @@ def _cut(model: nn.Module, division: Division, stage: int, given: set[str]) -> S
                 held[id(block)] = Outlet(block)
         own = copy.deepcopy(model, held)
     except (TypeError, RuntimeError) as error:
-        raise RecipeError(f"layout.pipeline: the model's objects cannot be copied: {error}") from error
+        raise RecipeError(f"parallelism.pipeline: the model's objects cannot be copied: {error}") from error
     emptied = []
     for module in own.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.pipelines import stages_of
-from phalanx.recipe.schema import Layout
+from phalanx.recipe.schema import Parallelism
 from phalanx.train.checkpoint.format import EXTRA
 from phalanx.train.objective import Scoring, Sums
 from phalanx.train.parallel.cuts import Cut
@@ -22,14 +22,14 @@ from phalanx.train.savable import extra_modules
 from phalanx.train.tasks import TensorBatch
 
 
-def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Layout, found: Outline) -> Division:
+def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Parallelism, found: Outline) -> Division:
     """Where the model is cut into stages. RecipeError when it cannot be cut so."""
     count = stages_of(layout)
-    owners(layout.schedule, count, layout.pipeline)
+    owners(layout.pipeline_schedule, count, layout.pipeline)
     if len(found.blocks) < count:
         raise RecipeError(
-            f"layout.pipeline: {count} stages ({layout.schedule} on {layout.pipeline} ranks) need as many blocks, and "
-            f"the model has {len(found.blocks)}"
+            f"parallelism.pipeline: {count} stages ({layout.pipeline_schedule} on {layout.pipeline} ranks) need as "
+            f"many blocks, and the model has {len(found.blocks)}"
         )
     seen = survey(model, found.blocks, _flat(scoring), batch)
     inside = {
@@ -39,7 +39,7 @@ def cut_up(model: nn.Module, scoring: Scoring, batch: TensorBatch, layout: Layou
     # Work goes with parameters: those of a block, and after the last those that only the loss needs (the head).
     weights = [float(sum(sizes[name] for name in names)) for names in inside.values()]
     after = float(sum(sizes[name] for name in seen.needs[-1].difference(*inside.values())))
-    bounds = cut_points(len(found.blocks), count, weights, after=after, counts=layout.stages)
+    bounds = cut_points(len(found.blocks), count, weights, after=after, counts=layout.layers_per_stage)
     return divide(seen, bounds)
 
 
@@ -101,8 +101,8 @@ def divide_stages(
     assert mesh.pipeline is not None
     found = outline(model, layout, choices)
     division = cut_up(model, scoring, batch, layout, found)
-    check_micro_batches(layout.schedule, micro_batches, division.stages, layout.pipeline)
-    places = owners(layout.schedule, division.stages, layout.pipeline)
+    check_micro_batches(layout.pipeline_schedule, micro_batches, division.stages, layout.pipeline)
+    places = owners(layout.pipeline_schedule, division.stages, layout.pipeline)
     mine = [stage for stage, owner in enumerate(places) if owner == mesh.at["pipeline"]]
     tied = _ties(division, places, mesh, place)
     kept_by = keepers(model, division)
@@ -122,7 +122,12 @@ def divide_stages(
     foreign = _foreign(kept_by, mine, [stage.model for stage in stages.values()])
     divided = Divided(mesh, tuple(stage.model for stage in stages.values()), cuts, frozenset(partial), tied, foreign)
     pipeline = Pipeline(
-        stages, division.stages, schedule=layout.schedule, group=mesh.pipeline, device=place.device, scale=scale
+        stages,
+        division.stages,
+        schedule=layout.pipeline_schedule,
+        group=mesh.pipeline,
+        device=place.device,
+        scale=scale,
     )
     return divided, Staged(pipeline, scoring)
 
@@ -145,8 +150,8 @@ def _ties(division: Division, places: Sequence[int], mesh: Mesh, place: Place) -
         if len(members) == 1:
             if mesh.fsdp is not None:
                 raise RecipeError(
-                    f"layout.pipeline: {names[0]} is shared (tied) by two stages of one rank, which cannot both be "
-                    "sharded; use another schedule, or untie it"
+                    f"parallelism.pipeline: {names[0]} is shared (tied) by two stages of one rank, which cannot both "
+                    "be sharded; use another schedule, or untie it"
                 )
             continue
         group = group_of_stages(mesh, place, members)
@@ -180,6 +185,6 @@ def need_one_keeper(division: Division, mine: Sequence[int], models: Sequence[nn
         having = [stage for stage, model in zip(mine, models, strict=True) if name in dict(model.named_buffers())]
         if len(having) > 1:
             raise RecipeError(
-                f"layout.schedule: forwards change {name}, of which stages {having[0]} and {having[1]} of one rank "
-                "would each have their own; use a schedule with one stage a rank, such as 1f1b"
+                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {having[0]} and {having[1]} "
+                "of one rank would each have their own; use a schedule with one stage a rank, such as 1f1b"
             )

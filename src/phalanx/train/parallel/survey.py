@@ -61,7 +61,9 @@ def survey(model: nn.Module, blocks: Sequence[str], objective: Objective, batch:
     not run one after the other.
     """
     if not blocks:
-        raise RecipeError("layout.pipeline: the model has no repeated blocks to cut between; use layout.pipeline=1")
+        raise RecipeError(
+            "parallelism.pipeline: the model has no repeated blocks to cut between; use parallelism.pipeline=1"
+        )
     devices = {p.device for p in model.parameters() if real and p.device.type not in ("cpu", "meta")}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -90,7 +92,7 @@ def survey(model: nn.Module, blocks: Sequence[str], objective: Objective, batch:
         except Exception as error:
             how = "" if real else " without data"
             raise RecipeError(
-                f"layout.pipeline: the model cannot be cut into stages, since its forward{how} fails: "
+                f"parallelism.pipeline: the model cannot be cut into stages, since its forward{how} fails: "
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             ) from error
         finally:
@@ -163,14 +165,16 @@ class _Watch:
         """What was seen, given the loss."""
         count = len(self._returned)
         if count < len(self._blocks):
-            raise RecipeError(f"layout.pipeline: block {self._blocks[count]} does not run, so stages cannot be cut")
+            raise RecipeError(
+                f"parallelism.pipeline: block {self._blocks[count]} does not run, so stages cannot be cut"
+            )
         self._needs.append(self._followed(outcome))
         self._needs = [needs | self._unseen for needs in self._needs]
         idle = self._outside.difference(*self._needs)
         if hidden := sorted(idle & self._blind):
             raise RecipeError(
-                f"layout.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which stages "
-                f"need it; compute it inside a block, or use layout.pipeline=1"
+                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which "
+                "stages need it; compute it inside a block, or use parallelism.pipeline=1"
             )
         return Survey(
             self._blocks,
@@ -212,8 +216,8 @@ class _Watch:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index != len(self._returned):
                 raise RecipeError(
-                    f"layout.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
-                    f"cannot be cut; use layout.pipeline=1"
+                    f"parallelism.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
+                    f"cannot be cut; use parallelism.pipeline=1"
                 )
             self._look()
             if index:

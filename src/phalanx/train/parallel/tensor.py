@@ -35,7 +35,7 @@ from phalanx.train.parallel.families import STYLES, matching
 from phalanx.train.parallel.overlap import divides, product_scattered
 from phalanx.train.parallel.standins import StandIn
 
-KEY = "model.rules"
+KEY = "model.tp_plan"
 BY_VOCABULARY = ("vocabulary", "head")
 SEQUENCE = 1  # the dimension of the sequence in hidden states [b, s, w]
 
@@ -76,7 +76,9 @@ def check_rules(model: nn.Module, rules: Mapping[str, str], size: int) -> dict[s
             length = parameter.shape[dim]
             if style not in BY_VOCABULARY and length % (parts * size):
                 features = f"{length} features" + (f" ({parts} x {length // parts})" if parts > 1 else "")
-                raise RecipeError(f"layout.tensor: {name} ({style}) has {features}, which {size} ranks cannot share")
+                raise RecipeError(
+                    f"parallelism.tensor: {name} ({style}) has {features}, which {size} ranks cannot share"
+                )
     regions = [name for name, style in styles.items() if style == "region"]
     for name, module in modules.items():
         bare = any(True for _ in module.parameters(recurse=False)) and name not in styles
