@@ -282,7 +282,8 @@ def test_a_batch_for_each_worker_is_that_of_all_devices(folder: Path) -> None:
 
 
 EIGHT_BILLION_WIDE = (
-    "layers: 6, width: 4096, heads: 32, kv_heads: 8, ffn: 14336, activation: swiglu, tie: false, vocab: 128256"
+    "layers: 6, hidden_size: 4096, num_heads: 32, num_kv_heads: 8, ffn_hidden_size: 14336, activation: swiglu, "
+    "tie_embeddings: false, vocab_size: 128256"
 )
 
 
@@ -290,7 +291,7 @@ EIGHT_BILLION_WIDE = (
     ("args", "sequence", "micro", "cluster", "seconds", "memory"),
     [
         (
-            "layers: 12, width: 768, heads: 12, ffn: 3072, activation: relu2, vocab: 50304",
+            "layers: 12, hidden_size: 768, num_heads: 12, ffn_hidden_size: 3072, activation: relu2, vocab_size: 50304",
             1024,
             32,
             "h200:1",
@@ -298,7 +299,7 @@ EIGHT_BILLION_WIDE = (
             20.0,
         ),
         (
-            "layers: 24, width: 2048, heads: 16, ffn: 8192, activation: relu2, vocab: 50304",
+            "layers: 24, hidden_size: 2048, num_heads: 16, ffn_hidden_size: 8192, activation: relu2, vocab_size: 50304",
             2048,
             8,
             "h100:1",

@@ -33,7 +33,7 @@ with torch_beside() as beside:
 print("torch" in sys.modules, len(psutil.Process().children()))
 """
 RECIPE = """
-model: {build: %s, args: {layers: 3, width: 32, heads: 2}}
+model: {build: %s, args: {layers: 3, hidden_size: 32, num_heads: 2}}
 data: {source: {text: text.txt}, seq_len: 16}
 """
 

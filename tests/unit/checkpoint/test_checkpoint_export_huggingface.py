@@ -15,7 +15,7 @@ from phalanx.data import Facts
 from phalanx.data.tokenizers import train_bpe
 from phalanx.errors import DataError
 from phalanx.recipe.schema import LoraConfig, ModelConfig
-from phalanx.train.adapter import add_adapters, is_adapter, merge
+from phalanx.train.adapter import add_adapters, folded, is_adapter, scale_of
 from phalanx.train.checkpoint import export_huggingface
 from phalanx.train.model import build_model, described
 from phalanx.train.state import model_tensors
@@ -127,7 +127,7 @@ def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
     meta["recipe"] = {"lora": spec.model_dump()}
     # so small that each weight is in a file of its own, and its adapter has to be found beside it
     out = export(tmp_path, model_tensors(model), meta, file_bytes=100)
-    again, merged = read_back(out).state_dict(), merge(model, spec)
+    again, merged = read_back(out).state_dict(), folded(dict(model.state_dict()), scale_of(spec))
     assert again.keys() == merged.keys()
     assert all(torch.equal(again[name], merged[name]) for name in merged)
     with torch.no_grad():

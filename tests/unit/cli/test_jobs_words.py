@@ -63,7 +63,7 @@ def test_values_that_vary_make_a_job_each(typed: Type) -> None:
     typed("submit", "exp/one.yaml", "--vary", "optimizer.lr=1e-3,3e-4", "--vary", "seed=1,2")
     assert [name for name, _ in names(typed)] == ["one.0", "one.1", "one.2", "one.3"]
     assert "run       " in typed("show", "4")
-    assert typed("show", "4").splitlines()[-1].endswith("runs/one-optim.lr=3e-4-seed=2")
+    assert typed("show", "4").splitlines()[-1].endswith("runs/one-optimizer.lr=3e-4-seed=2")
 
 
 def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_what_varies_in_a_way_nobody_can_mean_is_refused(vary: list[str], told: 
 def test_each_member_trains_in_a_run_of_its_own(tmp_path: Path) -> None:
     jobs = array([recipe(tmp_path, "mine")], ["steps=3"], variations(["init_from=null,x/y z"]), None, None, 2, make)
     assert [job.name for job in jobs] == ["mine.0", "mine.1"]
-    assert [job.run for job in jobs] == [Path(f"runs/mine-init={end}").absolute() for end in ("null", "x_y_z")]
+    assert [job.run for job in jobs] == [Path(f"runs/mine-init_from={end}").absolute() for end in ("null", "x_y_z")]
     assert jobs[1].command[5:8] == (str(tmp_path / "mine.yaml"), "steps=3", "init_from=x/y z")
     assert {job.at_most for job in jobs} == {2}
 

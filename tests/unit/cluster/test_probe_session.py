@@ -42,7 +42,7 @@ class World:
         self.now += payload["seconds"]
         if name == self.fails:
             raise NotMeasured("the trial process ended with SIGKILL")
-        product = {"precision": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.02, "parallelism": "nt"}
+        product = {"precision": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.02, "layout": "nt"}
         return {
             "reference:measure": lambda: {"timed": timed("reference", self.reference()), "clock_share": None},
             "products:measure": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],

@@ -11,13 +11,14 @@ from phalanx.compat import without_symbols
 from phalanx.models import moe, transformer
 from phalanx.plan.tracing import build, language_loss, profile
 
-SIZES = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
+SIZES = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 
 def dense():
-    return profile(build(lambda: transformer(100, 16, **SIZES)), language_loss(100, 16), 16)
+    return profile(build(lambda: transformer(100, 16, **SIZES, ffn_hidden_size=64)), language_loss(100, 16), 16)
 
 def experts():
-    return profile(build(lambda: moe(100, 16, **SIZES, num_experts=4, top_k=2)), language_loss(100, 16), 16)
+    model = build(lambda: moe(100, 16, **SIZES, expert_hidden_size=64, num_experts=4, top_k=2))
+    return profile(model, language_loss(100, 16), 16)
 
 without = dense()
 print("imported:", sorted({"sympy", "torch.fx.experimental.symbolic_shapes"} & sys.modules.keys()))
