@@ -9,6 +9,8 @@ import pytest
 
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.recipe import load_recipe
+from phalanx.recipe.schema import DataSource
 from phalanx.run.event_types import AttemptStarted, WorkerFailure, WorkerStarted
 
 
@@ -83,13 +85,10 @@ def test_a_crash_of_native_code_is_told_as_its_signal(lab: Lab) -> None:
 
 def prepared(lab: Lab, place: Path) -> Path:
     """A copy of the data that runs here train on."""
-    lab.reference({}, 1)
-    few = next(
-        folder
-        for folder in (lab.cache / "data").iterdir()
-        if json.loads((folder / "manifest.json").read_text())["shards"][0]["count"] < 5000
-    )
-    return Path(shutil.copytree(few, place))
+    source = load_recipe(lab.reference({}, 1).run.resolved).recipe.data.source
+    assert isinstance(source, DataSource)
+    assert source.prepared is not None
+    return Path(shutil.copytree(source.prepared, place))
 
 
 def flip(data: Path) -> Path:

@@ -205,7 +205,7 @@ def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: Lab, tm
     given: Values = {"init_from": str(tmp_path / "first"), "steps": 6}
     begun = lab.train(given, 1)
     shutil.rmtree(tmp_path / "first")
-    assert lab.train({**given, "steps": 7}, 1, begun.run).kind("start")[-1]["from_step"] == 6
+    assert lab.train({**given, "steps": 7}, 1, begun.run).kind(AttemptStarted)[-1].start_step == 6
 
 
 def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: Lab) -> None:
@@ -315,7 +315,7 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> No
     [
         ("optimizer.lr", "lr: 0.003", "lr: 0.103"),
         ("seed", "seed: 0", "seed: 1"),
-        ("batch.global_size", "global: 12", "global: 24"),
+        ("batch.global_size", "global_size: 12", "global_size: 24"),
     ],
 )
 def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: Lab, key: str, before: str, after: str) -> None:
