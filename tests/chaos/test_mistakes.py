@@ -10,7 +10,6 @@ import pytest
 from lab import Lab, Values, fault
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.recipe import load_recipe
-from phalanx.recipe.schema import DataSource
 from phalanx.run.event_types import AttemptStarted, WorkerFailure, WorkerStarted
 
 
@@ -85,8 +84,7 @@ def test_a_crash_of_native_code_is_told_as_its_signal(lab: Lab) -> None:
 
 def prepared(lab: Lab, place: Path) -> Path:
     """A copy of the data that runs here train on."""
-    source = load_recipe(lab.reference({}, 1).run.resolved).recipe.data.source
-    assert isinstance(source, DataSource)
+    (source,) = load_recipe(lab.reference({}, 1).run.resolved).recipe.data.source
     assert source.prepared is not None
     return Path(shutil.copytree(source.prepared, place))
 
