@@ -406,10 +406,7 @@ MISTAKES = {
     "no-module": (64, "build() returned dict, expected an nn.Module"),
     "early-optimizer": (64, "the optimizer has 10 parameters that are not the model's"),
     "no-data": (64, "the dataset is empty"),
-    "discord": (
-        65,
-        "the gradient synchronization in the recipe of worker 1 is not that of worker 0: join all workers with the same",
-    ),
+    "discord": (65, "the gradient synchronization in the recipe of worker 1 is not that of worker 0: join all"),
     "own-beginning": (78, "the initial state of worker 1 is not that of worker 0"),
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
