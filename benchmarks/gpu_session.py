@@ -403,11 +403,11 @@ def default(session: Session) -> dict[str, Any]:
 
 
 def planner(session: Session) -> dict[str, Any]:
-    """`phalanx probe --quick`, and `phalanx plan` of the cases by it and by the catalogue's H100."""
+    """`phalanx calibrate --quick`, and `phalanx plan` of the cases by it and by the catalogue's H100."""
     found: dict[str, Any] = {}
     begun = time.monotonic()
     out = session.folder / "here.yaml"
-    probe = [sys.executable, "-m", "phalanx", "probe", "--quick", "--out", str(out)]
+    probe = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out)]
     status, told, errors = session.call(probe, min(90.0, session.left()))
     found["probe"] = {"exit": status, "seconds": time.monotonic() - begun, "output": (told + errors)[-1500:]}
     found["plans"] = {}

@@ -3,7 +3,7 @@
 A script with a loop is started in any of three ways, and need not know which:
 
     python train.py                               alone, in this process
-    phalanx train train.py --nproc 4 --run DIR    under our agent, which starts it again after any failure
+    phalanx train train.py --nproc-per-node 4 --run DIR    under our agent, which starts it again after any failure
     torchrun --nproc-per-node 4 train.py          as workers of an outside launcher
 
 Nothing is tried out before such a run: its model is not known until the loop builds it. So every `auto` of its recipe

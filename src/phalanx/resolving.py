@@ -179,7 +179,7 @@ def failures_of(cluster: Cluster) -> float | None:
 
 
 def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster | None:
-    """This machine as `phalanx probe` measured it, with the recipe's model followed, so that steps can be foretold.
+    """This machine as `phalanx calibrate` measured it, with the recipe's model followed, so that steps can be foretold.
     None where nobody measured or the model cannot be followed."""
     here = probed(machine)
     if here is None:
@@ -233,7 +233,7 @@ def foretold_parts(recipe: Recipe, folder: Path, here: Cluster | None, world: in
         return {}
     computing = parts.total - parts.gradients - parts.optimizer - parts.rest
     by_part = {"computing": computing, "exchange": parts.gradients, "optimizer": parts.optimizer}
-    return {"foretold_step_seconds": parts.total, "foretold_parts": by_part, "foretold_by": "phalanx probe"}
+    return {"foretold_step_seconds": parts.total, "foretold_parts": by_part, "foretold_by": "phalanx calibrate"}
 
 
 def measured_needs(

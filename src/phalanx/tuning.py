@@ -299,7 +299,7 @@ def text_of(loaded: Loaded, overrides: Sequence[str], tuned: Tuned, day: date) -
         steps = f"{duration(tuned.total.after)} instead of {duration(tuned.total.before)}"
         head.append(f"a step takes {steps}, {gain(tuned.total)}.")
     if tuned.workers > 1:
-        head.append(f"Train it with --nproc {tuned.workers}.")
+        head.append(f"Train it with --nproc-per-node {tuned.workers}.")
     remarks = {
         key: f"tuned: {row.label}: {gain(row.found)}"
         for row in tuned.rows

@@ -34,7 +34,7 @@ class Nodes:
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
         variables |= more
         recipe = self.lab.recipe_file(self.changes)
-        words = ("train", recipe, "--run", self.run.path, "--nproc", "1")
+        words = ("train", recipe, "--run", self.run.path, "--nproc-per-node", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
     def end(self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60) -> Ended:

@@ -18,7 +18,7 @@ BAD: dict[str, Case] = {
     "unknown key": ({"optimizer": {"learning_rate": 1}}, [], ["recipe.yaml:", "optimizer.learning_rate"]),
     "unknown key in an override": ({}, ["optimizer.lrr=1"], ["optimizer.lrr", "lr"]),
     "wrong type": ({"steps": "many"}, [], ["recipe.yaml:", "steps", "many"]),
-    "batch that cannot be divided": ({}, ["--nproc", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
+    "batch that cannot be divided": ({}, ["--nproc-per-node", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
     "micro-batch that does not divide": ({"batch": {"micro_size": 5}}, [], ["recipe.yaml:", "batch.micro_size", "5"]),
     "model that does not import": (
         {"model": {"build": "no_such_module:net", "args": {}}},

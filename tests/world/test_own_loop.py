@@ -349,7 +349,9 @@ def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_
 
 def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) -> None:
     run = lab.place()
-    done = lab.command("train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc", "2", "--run", run.path)
+    done = lab.command(
+        "train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc-per-node", "2", "--run", run.path
+    )
     assert done.returncode == 0, done.stderr
     for said in ("2 workers on cpu", "tokens/s", "done at step 6 of 6", f"phalanx report {run.path}"):
         assert said in done.stderr

@@ -192,7 +192,7 @@ def introduction(ready: Ready) -> str:
 def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """How it ended, and what to type next."""
     result = run.read_lossy(run.result)
-    workers = [] if nproc is None else ["--nproc", str(nproc)]
+    workers = [] if nproc is None else ["--nproc-per-node", str(nproc)]
     again = f"phalanx train {word_of(path)} {shlex.join([*overrides, '--run', str(run.path), *workers])}"
     if code is ExitCode.DONE:
         return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"

@@ -241,7 +241,7 @@ class Agent:
         do: a run that needs little is not stopped by a rule of thumb."""
         for finding in self.preflight():
             if finding.verdict.unfit:
-                if finding.check.startswith("devices"):
+                if finding.check.startswith("gpus"):
                     return finding.reason
                 self._warn(f"{finding.check}: {finding.reason}")
         return None

@@ -29,7 +29,7 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
-    UNFINISHED = "unfinished"  # it stopped before its end, and nobody will start it again by himself
+    UNFINISHED = "interrupted"  # it stopped before its end, and is not restarted automatically
     FAILED = "failed"
     CANCELLED = "cancelled"
 

@@ -183,7 +183,7 @@ def idle_cores(summary: Summary, history: History) -> Advice | None:
         "idle cores",
         f"{used:.0f} of the machine's {what.cores} cores were used ({units.times(what.world, 'worker')} of "
         f"{units.times(what.threads, 'thread')})",
-        "give each worker more threads, or start more workers with --nproc",
+        "give each worker more threads, or start more workers with --nproc-per-node",
         "num_threads",
         gain=1 - used / what.cores,
     )

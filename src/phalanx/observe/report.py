@@ -42,8 +42,8 @@ def verdict(summary: Summary) -> str:
         return f"how it ended is not known; {of} at least"
     if summary.status == "not started":
         return "not started: it has no events yet"
-    if summary.status == "unfinished":
-        return f"unfinished: {of}{wall}; no end was written, so it still runs or was killed"
+    if summary.status == "incomplete":
+        return f"incomplete: {of}{wall}; no end was written, so it still runs or was killed"
     return f"{summary.status}: {of}{wall}"
 
 

@@ -252,7 +252,7 @@ def _layout(recipe: Recipe, layout: Parallelism, workers: int) -> Iterator[tuple
         yield (
             "parallelism",
             f"takes {layout.world} workers ({product or 'one of each'}), but the run has {workers}: "
-            f"use --nproc {layout.world} or parallelism=auto",
+            f"use --nproc-per-node {layout.world} or parallelism=auto",
         )
     sharded = layout.shard * layout.context
     if sharded % layout.expert:

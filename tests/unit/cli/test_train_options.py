@@ -30,14 +30,14 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("variables", "words", "told"),
     [
         (LAUNCHED, ["one.yaml", "--dry-run"], "--dry-run: RANK=0 and WORLD_SIZE=1 are set"),
-        (LAUNCHED, ["one.yaml", "--nproc", "2"], "--nproc 2: RANK=0 and WORLD_SIZE=1 are set"),
+        (LAUNCHED, ["one.yaml", "--nproc-per-node", "2"], "--nproc-per-node 2: RANK=0 and WORLD_SIZE=1 are set"),
         (LAUNCHED, ["loop.py", "--dry-run"], "--dry-run is for recipes"),
         (LAUNCHED, ["loop.py"], "this is a worker of torchrun or srun"),
         (LAUNCHED, ["one.yaml", "--nodes", "2"], "need --on slurm"),
-        (LAUNCHED, ["one.yaml", "--limit", "2h"], "need --on slurm"),
+        (LAUNCHED, ["one.yaml", "--time-limit", "2h"], "need --on slurm"),
         ({"PHALANX_NODES": "2", "PHALANX_LEADER": "n1:5000"}, ["loop.py"], "a script runs on one node here"),
-        ({}, ["loop.py", "--nproc", "99999"], "99,999 workers on a node with "),
-        ({}, ["one.yaml", "--nproc", "99999"], "99,999 workers on a node with "),
+        ({}, ["loop.py", "--nproc-per-node", "99999"], "99,999 workers on a node with "),
+        ({}, ["one.yaml", "--nproc-per-node", "99999"], "99,999 workers on a node with "),
         ({}, ["loop.py", "--on", "slurm", "--nodes", "2"], "--nodes 2: loop.py is a script, which runs on one node"),
     ],
 )
@@ -87,7 +87,7 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("phalanx.cli.training.train_here", here)
-    assert main(["train", "one.yaml", "--dry-run", "--nproc", "2"]) == 0
+    assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert (seen[3], seen[5]) == (2, True)
 
 

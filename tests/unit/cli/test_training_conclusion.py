@@ -43,4 +43,4 @@ def test_a_shell_reads_the_paths_of_the_next_command_as_they_are(name: str, code
 def test_the_command_to_go_on_keeps_the_workers_and_is_quoted_for_the_shell(run: Run) -> None:
     write_json(run.result, {"status": "interrupted", "steps": 40, "digest": "ab" * 16})
     told = conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), ["model.args={layers: 2}"], 3)
-    assert f"'model.args={{layers: 2}}' --run {run.path} --nproc 3" in told
+    assert f"'model.args={{layers: 2}}' --run {run.path} --nproc-per-node 3" in told

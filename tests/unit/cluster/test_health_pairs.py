@@ -64,7 +64,7 @@ def test_three_nodes_measure_all_three_links() -> None:
     found = together(places(3))
     assert set(found) == {0, 1, 2}
     for (one,) in found.values():
-        assert one.check == "links"
+        assert one.check == "link-bandwidth"
         assert "to 2 other nodes" in one.reason
 
 
@@ -171,7 +171,7 @@ def test_the_engine_says_where_a_node_stands() -> None:
     ],
 )
 def test_what_the_engine_cannot_have_said_is_told(changed: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--pairs"):
+    with pytest.raises(UsageError, match="--network"):
         place_of({**ENGINE, **changed})
 
 

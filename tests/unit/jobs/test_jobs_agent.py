@@ -868,7 +868,7 @@ def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
 
 
 def test_a_node_whose_device_is_gone_trains_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.preflight = lambda: [Finding("devices/count", Verdict.BAD, "7 of 8 GPUs are left")]
+    agent.preflight = lambda: [Finding("gpus/count", Verdict.BAD, "7 of 8 GPUs are left")]
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
 

@@ -206,7 +206,7 @@ def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
     text, html = pages(maker.path)
     assert "no step was finished yet" in text
     assert "No step was finished yet" in html
-    assert "unfinished" in text
+    assert "incomplete" in text
 
 
 def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
     (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
     maker.start(from_step=4)
     found = summary(maker.path)
-    assert (found.status, found.last_step, found.lost) == ("unfinished", 4, ())
+    assert (found.status, found.last_step, found.lost) == ("incomplete", 4, ())
 
 
 @pytest.mark.parametrize(

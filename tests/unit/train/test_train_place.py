@@ -146,7 +146,7 @@ def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it(
 
 @pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS": "socket"}])
 def test_more_workers_than_gpus_are_refused(variables: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc 1"):
+    with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc-per-node 1"):
         device_of(1, variables, gpus=seeing(1))
 
 

@@ -109,7 +109,7 @@ def failure_policy(max_restarts: int) -> Manifest:
             {"name": "disrupted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
             | restart
             | {"onJobFailureMessagePatterns": ["has condition DisruptionTarget "]},
-            {"name": "unfinished", "action": "RestartJobSet"}
+            {"name": "not-finished", "action": "RestartJobSet"}
             | restart
             | {"onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "]},
             {"name": "final", "action": "FailJobSet"},

@@ -139,7 +139,7 @@ class Local:
         when it is not over."""
         row = self._row(job)
         if not self.store.forget(row.id):
-            raise UsageError(f"job {job} ({row.name}) is {row.state}: only jobs that are over can be forgotten")
+            raise UsageError(f"job {job} ({row.name}) is {row.state}: only ended jobs can be pruned")
 
     def over_for(self, seconds: float) -> list[str]:
         """Jobs that have been over for longer than this."""
