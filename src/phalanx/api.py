@@ -375,7 +375,7 @@ def finished(run: Run, recipe: Recipe) -> str | None:
         return None
     if refused(*old, recipe):
         return None
-    return f"{run.path}: done at step {steps}; steps={2 * steps} would go on from there"
+    return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
 
 
 def write_run(ready: Ready, loaded: Loaded) -> None:

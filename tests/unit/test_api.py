@@ -162,7 +162,7 @@ DONE = {"status": "done", "steps": 300}
 def test_a_run_at_its_end_has_nothing_left_to_do(run: Run) -> None:
     write_run(run, recipe(), DONE)
     sentence = finished(run, recipe())
-    assert sentence == f"{run.path}: done at step 300; steps=600 would go on from there"
+    assert sentence == f"{run.path}: finished at step 300; set steps=600 to train longer"
 
 
 def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) -> None:

@@ -110,7 +110,7 @@ def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) 
     lab.train({}, 1, run, folder=lab.folder)
     again = lab.command("train", recipe, "--run", run.path)
     assert again.returncode == ExitCode.DONE
-    assert "done at step 12" in again.stderr
+    assert "finished at step 12" in again.stderr
     assert "steps=24 would go on" in again.stderr
     refused = lab.command("train", recipe, "optimizer.lr=0.5", "seed=3", "--run", run.path)
     assert refused.returncode == ExitCode.RECIPE

@@ -344,7 +344,7 @@ def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_
     assert done.returncode == 0, done.stderr
     ended = lab.ended(Run(tmp_path / "runs" / name), 0)
     assert ended.digest == undisturbed(lab, nproc=2, script=name).digest
-    assert done.stderr.count("done at step 12 of 12") == 1
+    assert done.stderr.count("finished: 12 of 12 steps") == 1
 
 
 def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) -> None:
@@ -353,7 +353,7 @@ def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) 
         "train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc-per-node", "2", "--run", run.path
     )
     assert done.returncode == 0, done.stderr
-    for said in ("2 workers on cpu", "tokens/s", "done at step 6 of 6", f"phalanx report {run.path}"):
+    for said in ("2 workers on cpu", "tokens/s", "finished: 6 of 6 steps", f"phalanx report {run.path}"):
         assert said in done.stderr
 
 

@@ -23,9 +23,9 @@ WARM_UP = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASONS = {
     "computing": "this machine computed {word} than when it was measured: something else ran here, or then",
-    "exchange": "workers waited for each other's gradients {more} than foretold",
+    "exchange": "workers waited for each other's gradients {more} than predicted",
     "optimizer": "the update found its state in slower memory than when it was measured",
-    "the rest": "data, checkpoints or bookkeeping are not foretold: the table of the step's parts tells which",
+    "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",
 }
 
 

@@ -109,4 +109,4 @@ def test_a_node_that_does_not_lead_waits_for_nobody_where_nothing_is_left_to_do(
         path.write_text(RECIPE)
     write_json(run.result, {"status": "done", "steps": 3})
     assert main(["train", "one.yaml"]) == ExitCode.DONE
-    assert "done at step 3" in capsys.readouterr().err
+    assert "finished at step 3" in capsys.readouterr().err
