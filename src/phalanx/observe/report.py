@@ -114,7 +114,7 @@ def noise_in_words(samples: float, batch: int | None) -> str:
         return f"{scale}; batch.global_size is {batch}: room to grow to about {_rounded(samples)} ({times:g} x)"
     if samples > batch / 2:
         return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
-    return f"{scale}; batch.global_size is {batch}: a smaller one would need only slightly more steps"
+    return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
 
 
 def _rounded(samples: float) -> int:

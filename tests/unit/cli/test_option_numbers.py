@@ -89,7 +89,7 @@ def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
     from phalanx.cli.submitting import seconds_of
     from phalanx.jobs.spec import Job
 
-    with pytest.raises(UsageError, match="time limit|duration"):
+    with pytest.raises(UsageError, match=r"time limit|duration"):
         Job("a", ("true",), Path("/"), limit=seconds_of(text))
 
 

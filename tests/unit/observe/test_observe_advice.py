@@ -41,7 +41,7 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
             "micro-batches of 2 are small",
             {"mfu": 0.1, "batch": {"global_size": 16, "micro_size": 2}},
         ),
-        ("precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
+        ("slow-precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
         ("idle-cores", "num_threads", "of 1 thread", {"num_threads": 1, "world": 1, "cores": 8}),
         ("train-longer", "steps", "still falling at the end", {"falling": True}),
         ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
@@ -120,7 +120,7 @@ def test_much_evaluation_is_found(tmp_path: Path) -> None:
         maker.step(step)
         if step % 5 == 0:
             maker.eval(step)
-    assert advices(maker.path)["evaluation"].key == "evaluation.every"
+    assert advices(maker.path)["evaluation-share"].key == "evaluation.every"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -111,9 +111,9 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
     text = "\n".join(logged(read_events(troubled(tmp_path / "run") / "events.jsonl")))
     for words in (
         "2 workers on cpu, 300 steps",
-        "attempt 1: 2 workers on cpu, from step 50",
+        "attempt 1: 2 workers on cpu, resuming at step 50 of 300",
         "evaluation at step 50: validation loss 2.",
-        "checkpoint at step 50: 39.0 MB",
+        "saved checkpoint at step 50 (39.0 MB",
         "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
         "checkpoint failed at step 300: no space left",
         "non-finite step 212: non-finite loss, rollback (3 skipped so far)",
@@ -229,7 +229,7 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
         "checkpoint at step 300",
     ):
         assert words in shown
-    assert "guards: 2 skipped, 1 rollback" in shown
+    assert "non-finite steps: 2 skipped, 1 rollback" in shown
 
 
 def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:

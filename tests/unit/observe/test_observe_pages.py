@@ -62,7 +62,7 @@ def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
     assert "\x1b" not in text
     for title in ("What ran", "Loss", "Speed", "Step time", "Duration", "Safety", "Recommendations"):
         assert f"\n{title}" in text
-    assert "99 steps done again" in text
+    assert "99 steps wasted" in text
     assert "recipe: checkpoint.every" in text
     assert "git 0123456789ab, changed" in " ".join(text.split())
 

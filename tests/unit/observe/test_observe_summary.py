@@ -205,7 +205,7 @@ def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
     maker.start()
     text, html = pages(maker.path)
     assert "no step finished yet" in text
-    assert "No step was finished yet" in html
+    assert "No step finished yet" in html
     assert "incomplete" in text
 
 
@@ -342,7 +342,7 @@ def noisy(path: Path, *estimates: float) -> Path:
         (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: at the limit of efficient scaling"),
         (
             3.2,
-            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need only slightly more steps",
+            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need few more steps",
         ),
     ],
 )
