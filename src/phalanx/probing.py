@@ -148,7 +148,7 @@ def member(payload: dict[str, Any]) -> None:
         module, _, name = payload["function"].partition(":")
         found = getattr(importlib.import_module(module), name)(payload["payload"])
         if place.leads:
-            ToAgent(int(os.environ["PHALANX_EVENTS"]), place.rank).say(RankResult(rank=place.rank, value=found))
+            ToAgent(int(os.environ["PHALANX_EVENTS_FD"]), place.rank).say(RankResult(rank=place.rank, value=found))
     finally:
         leave()
 

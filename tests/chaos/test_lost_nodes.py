@@ -29,8 +29,8 @@ class Nodes:
         self.stack = contextlib.ExitStack()
 
     def start(self, node: int, token: Path | None = None, **more: str) -> "subprocess.Popen[str]":
-        variables = {"PHALANX_NODES": str(self.count), "PHALANX_NODE": str(node)}
-        variables["PHALANX_LEADER"] = f"127.0.0.1:{self.port}"
+        variables = {"PHALANX_NUM_NODES": str(self.count), "PHALANX_NODE_RANK": str(node)}
+        variables["PHALANX_LEADER_ADDR"] = f"127.0.0.1:{self.port}"
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
         variables |= more
         recipe = self.lab.recipe_file(self.changes)

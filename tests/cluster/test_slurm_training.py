@@ -22,7 +22,7 @@ def run(lab: Lab) -> Run:
 
 @pytest.fixture
 def variables(lab: Lab, tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, **lab.variables(), "PHALANX_STATE": str(tmp_path / "state"), "COLUMNS": "200"}
+    return {**os.environ, **lab.variables(), "PHALANX_STATE_DIR": str(tmp_path / "state"), "COLUMNS": "200"}
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
     assert found.digest == lab.reference({}, 2).digest
     environment = run.read_json(run.environment) or {}
     assert environment["folder"] == str(lab.folder)  # data stay where they are
-    assert environment["variables"]["PHALANX_CODE"].startswith(variables["PHALANX_STATE"])
+    assert environment["environment_variables"]["PHALANX_SNAPSHOT_DIR"].startswith(variables["PHALANX_STATE_DIR"])
 
 
 def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(

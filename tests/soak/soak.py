@@ -148,7 +148,7 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
     recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
     with referee.scratch_folder() as scratch:
-        environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE": str(cache)}
+        environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)
             until = time.monotonic() + max(PATIENCE, TIMES * (time.monotonic() - begun))

@@ -23,7 +23,7 @@ steps: 100
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a text, and a cache of our own."""
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     return tmp_path

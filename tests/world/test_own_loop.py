@@ -163,7 +163,7 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
     assert {event.units for event in ended.kind(StepDone)} == {48}
     plan = ended.run.read_json(ended.run.plan) or {}
     assert (plan["unit"], plan["units_per_sample"]) == ("tokens", 4)
-    assert plan["parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
+    assert plan["trainable_parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
     report = lab.command("report", ended.run.path)
     assert report.returncode == 0, report.stderr
     for said in (

@@ -143,10 +143,14 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
     with socket.create_server((job_address, 0)) as free:
         port = free.getsockname()[1]
     words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "1")
-    variables = {"PHALANX_NODES": "2", "PHALANX_LEADER": f"{job_address}:{port}", "PHALANX_TOKEN_FILE": str(token)}
+    variables = {
+        "PHALANX_NUM_NODES": "2",
+        "PHALANX_LEADER_ADDR": f"{job_address}:{port}",
+        "PHALANX_TOKEN_FILE": str(token),
+    }
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(lab.start(*words, variables={**variables, "PHALANX_NODE": str(node)}))
+            stack.enter_context(lab.start(*words, variables={**variables, "PHALANX_NODE_RANK": str(node)}))
             for node in range(2)
         ]
         wait_until(lambda: trains(run, 0), 60, "a step")

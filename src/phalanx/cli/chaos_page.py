@@ -107,7 +107,7 @@ class Screen:
     def calm(self, run: Run, usual: Usual) -> None:
         """The undisturbed run."""
         result = run.read_json(run.result) or {}
-        self._say(f"baseline     {run.path}: digest {result.get('digest')}, {duration(result.get('seconds'))}")
+        self._say(f"baseline     {run.path}: digest {result.get('digest')}, {duration(result.get('duration_s'))}")
         self._say(
             f"             typical step {duration(usual.step)}, save {duration(usual.save)}, start of the workers "
             f"{duration(usual.restart)}"

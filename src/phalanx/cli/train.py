@@ -87,7 +87,7 @@ def train(
             "--nodes, --gpus, --time-limit, --snapshot and --backend-option need --on slurm, ray or kubernetes"
         )
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    outside = bool(rank and world) and not os.environ.get("PHALANX_NODES")
+    outside = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")
     if recipe.suffix == ".py":
         if dry_run:
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
@@ -97,7 +97,7 @@ def train(
             )
         if (several := Membership.from_environment(os.environ).nodes) > 1:
             raise UsageError(
-                f"PHALANX_NODES={several}: a script runs on one node here; on several torchrun starts its workers: "
+                f"PHALANX_NUM_NODES={several}: a script runs on one node here; on several torchrun starts its workers: "
                 f"torchrun --nnodes {several} {word_of(recipe)}"
             )
         return train_own_loop(recipe, given, run, nproc, force, sys.stderr)

@@ -168,21 +168,22 @@ def train_own_loop(
 def introduction(ready: Ready) -> str:
     """What will be trained and what was chosen for it, in a few lines."""
     plan, cluster, recipe = ready.plan, ready.cluster, ready.recipe
-    rates = cluster.get("matmul_tflops") or {}
+    rates = cluster.get("measured_matmul_tflops") or {}
     measured = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
     workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
     lines = [
         f"run      {ready.run.path}",
-        f"model    {recipe.model.build}, {plan.get('parameters', 0) / 1e6:.2f} M parameters",
-        f"machine  {cluster.get('name')}, {cluster.get('cores')} cores; measured matmul TFLOP/s: {measured}",
+        f"model    {recipe.model.build}, {plan.get('trainable_parameters', 0) / 1e6:.2f} M parameters",
+        f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
+        f"measured matmul TFLOP/s: {measured}",
         f"workers  {workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
     ]
-    for choice in plan.get("chosen", []):
+    for choice in plan.get("auto_choices", []):
         if choice["why"] != "given" and choice["key"] != "num_threads":
             value = choice["value"]
             shown = str(value).lower() if isinstance(value, bool) else value
             lines.append(f"auto     {choice['key']} = {shown}: {choice['why']}")
-    if predicted := plan.get("predicted_step_seconds"):
+    if predicted := plan.get("predicted_step_s"):
         lines.append(f"predicted {predicted:.3g} s/step, {duration(predicted * recipe.steps)} for {recipe.steps} steps")
     return "\n".join(lines)
 

@@ -94,7 +94,9 @@ class Screen:
             return
         recipe = ready.recipe
         workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
-        print(f"{ready.cluster.get('name')}, {ready.cluster.get('cores')} cores; {recipe.name} by itself:")
+        print(
+            f"{ready.cluster.get('device_name')}, {ready.cluster.get('physical_cores')} cores; {recipe.name} by itself:"
+        )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
             f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.num_threads} "

@@ -1,7 +1,7 @@
 """What was foretold of a step beside what happened, part by part, and where the largest difference lies.
 
-plan.json has seconds of computing (forward and backward), exchange and optimizer: `foretold_parts` from what `phalanx
-probe` measured, else `predicted_parts` from trials before the run. The rest of a step is not foretold.
+plan.json has seconds of computing, exchange and optimizer: `calibrated_breakdown_s` from what `phalanx
+probe` measured, else `predicted_breakdown_s` from trials before the run. The rest of a step is not foretold.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Difference:
 
 def largest_difference(steps: Steps, plan: Mapping[str, Any] | None) -> Difference | None:
     """Where a step took longer or shorter than foretold, by the most; None without a forecast or steps."""
-    foretold = (plan or {}).get("foretold_parts") or (plan or {}).get("predicted_parts")
+    foretold = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
     if not isinstance(foretold, dict) or not len(steps):
         return None
     measured = measured_parts(steps)

@@ -19,7 +19,7 @@ BATCH = "batch.global_size=1024"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder and a cache of our own, with the example in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "recipe.yaml").write_text(EXAMPLE.read_text())
     return tmp_path
 

@@ -72,7 +72,7 @@ def found(**given: Any) -> Cluster:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder and a cache of our own; this machine, and what is measured of it, are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cluster, "this_machine", lambda: MACHINE)
     monkeypatch.setattr(probing, "measured", lambda machine, **given: found())
     before = signal.getsignal(signal.SIGTERM)

@@ -97,7 +97,7 @@ def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) 
 @pytest.fixture
 def own(typed: Type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Type:
     """`typed`, where `forget` finds the same queue."""
-    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     return typed
 
 

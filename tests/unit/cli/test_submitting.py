@@ -65,7 +65,7 @@ def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: P
     assert job.code is not None
     assert (job.code.of, job.code.files, job.run) == (tmp_path, 1, Path("here").absolute())
     assert job.command[1:] == ("-P", "-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
-    assert job.environment == {"A": "b", "PHALANX_CODE_OF": str(tmp_path)}
+    assert job.environment == {"A": "b", "PHALANX_SNAPSHOT_SOURCE": str(tmp_path)}
 
 
 def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
 def test_a_slower_run_than_predicted_says_by_how_much(tmp_path: Path) -> None:
     path = healthy(tmp_path / "run", total=100)
     plan = path / "plan.json"
-    plan.write_text(plan.read_text().replace('"predicted_step_seconds": 0.384', '"predicted_step_seconds": 0.2'))
+    plan.write_text(plan.read_text().replace('"predicted_step_s": 0.384', '"predicted_step_s": 0.2'))
     assert "2.0x the predicted 200 ms" in advices(path)["slower-than-predicted"].finding
 
 

@@ -1,8 +1,8 @@
 """All nodes of a job measure the links between them, pair by pair, and the slow node or cable is named.
 
-Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NODES, PHALANX_NODE,
-PHALANX_LEADER, a token). Node 0 leads: in each round every node has one partner, so no node measures two links at once;
-what all links of a round share, such as switches, they share as in training.
+Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NUM_NODES,
+PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads: in each round every node has one partner, so no node
+measures two links at once; what all links of a round share, such as switches, they share as in training.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
         raise UsageError(f"--network: {error}") from None
     if found.leader is None:
         raise UsageError(
-            "--network is for jobs on several nodes: their engine sets PHALANX_NODES, to two or more, PHALANX_NODE and "
-            "PHALANX_LEADER"
+            "--network is for jobs on several nodes: their backend sets PHALANX_NUM_NODES, to two or more, "
+            "PHALANX_NODE_RANK and PHALANX_LEADER_ADDR"
         )
     return Place(found.node, found.nodes, found.leader, token_from(environ))
 

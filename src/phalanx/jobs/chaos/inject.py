@@ -21,7 +21,7 @@ from phalanx.jobs.chaos.plan import KINDS, Fault, Moment, Phase
 from phalanx.jobs.chaos.story import Story, Usual
 from phalanx.run.steady import unix_now
 
-MARK = "PHALANX_CHAOS"
+MARK = "PHALANX_CHAOS_TAG"
 """Variable that marks every process of a run under faults."""
 LOOK, CLOSELY = 0.005, 0.0005
 """Seconds between two looks, and when it is a save that is waited for: small ones are over in milliseconds."""

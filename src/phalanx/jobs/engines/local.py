@@ -195,7 +195,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
         wanted = name in INHERITED or name.startswith(INHERITED_GROUPS)
         if wanted and not hidden(name):
             found[name] = value
-    for name in ("PHALANX_NODE", "PHALANX_NODES", "PHALANX_LEADER", CODE, CODE_OF, DIGEST):
+    for name in ("PHALANX_NODE_RANK", "PHALANX_NUM_NODES", "PHALANX_LEADER_ADDR", CODE, CODE_OF, DIGEST):
         found.pop(name, None)
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
