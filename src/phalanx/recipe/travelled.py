@@ -1,7 +1,8 @@
 """Recipes that came with a job: code is read from the copy that travelled, data from where they always were.
 
-A job's copy of the recipe's folder is unpacked somewhere (PHALANX_SNAPSHOT_DIR) and, where it is known, told what it is a
-copy of (PHALANX_SNAPSHOT_SOURCE). Both are set by `jobs` for what it starts; without them nothing here changes anything.
+A job's copy of the recipe's folder is unpacked somewhere (PHALANX_SNAPSHOT_DIR) and, where it is known, told what it is
+a copy of (PHALANX_SNAPSHOT_SOURCE). Both are set by `jobs` for what it starts; without them nothing here changes
+anything.
 """
 
 import os

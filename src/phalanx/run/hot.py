@@ -1,7 +1,7 @@
 """Where a run's hot copies lie on a node, and which of them belong to its history. What they hold is train's business.
 
-Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below what PHALANX_IN_MEMORY_DIR
-names. Its name comes from the run directory's path, so that the agent of a node can always say what is to be removed.
+Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below PHALANX_IN_MEMORY_DIR.
+Its name comes from the run directory's path, so that the agent of a node can always say what is to be removed.
 
 `hot.json` in the run directory lists lines of history, the newest first, each with the last of its steps that counts:
 null for the line that is being trained. Whoever goes back to a step cuts all lines there. A copy carries the token of
