@@ -117,7 +117,7 @@ def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCo
         "status": status,
         "steps": 2,
         "final_loss": 8.0,
-        "tokens": 200,
+        "units": 200,
         "duration_s": 2.0,
         "restarts": 0,
         "digest": None,

@@ -98,5 +98,5 @@ def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:
     given = {"NCCL_AUTH_SECRET": "s", "PHALANX_API_PASSWORD": "s", "PHALANX_TOKEN": "s", "PHALANX_STORE_KEY": "s"}
     argv = ["phalanx", "train", "a.yaml", "model.args.api_key=s3cret", "--token=s3cret", "optimizer.lr=1"]
     found = environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
-    assert found["variables"] == {"NCCL_DEBUG": "INFO"}
+    assert found["environment_variables"] == {"NCCL_DEBUG": "INFO"}
     assert found["command"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]

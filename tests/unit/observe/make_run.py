@@ -199,8 +199,8 @@ class Maker:
             "status": status,
             "steps": step,
             "final_loss": 1.41,
-            "tokens": step * self.tokens,
-            "seconds": self.t - T0,
+            "units": step * self.tokens,
+            "duration_s": self.t - T0,
             "restarts": self.attempt,
             "digest": digest,
         }

@@ -56,7 +56,7 @@ def test_a_rule_fires_with_its_number_and_key(
     path = healthy(tmp_path / "run", **shape)
     if cores:
         cluster = path / "cluster.json"
-        cluster.write_text(cluster.read_text().replace('"cores": 2', f'"cores": {cores}'))
+        cluster.write_text(cluster.read_text().replace('"physical_cores": 2', f'"physical_cores": {cores}'))
     found = advices(path)
     assert list(found) == [rule]
     assert key in (found[rule].key or "")

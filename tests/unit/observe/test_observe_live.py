@@ -115,7 +115,7 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
         "evaluation at step 50: validation loss 2.",
         "saved checkpoint at step 50 (39.0 MB",
         "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
-        "checkpoint failed at step 300: no space left",
+        "checkpoint at step 300 failed: no space left",
         "non-finite step 212: non-finite loss, rollback (3 skipped so far)",
         "fault: worker 1 was killed by SIGKILL",
         "warning: the micro-batch",
