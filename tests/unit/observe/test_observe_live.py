@@ -117,7 +117,7 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
         "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
         "checkpoint at step 300 failed: no space left",
         "non-finite step 212: non-finite loss, rollback (3 skipped so far)",
-        "fault: worker 1 was killed by SIGKILL",
+        "failure: worker 1 was killed by SIGKILL",
         "warning: the micro-batch",
         "finished: 300 of 300 steps",
     ):
