@@ -72,10 +72,10 @@ cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the
 
 chaos: venv ## Kill a run a hundred times, others in every way that there is, and compare their digests.
 	rm -rf build/chaos
-	$(BIN)/phalanx chaos tests/chaos/hundred.yaml --faults 100 --kinds kill,crash,abort,nursery,agent --nproc 2 --run build/chaos/kills
-	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc 2 --run build/chaos/all
-	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,node,split --nodes 2 --run build/chaos/nodes
-	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,runner,supervisor --nproc 2 --queue --run build/chaos/queue
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml --faults 100 --kinds kill,crash,abort,fork-server,agent --nproc-per-node 2 --run build/chaos/kills
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc-per-node 2 --run build/chaos/all
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,node-loss,partition --nodes 2 --run build/chaos/nodes
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,job-runner,queue-daemon --nproc-per-node 2 --queue --run build/chaos/queue
 
 soak: venv ## Train random recipes under random faults for HOURS (2), and compare their digests; SEED is of the first.
 	PYTHONPATH=tests $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))

@@ -133,7 +133,7 @@ def train_peer(payload: dict[str, Any]) -> None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     job = Job(recipe, place.world, place.rank, place.device)
-    report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS"])
+    report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS_FD"])
     facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
     numbers = itertools.count(1)

@@ -94,7 +94,7 @@ def bytes_of_a_layer(key: str, case: gpu.Case) -> float:
 
 def parts(key: str, case: gpu.Case, layer_bytes: float, ceilings: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of a step by part."""
-    products, memory = ceilings["matmul_tflops"]["bf16"] * 1e12, ceilings["memory"]["copy_gb_per_s"] * 1e9
+    products, memory = ceilings["measured_matmul_tflops"]["bf16"] * 1e12, ceilings["memory"]["copy_gb_per_s"] * 1e9
     weights = gpu.matmul_parameters(case)
     parameters = weights + (0 if case.tie else case.vocab * case.width)
     rows, count = case.samples * case.sequence, case.micro_batches

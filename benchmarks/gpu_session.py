@@ -393,8 +393,8 @@ def default(session: Session) -> dict[str, Any]:
         found["tokens_per_s"] = case.tokens / found["step_s"]
     with contextlib.suppress(OSError, ValueError):
         plan = json.loads((where / "plan.json").read_text())
-        found["predicted_step_s"] = plan.get("predicted_step_seconds")
-        found["chosen"] = {each["key"]: [each["value"], each["why"]] for each in plan.get("chosen", [])}
+        found["predicted_step_s"] = plan.get("predicted_step_s")
+        found["chosen"] = {each["key"]: [each["value"], each["why"]] for each in plan.get("auto_choices", [])}
     with contextlib.suppress(OSError, ValueError):
         found["joules"] = json.loads((where / "result.json").read_text()).get("joules")
     status, out, errors = session.call([sys.executable, "-m", "phalanx", "report", str(where)], session.left())
@@ -403,11 +403,11 @@ def default(session: Session) -> dict[str, Any]:
 
 
 def planner(session: Session) -> dict[str, Any]:
-    """`phalanx probe --quick`, and `phalanx plan` of the cases by it and by the catalogue's H100."""
+    """`phalanx calibrate --quick`, and `phalanx plan` of the cases by it and by the catalogue's H100."""
     found: dict[str, Any] = {}
     begun = time.monotonic()
     out = session.folder / "here.yaml"
-    probe = [sys.executable, "-m", "phalanx", "probe", "--quick", "--out", str(out)]
+    probe = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out)]
     status, told, errors = session.call(probe, min(90.0, session.left()))
     found["probe"] = {"exit": status, "seconds": time.monotonic() - begun, "output": (told + errors)[-1500:]}
     found["plans"] = {}
@@ -478,7 +478,7 @@ def page(results: Mapping[str, Any]) -> list[str]:
         f"torch {about.get('torch')}, {about.get('cores')} cores." + (" EMULATED." if results.get("emulated") else ""),
         "",
     ]
-    ceiling = results.get("ceilings", {}).get("matmul_tflops", {}).get("bf16")
+    ceiling = results.get("ceilings", {}).get("measured_matmul_tflops", {}).get("bf16")
     for key, entry in results.get("speed", {}).items():
         lines += speed_table(key, entry, ceiling)
     if default_run := results.get("default"):

@@ -133,7 +133,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
         None if last is None else last.metrics.get("accuracy"),
         noise[-1] if noise else None,
         len(noise),
-        float((where.read_json(where.result) or {}).get("seconds", 0.0)),
+        float((where.read_json(where.result) or {}).get("duration_s", 0.0)),
         sum(isinstance(event, StepDone) and bool(event.skip_reason) for event in read_events(where.events)),
     )
 

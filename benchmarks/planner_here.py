@@ -1,7 +1,7 @@
-"""Predictions from `phalanx probe` against real runs on this very machine: several models, one and two processes, fp32
+"""Predictions from `phalanx calibrate` against real runs on this machine: several models, one and two processes, fp32
 and bf16, with and without accumulation.
 
-    phalanx probe && python benchmarks/planner_here.py [--runs 5] [--rows 1 2 3]
+    phalanx calibrate && python benchmarks/planner_here.py [--runs 5] [--rows 1 2 3]
 
 A run begins when a reference product takes what it took in the probe, give or take 5 %, and waits until then. One after
 which the product differs by more than 5 % from before is thrown away and done again, up to three times. Counts the
@@ -71,7 +71,7 @@ def main() -> None:
     cases = [CASES[row - 1] for row in given.rows] if given.rows else CASES
     here = probed(this_machine())
     if here is None or here.measured is None:
-        raise UsageError("this machine has not been measured: run `phalanx probe` first")
+        raise UsageError("this machine has not been measured: run `phalanx calibrate` first")
     with Helper() as helper:
         compare(cases, here, given.runs, partial(helper.call, seconds=ANSWER))
 
@@ -106,7 +106,7 @@ def once(overrides: tuple[str, ...], world: int, here: Cluster, elsewhere: Call)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         phalanx = Path(sys.executable).with_name("phalanx")
-        command = [phalanx, "train", EXAMPLE, *PLAIN, *overrides, "--run", run, "--nproc", str(world)]
+        command = [phalanx, "train", EXAMPLE, *PLAIN, *overrides, "--run", run, "--nproc-per-node", str(world)]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
         done = [event.duration_s for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)]
         parts = foretold_here(load_recipe(run / "resolved.yaml").recipe, EXAMPLE.parent, here, world)
@@ -129,7 +129,7 @@ def slower(here: Cluster, elsewhere: Call) -> float:
     assert here.measured is not None
     share = verify_reference(this_machine(), here.measured, elsewhere, WATCHED)
     if share is None:
-        raise UsageError("the probe has no reference product: run `phalanx probe` again")
+        raise UsageError("the probe has no reference product: run `phalanx calibrate` again")
     return share
 
 

@@ -170,7 +170,17 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
         return workers[-1].pid
 
     count = 4 if "parallelism" in changes else 2
-    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run", str(run.path), "--nproc", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        "recipe.yaml",
+        "--run",
+        str(run.path),
+        "--nproc-per-node",
+        str(count),
+    ]
     contender = Contender(command, folder, steps)
     try:
         yield contender, victim

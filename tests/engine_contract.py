@@ -156,7 +156,7 @@ class EngineContract:
         (folder / "deep" / "version.py").write_text("VERSION = 'old'")
         (folder / "deep" / "main.py").write_text(
             "import os, pathlib, sys, time, version\n"
-            "print('it is', version.VERSION, os.path.samefile(os.environ['PHALANX_CODE'], '..'), flush=True)\n"
+            "print('it is', version.VERSION, os.path.samefile(os.environ['PHALANX_SNAPSHOT_DIR'], '..'), flush=True)\n"
             "edited, again = (pathlib.Path(sys.argv[1]) / name for name in ('edited', 'again'))\n"
             "while not edited.exists(): time.sleep(0.05)\n"
             "if not again.exists(): again.touch(); sys.exit(75)"

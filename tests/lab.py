@@ -158,7 +158,7 @@ class Lab:
 
     def variables(self) -> dict[str, str]:
         own = str(Path(__file__).parent)
-        return {"PHALANX_CACHE": str(self.cache), "PHALANX_LAB": self.mark, "PYTHONPATH": own}
+        return {"PHALANX_CACHE_DIR": str(self.cache), "PHALANX_TEST_TAG": self.mark, "PYTHONPATH": own}
 
     def place(self) -> Run:
         """A run directory that does not exist yet."""
@@ -248,7 +248,7 @@ class Lab:
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get("PHALANX_LAB") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get("PHALANX_TEST_TAG") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.add(process.pid)
         return found - known
 

@@ -23,7 +23,7 @@ def work(payload: dict[str, Any]) -> None:
     recipe = load_recipe(Path(payload["recipe"])).recipe
     join(place)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    report = reporter(out, place.leads, os.environ["PHALANX_EVENTS"])
+    report = reporter(out, place.leads, os.environ["PHALANX_EVENTS_FD"])
     parts, _ = assemble(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
     progress = resume(parts, data.fingerprint, force=False)
     saving = Saving(out, place, parts.divided.mesh, 3, {}, lambda event: None, lambda: None)

@@ -1,7 +1,7 @@
 """What an exchange costs in accuracy: held-out loss after as many samples as synchronous fp32, paired by seed.
 
     python benchmarks/exchange/loss.py --strategies bf16 average:sync_every=10,sync_dtype=int8 [--also KEY=VALUE ...]
-        [--seeds 0 1 2] [--nproc 2] [--recipe examples/gpt-python.yaml] [--set KEY=VALUE ...] [--steps 300]
+        [--seeds 0 1 2] [--nproc-per-node 2] [--recipe examples/gpt-python.yaml] [--set KEY=VALUE ...] [--steps 300]
         [--since 0] [--out loss.json]
 
 Each run is `phalanx train` of the recipe, for real, on this machine's processes without any limit of links: speed does
@@ -67,7 +67,7 @@ def loss_of(
     it has none at its last step."""
     values = [*SAME, f"seed={seed}", f"steps={steps}", *given]
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), *values]
-    command += ["--run", str(folder), "--nproc", str(nproc), *(["--force"] if since else [])]
+    command += ["--run", str(folder), "--nproc-per-node", str(nproc), *(["--force"] if since else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HOURS * 3600)
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", required=True, help="NAME or NAME:KEY=VALUE,..., keys of exchange")
     parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="overrides besides")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--nproc-per-node", type=int, default=2)
     parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "gpt-python.yaml")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all runs", dest="given")
     parser.add_argument("--steps", type=int, default=300)

@@ -246,7 +246,7 @@ def make_ready(
         check_layout(recipe, folder, call)
         notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world), *lost(run), *run.damaged()]
         plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
-        plan = plan if isinstance(plan.get("facts"), dict) else {**plan, "facts": asdict(opened.facts)}
+        plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.facts)}
         return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = grown(prepared, world)
     check_layout(prepared, folder, call)
@@ -375,7 +375,7 @@ def finished(run: Run, recipe: Recipe) -> str | None:
         return None
     if refused(*old, recipe):
         return None
-    return f"{run.path}: done at step {steps}; steps={2 * steps} would go on from there"
+    return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
 
 
 def write_run(ready: Ready, loaded: Loaded) -> None:
@@ -480,7 +480,7 @@ def shrink_micro(run: Run) -> str | None:
     values["batch"]["micro_size"] = micro
     why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
     plan = run.read_lossy(run.plan)
-    for choice in plan.get("chosen", []):
+    for choice in plan.get("auto_choices", []):
         if choice["key"] == "batch.micro_size":
             choice |= {"value": micro, "why": why}
     write_whole(run.resolved, dump_recipe(Recipe.model_validate(values)))
@@ -520,13 +520,13 @@ def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
     starts = [event for event in events if isinstance(event, AttemptStarted)]
     grown = sum(event.scaled_up for event in starts)
     if outcome.result is not None:
-        result = {**outcome.result, "seconds": seconds, **energy}
+        result = {**outcome.result, "duration_s": seconds, **energy}
         if grown:  # nothing was lost then
             result["restarts"] -= grown
         return result
     steps = last_step(run)
     good = [event for event in steps_of(events) if event.step <= steps and event.skip_reason is None]
     facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
-    facts |= {"final_loss": good[-1].loss if good else None, "tokens": sum(event.units for event in good)}
-    facts |= {"seconds": seconds, "restarts": max(0, len(starts) - grown - 1), "digest": None}
+    facts |= {"final_loss": good[-1].loss if good else None, "units": sum(event.units for event in good)}
+    facts |= {"duration_s": seconds, "restarts": max(0, len(starts) - grown - 1), "digest": None}
     return {**facts, **energy, "message": outcome.message}

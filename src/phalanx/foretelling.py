@@ -1,4 +1,4 @@
-"""What training asks before it starts on this very machine, as `phalanx probe` measured it: which layout to take, and
+"""What training asks before it starts on this machine, as `phalanx calibrate` measured it: which layout to take, and
 how long a step will be."""
 
 from dataclasses import replace
@@ -52,11 +52,11 @@ def foretold_here(recipe: Recipe, folder: Path, cluster: Cluster, world: int) ->
 
 
 def probed(machine: Machine) -> Cluster | None:
-    """This machine as `phalanx probe` measured it under today's driver and libraries; None where it did not."""
+    """This machine as `phalanx calibrate` measured it under today's driver and libraries; None where it did not."""
     path = default_cluster_file(machine)
     try:
         return load_cluster(str(path)) if path.is_file() else None
-    except RecipeError:  # torn, or of another version: `phalanx probe` makes it again, and training does without
+    except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again, and training does without
         return None
 
 

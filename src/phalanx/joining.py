@@ -3,7 +3,7 @@
 A script with a loop is started in any of three ways, and need not know which:
 
     python train.py                               alone, in this process
-    phalanx train train.py --nproc 4 --run DIR    under our agent, which starts it again after any failure
+    phalanx train train.py --nproc-per-node 4 --run DIR    under our agent, which starts it again after any failure
     torchrun --nproc-per-node 4 train.py          as workers of an outside launcher
 
 Nothing is tried out before such a run: its model is not known until the loop builds it. So every `auto` of its recipe
@@ -55,9 +55,9 @@ from phalanx.run.messages import Command, WorkerFinishing
 from phalanx.run.pulse import Pulse, Silent, pulse_of
 from phalanx.streams import printable, word_of
 
-RUN = "PHALANX_RUN"
+RUN = "PHALANX_RUN_DIR"
 """Set by `phalanx train SCRIPT`: the run's directory."""
-MEETING = "PHALANX_MEETING"
+MEETING = "PHALANX_RENDEZVOUS_ID"
 """Tells worlds apart that meet in one store."""
 FORCE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
@@ -100,7 +100,7 @@ def join(
     from phalanx.train.stop import StopRequest
     from phalanx.train.worker import left_early
 
-    supervised, stop = "PHALANX_EVENTS" in os.environ, StopRequest()
+    supervised, stop = "PHALANX_EVENTS_FD" in os.environ, StopRequest()
     force = force or FORCE in os.environ
     try:
         with contextlib.ExitStack() as stack:
@@ -169,7 +169,7 @@ def _join(
     from phalanx.train.reporter import reporter
     from phalanx.train.worker import prepare_torch, worker_started
 
-    events = os.environ.get("PHALANX_EVENTS")
+    events = os.environ.get("PHALANX_EVENTS_FD")
     notes, show = list[str](), None
     try:
         place = from_environment(device="cpu")  # until the recipe is known
@@ -345,13 +345,18 @@ def _ready(
         whole = grown(given, world)
         choices = choices_untried(whole, machine.cores, world, machine.device, has_bf16(machine.capability))
         resolved = resolve(whole, choices, world)
-        plan = {"chosen": [vars(choice) for choice in choices]}
-        if loop := where.read_lossy(where.plan).get("loop"):  # forced: it went on with this optimizer's state
-            plan["loop"] = loop
+        plan = {"auto_choices": [vars(choice) for choice in choices]}
+        if loop := where.read_lossy(where.plan).get("session"):  # forced: it went on with this optimizer's state
+            plan["session"] = loop
     check(resolved, loaded.folder, world, loaded.at)
     check_machine(loaded, machine)
     create(where)
-    cluster = {"host": machine.host, "device": machine.device, "name": machine.name, "cores": machine.cores}
+    cluster = {
+        "host": machine.host,
+        "device": machine.device,
+        "device_name": machine.name,
+        "physical_cores": machine.cores,
+    }
     ready = Ready(where, resolved, loaded.folder, plan, cluster, notes, last_attempt(where) + 1)
     with contextlib.nullcontext() if supervised else locked(where) as note:
         ready.notes.extend([] if note is None else [note])

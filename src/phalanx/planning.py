@@ -141,7 +141,7 @@ def _here(device: str) -> Cluster:
     """This machine, as it was measured with a recipe's device. UsageError: it was not."""
     path = default_cluster_file(this_machine(device=device))
     if not path.is_file():
-        probe = "CUDA_VISIBLE_DEVICES= phalanx probe" if device == "cpu" else "phalanx probe"
+        probe = "CUDA_VISIBLE_DEVICES= phalanx calibrate" if device == "cpu" else "phalanx calibrate"
         raise UsageError(f"--cluster: not given, and this machine has not been measured: run `{probe}` first")
     return load_cluster(str(path))
 
@@ -163,7 +163,7 @@ def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
     """The cluster of that name with as many nodes as `gpus` devices need; one that is described in a file, or whose
     number is given, must have them."""
     if gpus is not None and gpus < 1:
-        raise UsageError(f"--gpus {gpus}: expected a number of devices, at least 1")
+        raise UsageError(f"--num-gpus {gpus}: expected a number of devices, at least 1")
     cluster = load_cluster(text, folder)
     if gpus is None or gpus <= cluster.devices:
         return cluster
@@ -172,7 +172,7 @@ def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
         count = load_cluster(cluster.node.name).node.count
         return load_cluster(f"{cluster.node.name}:{-(-gpus // count)}")
     raise UsageError(
-        f"--gpus {gpus}: {cluster.name} has {cluster.devices} devices, {cluster.nodes} nodes of {cluster.node.count}"
+        f"--num-gpus {gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x {cluster.node.count}"
     )
 
 
@@ -330,7 +330,7 @@ def _outcome(
     if productive < LEAST_PRODUCTIVE:
         raise RecipeError(
             f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
-            "storage of the cluster, or use fewer --gpus"
+            "storage of the cluster, or use fewer --num-gpus"
         )
     load = _load(best.parts)
     opening = opening_of(recipe, best, rates)

@@ -1,4 +1,4 @@
-"""`phalanx probe`, as a function: the room of hardware facts measures, the nursery gives it processes, and training its
+"""`phalanx calibrate`, as a function: `cluster/probe` measures, the nursery gives it processes, and training its
 checkpoint format. Nothing is printed here, and nothing written but the scratch folder, which is gone afterwards.
 """
 
@@ -58,7 +58,7 @@ def scratch_in(folder: Path) -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
-        raise UsageError(f"--folder {folder}: nothing can be written there: {error.strerror}") from None
+        raise UsageError(f"--dir {folder}: not writable: {error.strerror}") from None
     with made as name:
         yield Path(name)
 
@@ -148,7 +148,7 @@ def member(payload: dict[str, Any]) -> None:
         module, _, name = payload["function"].partition(":")
         found = getattr(importlib.import_module(module), name)(payload["payload"])
         if place.leads:
-            ToAgent(int(os.environ["PHALANX_EVENTS"]), place.rank).say(RankResult(rank=place.rank, value=found))
+            ToAgent(int(os.environ["PHALANX_EVENTS_FD"]), place.rank).say(RankResult(rank=place.rank, value=found))
     finally:
         leave()
 

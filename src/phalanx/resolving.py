@@ -119,15 +119,15 @@ def first_resolution(
     cluster = {
         "host": machine.host,
         "device": machine.device,
-        "name": machine.name,
-        "count": machine.count,
-        "cores": machine.cores,
+        "device_name": machine.name,
+        "device_count": machine.count,
+        "physical_cores": machine.cores,
         "memory_bytes": machine.memory_bytes,
-        "threads": threads.value,
-        "matmul_tflops": rates,
+        "threads_per_worker": threads.value,
+        "measured_matmul_tflops": rates,
         "data_sheet_tflops": None if sheet is None else sheet.tflops,
         "data_sheet_source": None if sheet is None else sheet.source,
-        "failures_per_device_second": None if here is None else failures_of(here),
+        "failures_per_device_s": None if here is None else failures_of(here),
     }
     plan = plan_of(profile, choices, seconds, recipe)
     return recipe, {**plan, **foretold_parts(recipe, folder, here, world)}, cluster
@@ -179,7 +179,7 @@ def failures_of(cluster: Cluster) -> float | None:
 
 
 def known(machine: Machine, given: Recipe, folder: Path, call: Call) -> Cluster | None:
-    """This machine as `phalanx probe` measured it, with the recipe's model followed, so that steps can be foretold.
+    """This machine as `phalanx calibrate` measured it, with the recipe's model followed, so that steps can be foretold.
     None where nobody measured or the model cannot be followed."""
     here = probed(machine)
     if here is None:
@@ -233,7 +233,7 @@ def foretold_parts(recipe: Recipe, folder: Path, here: Cluster | None, world: in
         return {}
     computing = parts.total - parts.gradients - parts.optimizer - parts.rest
     by_part = {"computing": computing, "exchange": parts.gradients, "optimizer": parts.optimizer}
-    return {"foretold_step_seconds": parts.total, "foretold_parts": by_part, "foretold_by": "phalanx probe"}
+    return {"calibrated_step_s": parts.total, "calibrated_breakdown_s": by_part, "calibrated_by": "phalanx calibrate"}
 
 
 def measured_needs(
@@ -251,7 +251,7 @@ def measured_needs(
         asked["context"] = given.parallelism.context
 
     def needs_of(profile: dict[str, Any]) -> Needs:
-        return Needs(profile["parameters"], profile["frozen_parameters"], profile["peaks"], logits)
+        return Needs(profile["trainable_parameters"], profile["frozen_parameters"], profile["peaks"], logits)
 
     if divides_state(given):
         profile = call(IMAGINED, asked)

@@ -299,7 +299,7 @@ def text_of(loaded: Loaded, overrides: Sequence[str], tuned: Tuned, day: date) -
         steps = f"{duration(tuned.total.after)} instead of {duration(tuned.total.before)}"
         head.append(f"a step takes {steps}, {gain(tuned.total)}.")
     if tuned.workers > 1:
-        head.append(f"Train it with --nproc {tuned.workers}.")
+        head.append(f"Train it with --nproc-per-node {tuned.workers}.")
     remarks = {
         key: f"tuned: {row.label}: {gain(row.found)}"
         for row in tuned.rows
@@ -325,17 +325,17 @@ def precisions(given: Recipe, machine: Machine, allowed: bool) -> tuple[str, ...
 def facts_of(ready: Ready, machine: Machine, allowed: Sequence[str], processes: bool) -> Facts:
     """What predictions rest on, from the trials that resolved the recipe."""
     plan = ready.plan
-    facts = plan.get("facts") or {}
+    facts = plan.get("data_info") or {}
     return Facts(
         device=machine.device,
         cores=machine.cores,
         logical=machine.threads,
         memory_bytes=machine.device_memory_bytes,
-        tflops=ready.cluster.get("matmul_tflops") or {},
-        parameters=plan["parameters"],
+        tflops=ready.cluster.get("measured_matmul_tflops") or {},
+        parameters=plan["trainable_parameters"],
         flops_per_sample=plan["flops_per_sample"],
-        saved_bytes_per_sample=plan["saved_bytes_per_sample"],
-        step_seconds=plan.get("predicted_step_seconds") or 1.0,
+        saved_bytes_per_sample=plan["activation_bytes_per_sample"],
+        step_seconds=plan.get("predicted_step_s") or 1.0,
         precisions=tuple(allowed),
         processes=processes,
         vocabulary=facts.get("vocab"),

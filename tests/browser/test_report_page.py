@@ -79,7 +79,7 @@ def test_the_pointer_over_a_plot_shows_the_values_there(page: Page, tmp_path: Pa
     assert shown.startswith("step 300")
     values = dict(line.rsplit(" ", 1) for line in shown.splitlines())
     assert float(values["training"]) == pytest.approx(1.40, abs=0.1)
-    assert float(values["held-out"]) == pytest.approx(1.47, abs=0.02)
+    assert float(values["validation"]) == pytest.approx(1.47, abs=0.02)
     page.move_mouse(1, 1)
     assert page.evaluate("document.querySelector('.tip')") is None
     assert page.messages == []

@@ -85,7 +85,9 @@ def test_a_second_signal_stops_workers_that_do_not_come_to_a_boundary(lab: Lab) 
 
 def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: Lab) -> None:
     run = lab.place()
-    with lab.start("train", lab.recipe_file({"steps": 5000}, "long"), "--run", run.path, "--nproc", "2") as process:
+    with lab.start(
+        "train", lab.recipe_file({"steps": 5000}, "long"), "--run", run.path, "--nproc-per-node", "2"
+    ) as process:
         wait_until(lambda: steps_seen(run) > 5)
         process.terminate()
         _, errors = process.communicate(timeout=30)
@@ -102,7 +104,7 @@ def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: Lab) -> None:
 def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(lab: Lab) -> None:
     run = lab.place()
     plan_faults(run, [fault(1, "slow", delay=0.12), fault(7, "block")])
-    with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
+    with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc-per-node", "2") as process:
         wait_until(lambda: steps_seen(run) >= 5)
         process.send_signal(signal.SIGINT)
         wait_until(lambda: [e for e in lab.ended(run, 0).kind(RunWarning) if "stopping" in e.text])

@@ -61,7 +61,7 @@ def chaos(lab: Lab, recipe: Path, where: Path, *words: str | Path, **variables: 
     temporary files."""
     temporary = where.with_name("tmp")
     temporary.mkdir()
-    given = ("chaos", recipe, "--run", where, "--nproc", "2", "--json", *words)
+    given = ("chaos", recipe, "--run", where, "--nproc-per-node", "2", "--json", *words)
     with lab.start(*given, variables={**places(lab, temporary), **variables}) as process:
         out, errors = process.communicate(timeout=280)
     assert "Traceback" not in errors
@@ -79,19 +79,19 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
     assert {fault["moment"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
     assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
-    disturbed = lab.ended(Run(tmp_path / "run" / "disturbed"), code)
+    disturbed = lab.ended(Run(tmp_path / "run" / "faulted"), code)
     assert [event.what for event in disturbed.kind(WorkerFailure)] == ["SIGKILL"] * 10
     assert disturbed.result["restarts"] == 10
 
 
 @pytest.mark.slow
 def test_storage_that_fails_in_steps_saves_and_restarts(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
-    more = ("--kinds", "storage,kill", "--faults", "8", "--seed", "18", "--against", calm.run.path)
+    more = ("--kinds", "storage-outage,kill", "--faults", "8", "--seed", "18", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more)
     assert told["reasons"] == []
     assert (code, told["digest"]) == (ExitCode.DONE, calm.digest)
     meant = {(fault["kind"], fault["moment"]["phase"]) for fault in told["faults"]}
-    assert {phase for kind, phase in meant if kind == "storage"} == {"step", "save", "restart"}
+    assert {phase for kind, phase in meant if kind == "storage-outage"} == {"step", "save", "restart"}
 
 
 @pytest.mark.slow
@@ -104,16 +104,16 @@ def test_every_kind_of_fault_on_one_machine(lab: Lab, recipe: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_nodes_that_are_lost_cut_off_and_killed(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
-    more = ("--kinds", "kill,agent,node,split", "--faults", "5", "--nodes", "2", "--nproc", "1")
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--against", calm.run.path)
+    more = ("--kinds", "kill,agent,node-loss,partition", "--faults", "5", "--nodes", "2", "--nproc-per-node", "1")
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
     assert code == ExitCode.DONE
 
 
 @pytest.mark.slow
 def test_a_run_in_the_queue_outlives_the_queue(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
-    more = ("--kinds", "kill,agent,runner,supervisor", "--faults", "6", "--queue")
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--against", calm.run.path)
+    more = ("--kinds", "kill,agent,job-runner,queue-daemon", "--faults", "6", "--queue")
+    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
     assert code == ExitCode.DONE
 
@@ -122,7 +122,7 @@ def test_a_run_in_the_queue_outlives_the_queue(lab: Lab, recipe: Path, calm: End
 def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
     lab: Lab, recipe: Path, calm: Ended, tmp_path: Path
 ) -> None:
-    more = ("--faults", "1", "--kinds", "kill", "--against", calm.run.path)
+    more = ("--faults", "1", "--kinds", "kill", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="drift")
     assert (code, told["passed"]) == (1, False)
     said, stored = told["reasons"]
@@ -134,7 +134,7 @@ def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
 @pytest.mark.slow
 def test_a_process_that_outlives_the_run_makes_it_fail(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
     """A killed agent cannot sweep up behind its workers. What is left is told, and ended after all."""
-    more = ("--faults", "1", "--kinds", "agent", "--against", calm.run.path)
+    more = ("--faults", "1", "--kinds", "agent", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="leak")
     assert code == 1
     assert told["digest"] == calm.digest
@@ -145,7 +145,7 @@ def test_a_process_that_outlives_the_run_makes_it_fail(lab: Lab, recipe: Path, c
 def test_ctrl_c_ends_the_run_and_leaves_nothing(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
     where, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
-    given = ("chaos", recipe, "--run", where, "--nproc", "2", "--against", calm.run.path, "--kinds", "stall")
+    given = ("chaos", recipe, "--run", where, "--nproc-per-node", "2", "--baseline", calm.run.path, "--kinds", "hang")
     with lab.start(*given, variables=places(lab, temporary)) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -168,14 +168,16 @@ def refused(lab: Lab, recipe: Path, where: Path, *words: str | Path) -> "subproc
 
 
 def test_a_run_of_other_workers_is_nothing_to_compare_with(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
-    done = refused(lab, recipe, tmp_path / "run", "--nproc", "1", "--against", calm.run.path, "--kinds", "kill")
+    done = refused(
+        lab, recipe, tmp_path / "run", "--nproc-per-node", "1", "--baseline", calm.run.path, "--kinds", "kill"
+    )
     assert done.returncode == ExitCode.USAGE
-    assert done.stderr == f"error: --against {calm.run.path}: its workers were not 1, and the digest goes by that\n"
+    assert done.stderr == f"error: --baseline {calm.run.path}: its workers were not 1, and the digest goes by that\n"
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(lab: Lab, recipe: Path, tmp_path: Path) -> None:
-    done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc", "2")
+    done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
     assert done.returncode == ExitCode.RECIPE
     assert done.stderr.startswith("error: without any fault the run does not end: ")
     assert "Nobody" in done.stderr

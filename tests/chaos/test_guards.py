@@ -69,7 +69,7 @@ def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
     assert steps == [*range(1, 9), *range(5, 13)]
     assert ended.code == ExitCode.DONE
     assert ended.result["steps"] == 12
-    assert ended.result["tokens"] == 12 * 12 * 32
+    assert ended.result["units"] == 12 * 12 * 32
     assert [event.start_step for event in ended.kind(AttemptStarted)] == [0]
 
 

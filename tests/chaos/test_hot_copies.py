@@ -161,9 +161,13 @@ class Nodes:
         return self.folder / name
 
     def start(self, node: int, memory: str) -> "subprocess.Popen[str]":
-        variables = {"PHALANX_NODES": "2", "PHALANX_NODE": str(node), "PHALANX_LEADER": f"127.0.0.1:{self.port}"}
-        variables |= {"PHALANX_TOKEN_FILE": str(self.token), "PHALANX_HOT": str(self.memory(memory))}
-        words = ("train", self.lab.recipe_file(self.changes), "--run", self.run.path, "--nproc", "1")
+        variables = {
+            "PHALANX_NUM_NODES": "2",
+            "PHALANX_NODE_RANK": str(node),
+            "PHALANX_LEADER_ADDR": f"127.0.0.1:{self.port}",
+        }
+        variables |= {"PHALANX_TOKEN_FILE": str(self.token), "PHALANX_IN_MEMORY_DIR": str(self.memory(memory))}
+        words = ("train", self.lab.recipe_file(self.changes), "--run", self.run.path, "--nproc-per-node", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
 

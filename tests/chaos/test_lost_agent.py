@@ -18,7 +18,7 @@ from phalanx.run.event_types import WorkerFailure, WorkerStarted
 
 def train(lab: Lab, run: Run, faults: list[Values], nproc: int = 2) -> "subprocess.CompletedProcess[str]":
     plan_faults(run, faults)
-    return lab.command("train", lab.recipe_file({}), "--run", run.path, "--nproc", str(nproc))
+    return lab.command("train", lab.recipe_file({}), "--run", run.path, "--nproc-per-node", str(nproc))
 
 
 def gone(lab: Lab) -> bool:
@@ -63,7 +63,7 @@ def test_nothing_outlives_a_run_whose_worker_crashed_nor_one_that_gave_up(lab: L
 def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_again(lab: Lab) -> None:
     run = lab.place()
     plan_faults(run, [fault(1, "slow", delay=0.12), fault(7, "block")])
-    with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc", "2") as process:
+    with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc-per-node", "2") as process:
         wait_until(lambda: steps_seen(run) >= 5)
         worker = psutil.Process(pids(lab.ended(run, 0))[0])
         os.kill(worker.ppid(), signal.SIGKILL)

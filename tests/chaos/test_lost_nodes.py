@@ -29,12 +29,12 @@ class Nodes:
         self.stack = contextlib.ExitStack()
 
     def start(self, node: int, token: Path | None = None, **more: str) -> "subprocess.Popen[str]":
-        variables = {"PHALANX_NODES": str(self.count), "PHALANX_NODE": str(node)}
-        variables["PHALANX_LEADER"] = f"127.0.0.1:{self.port}"
+        variables = {"PHALANX_NUM_NODES": str(self.count), "PHALANX_NODE_RANK": str(node)}
+        variables["PHALANX_LEADER_ADDR"] = f"127.0.0.1:{self.port}"
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
         variables |= more
         recipe = self.lab.recipe_file(self.changes)
-        words = ("train", recipe, "--run", self.run.path, "--nproc", "1")
+        words = ("train", recipe, "--run", self.run.path, "--nproc-per-node", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
     def end(self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60) -> Ended:

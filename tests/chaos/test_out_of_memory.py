@@ -31,7 +31,7 @@ def plain(micro: int, **changes: Any) -> Values:
 def chosen(ended: Ended) -> dict[str, Any]:
     """The choice of the micro-batch, as the plan tells it."""
     plan = ended.run.read_json(ended.run.plan) or {}
-    (choice,) = [choice for choice in plan["chosen"] if choice["key"] == "batch.micro_size"]
+    (choice,) = [choice for choice in plan["auto_choices"] if choice["key"] == "batch.micro_size"]
     assert load_recipe(ended.run.resolved).recipe.batch.micro_size == choice["value"]
     return dict(choice)
 

@@ -135,7 +135,7 @@ def ended(engine: Ray, name: str) -> Status:
 
 MEET = """
 import os, socket, stat
-node, (host, port) = int(os.environ["PHALANX_NODE"]), os.environ["PHALANX_LEADER"].split(":")
+node, (host, port) = int(os.environ["PHALANX_NODE_RANK"]), os.environ["PHALANX_LEADER_ADDR"].split(":")
 file = os.environ["PHALANX_TOKEN_FILE"]
 assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
 token = open(file).read()
@@ -143,7 +143,7 @@ if node == 0:
     with socket.create_server(("", int(port))) as server:
         server.settimeout(30)
         told, machine = server.accept()[0].makefile().readline().split()
-        print("met", told == token, machine != os.environ["MACHINE"], os.environ["PHALANX_NODES"])
+        print("met", told == token, machine != os.environ["MACHINE"], os.environ["PHALANX_NUM_NODES"])
 else:
     for _ in range(300):
         try:
@@ -182,7 +182,7 @@ while True:
 @pytest.fixture(scope="module")
 def names(engine: Ray, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Jobs that run at the same time, and their ids: starting one takes Ray some seconds."""
-    one_ends_badly = "import os, time; os.environ['PHALANX_NODE'] == '1' and exit(93); time.sleep(600)"
+    one_ends_badly = "import os, time; os.environ['PHALANX_NODE_RANK'] == '1' and exit(93); time.sleep(600)"
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
         "meet": (MEET, {"nodes": 2}),
         "unfit": (UNFIT, {}),

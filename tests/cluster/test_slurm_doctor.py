@@ -31,7 +31,7 @@ def script(mark: str, folder: Path, scratch: Path) -> Path:
     (text,) = (found for found in re.findall(r"```sh\n(#!.*?)```", PAGE.read_text(), re.DOTALL) if mark in found)
     for theirs, ours in (
         ("/opt/phalanx/bin/phalanx", str(Path(sys.executable).with_name("phalanx"))),
-        ("--expect-devices 8", "--expect-devices 0"),
+        ("--expect-gpus 8", "--expect-gpus 0"),
         ("--run /scratch", f"--run {scratch}"),
         ("/var/log/phalanx-doctor.log", f"{folder}/$SLURMD_NODENAME.log"),
     ):
@@ -68,7 +68,7 @@ def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tm
         assert [node for node, state in rig.states().items() if state.startswith("drain")] == ["n2"]
         assert "prolog" in reason(rig, "n2").lower()
     said = {node: (tmp_path / f"{node}.log").read_text() for node in ("n2", *ran)}
-    assert f"BAD         disk/run             {scratch}: 0.0 of 0.0 GiB free" in said["n2"]
+    assert f"FAIL     disk/run             {scratch}: 0.0 of 0.0 GiB free" in said["n2"]
     assert said["n2"].endswith(f"job {id}: exit code 77\n")
     assert all(said[node].endswith(f"job {id}: exit code 0\n") for node in ran)
 
@@ -78,12 +78,12 @@ def test_as_health_check_the_doctor_drains_an_unfit_node_and_says_why(tmp_path: 
     with Rig(more=f"HealthCheckProgram={program}\nHealthCheckInterval=5\nHealthCheckNodeState=IDLE") as rig:
         fill_disk(rig, "n3", scratch)
         rig.wait_for(lambda: rig.states()["n3"].startswith("drain"), "the sick node to be drained", 90)
-        assert re.match(r"phalanx doctor: BAD +disk/run +.*scratch: 0\.0 of 0\.0 GiB free", reason(rig, "n3"))
+        assert re.match(r"phalanx doctor: FAIL +disk/run +.*scratch: 0\.0 of 0\.0 GiB free", reason(rig, "n3"))
         assert [rig.states()[node] for node in NODES if node != "n3"] == ["idle"] * 3
 
 
 def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(rig: Rig, slurm: Slurm, tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "phalanx", "doctor", "--pairs", "--out", str(tmp_path))
+    command = (sys.executable, "-m", "phalanx", "doctor", "--network", "--out", str(tmp_path))
     rig.limit("n3", "100mbit")
     try:
         id = slurm.submit(slurm.render(Job("links", command, tmp_path, nodes=4)))
@@ -94,7 +94,7 @@ def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(rig: Rig, s
     reports = {node: json.loads((tmp_path / f"{node}.json").read_text()) for node in NODES}
     assert {node: report["fit"] for node, report in reports.items()} == {node: node != "n3" for node in NODES}, lines
     (finding,) = reports["n3"]["findings"]
-    assert (finding["verdict"], finding["check"]) == ("BAD", "links")
+    assert (finding["verdict"], finding["check"]) == ("FAIL", "link-bandwidth")
     assert all("slow by their own fault: n3 (" in reports[node]["findings"][0]["reason"] for node in ("n1", "n2", "n4"))
     codes = {node: (slurm.folder / "links-1" / f"code.0.{node}").read_text().strip() for node in NODES}
     assert codes == {"n1": "0", "n2": "0", "n3": "77", "n4": "0"}, lines

@@ -60,15 +60,15 @@ def jobs(slurm: Slurm, shared: Path) -> dict[str, str]:
         "import os, sys, time\n"
         "attempt = int(os.environ.get('SLURM_RESTART_COUNT', 0))\n"
         "print('attempt', attempt, flush=True)\n"
-        "time.sleep(0 if os.environ['PHALANX_NODE'] == '1' else 2)\n"  # the other one leaves first
-        "print('saved', os.environ['PHALANX_NODE'], flush=True)\n"
+        "time.sleep(0 if os.environ['PHALANX_NODE_RANK'] == '1' else 2)\n"  # the other one leaves first
+        "print('saved', os.environ['PHALANX_NODE_RANK'], flush=True)\n"
         "sys.exit(75 if attempt < 1 else 0)"
     )
     unfit = python(
         "import os, sys, time\n"
         "print(os.environ['SLURMD_NODENAME'], flush=True)\n"
         "if os.environ.get('SLURM_RESTART_COUNT', '0') != '0': sys.exit(0)\n"
-        "if os.environ['PHALANX_NODE'] == '1': sys.exit(77)\n"
+        "if os.environ['PHALANX_NODE_RANK'] == '1': sys.exit(77)\n"
         "time.sleep(60)"
     )
     commands: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
@@ -89,8 +89,8 @@ def jobs(slurm: Slurm, shared: Path) -> dict[str, str]:
 
 PLACE = """
 import json, os, pathlib, socket, sys
-node, nodes = int(os.environ["PHALANX_NODE"]), int(os.environ["PHALANX_NODES"])
-host, _, port = os.environ["PHALANX_LEADER"].rpartition(":")
+node, nodes = int(os.environ["PHALANX_NODE_RANK"]), int(os.environ["PHALANX_NUM_NODES"])
+host, _, port = os.environ["PHALANX_LEADER_ADDR"].rpartition(":")
 token = pathlib.Path(os.environ["PHALANX_TOKEN_FILE"])
 said = None
 if node == 0:

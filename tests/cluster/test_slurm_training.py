@@ -22,7 +22,7 @@ def run(lab: Lab) -> Run:
 
 @pytest.fixture
 def variables(lab: Lab, tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, **lab.variables(), "PHALANX_STATE": str(tmp_path / "state"), "COLUMNS": "200"}
+    return {**os.environ, **lab.variables(), "PHALANX_STATE_DIR": str(tmp_path / "state"), "COLUMNS": "200"}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def train(
     changes: Values,
     *more: str,
 ) -> "subprocess.Popen[str]":
-    words = ["train", str(lab.recipe_file(changes)), "--run", str(run.path), "--nproc", "1", "--on", "slurm"]
+    words = ["train", str(lab.recipe_file(changes)), "--run", str(run.path), "--nproc-per-node", "1", "--on", "slurm"]
     command = rig.inside([sys.executable, "-m", "phalanx", *words, "--nodes", "2", *more])
     pipe = subprocess.PIPE
     started.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
@@ -74,12 +74,12 @@ def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(
 def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
     rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
-    found = ended(train(rig, lab, run, variables, started, {}, "--code", "folder"), run, 90)
+    found = ended(train(rig, lab, run, variables, started, {}, "--snapshot", "workdir"), run, 90)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.reference({}, 2).digest
     environment = run.read_json(run.environment) or {}
     assert environment["folder"] == str(lab.folder)  # data stay where they are
-    assert environment["variables"]["PHALANX_CODE"].startswith(variables["PHALANX_STATE"])
+    assert environment["environment_variables"]["PHALANX_SNAPSHOT_DIR"].startswith(variables["PHALANX_STATE_DIR"])
 
 
 def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(

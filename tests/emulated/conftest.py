@@ -11,7 +11,7 @@ from lab import Lab
 from phalanx.cluster import discover
 
 GPUS = 4
-FP8 = {"PHALANX_FP8": "always"}
+FP8 = {"PHALANX_FLOAT8": "always"}
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -267,8 +267,8 @@ def test_a_gpu_with_rocms_properties_trains_as_cuda_and_is_no_hopper(emulated: d
     code, errors, run = trained(amd, tmp_path, "precision=bf16")
     assert (code, devices(run)) == (0, ("cuda:0", "cuda", "cuda")), errors
     cluster = json.loads(run.cluster.read_text())
-    assert cluster["name"] == "AMD Instinct MI300X"
-    assert "fp8" not in cluster["matmul_tflops"]
+    assert cluster["device_name"] == "AMD Instinct MI300X"
+    assert "fp8" not in cluster["measured_matmul_tflops"]
     code, errors, _ = trained(amd, tmp_path, "precision=fp8")
     assert code == 78
     assert "AMD Instinct MI300X (AMD's formats of fp8, such as e4m3fnuz on MI300, are others) has none" in errors

@@ -76,7 +76,7 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
     assert device_of(alone.run) == "cuda"
     run = gpus.place()
     plan_faults(run, [fault(5)])
-    done = gpus.command("train", gpus.recipe_file(changes), "--run", run.path, "--nproc", "1")
+    done = gpus.command("train", gpus.recipe_file(changes), "--run", run.path, "--nproc-per-node", "1")
     ended = gpus.ended(run, done.returncode)
     assert ended.code == 0, done.stderr[-3000:]
     assert ended.result["restarts"] == 1

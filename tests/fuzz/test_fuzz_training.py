@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def at_home(patch: pytest.MonkeyPatch, top: Path) -> None:
     """As a user for whom everything lies below `top`."""
-    for variable, name in {"HOME": "home", "PHALANX_STATE": "state", "PHALANX_CACHE": "cache"}.items():
+    for variable, name in {"HOME": "home", "PHALANX_STATE_DIR": "state", "PHALANX_CACHE_DIR": "cache"}.items():
         patch.setenv(variable, str(top / name))
     patch.delenv("PYTHONPATH", raising=False)
     patch.chdir(top / "here")

@@ -148,7 +148,7 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
     recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
     with referee.scratch_folder() as scratch:
-        environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE": str(cache)}
+        environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)
             until = time.monotonic() + max(PATIENCE, TIMES * (time.monotonic() - begun))
@@ -174,7 +174,7 @@ def _undisturbed(
     """The run without faults; None where it is refused, or fails by itself, which `found` then says."""
     run, log = Run(where / "calm"), where / "calm.log"
     story = Story(run)
-    train = ["train", str(recipe), "--run", str(run.path), "--nproc", str(what.world)]
+    train = ["train", str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world)]
     commands = ground.Commands(train, environment, log, story)
     scene = Scene(story, Usual(0.0, 0.0, 0.0), mark, lambda struck: None)
     sleep = Deadline(time.monotonic() + PATIENCE).sleep
@@ -208,7 +208,7 @@ def _disturbed(
         if (calm.path / name).is_file():
             shutil.copyfile(calm.path / name, run.path / name)
     story, struck, left = Story(run), list[Struck](), list[str]()
-    given = [str(recipe), "--run", str(run.path), "--nproc", str(what.world // what.nodes)]
+    given = [str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world // what.nodes)]
     place: ground.Ground
     if what.queue:
         place = ground.Queued(given, environment, scratch / "state", log)
@@ -264,7 +264,7 @@ def faults_for(what: Drawn, rng: random.Random) -> tuple[Fault, ...]:
     )
     kinds = [*possible(course), "interrupt"]
     if not course.saves:  # a save that fails would be the last
-        kinds = [kind for kind in kinds if kind not in ("full", "storage")]
+        kinds = [kind for kind in kinds if kind not in ("disk-full", "storage-outage")]
     count = rng.randint(1, MOST_FAULTS)
     while True:
         try:

@@ -84,7 +84,7 @@ def ended(code: ExitCode, result: dict[str, Any] | None = None, message: str | N
 def test_the_result_is_what_the_worker_reported_and_the_seconds_of_all_attempts(run: Run) -> None:
     record(run, worker(9.0), start(10.0), step(12.0, 1), step(15.0, 2), made(RunEnded, time=15.5))
     reported = {"format": 1, "status": "done", "steps": 2, "digest": "d" * 32}
-    assert result_of(run, ended(ExitCode.DONE, reported)) == {**reported, "seconds": 5.5}
+    assert result_of(run, ended(ExitCode.DONE, reported)) == {**reported, "duration_s": 5.5}
 
 
 def test_the_time_between_attempts_does_not_count(run: Run) -> None:
@@ -92,18 +92,18 @@ def test_the_time_between_attempts_does_not_count(run: Run) -> None:
     record(run, made(RunWarning, time=DAY), worker(DAY + 1, 1))
     record(run, made(CheckpointRejected, time=DAY + 2))
     record(run, start(DAY + 3, 1), step(DAY + 8, 2), made(RunEnded, time=DAY + 10))
-    assert result_of(run, ended(ExitCode.DONE, {"steps": 2}))["seconds"] == 11.0 + 7.0
+    assert result_of(run, ended(ExitCode.DONE, {"steps": 2}))["duration_s"] == 11.0 + 7.0
 
 
 def test_the_time_of_an_attempt_that_died_counts_up_to_what_was_seen_of_it(run: Run) -> None:
     record(run, worker(99.0), start(100.0), step(110.0, 1))
     record(run, worker(DAY, 1), start(DAY + 1, 1), step(DAY + 3, 2), made(WorkerFailure, time=DAY + 4))
-    assert result_of(run, ended(ExitCode.GAVE_UP))["seconds"] == 10.0 + 3.0
+    assert result_of(run, ended(ExitCode.GAVE_UP))["duration_s"] == 10.0 + 3.0
 
 
 def test_a_warning_within_an_attempt_costs_it_no_time(run: Run) -> None:
     record(run, worker(9.0), start(10.0), made(RunWarning, time=11.0), step(15.0, 1))
-    assert result_of(run, ended(ExitCode.UNFINISHED))["seconds"] == 5.0
+    assert result_of(run, ended(ExitCode.UNFINISHED))["duration_s"] == 5.0
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCo
         "status": status,
         "steps": 2,
         "final_loss": 8.0,
-        "tokens": 200,
-        "seconds": 2.0,
+        "units": 200,
+        "duration_s": 2.0,
         "restarts": 0,
         "digest": None,
         "message": "why",
@@ -129,18 +129,18 @@ def test_steps_done_again_count_once(run: Run) -> None:
     record(run, start(10.0), step(11.0, 1), step(12.0, 2), step(13.0, 3))
     record(run, start(20.0, 1), step(21.0, 2, loss=0.5))
     result = result_of(run, ended(ExitCode.GAVE_UP))
-    assert (result["steps"], result["final_loss"], result["tokens"], result["restarts"]) == (2, 0.5, 200, 1)
+    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (2, 0.5, 200, 1)
 
 
 def test_skipped_steps_teach_nothing(run: Run) -> None:
     record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss"))
     result = result_of(run, ended(ExitCode.UNFINISHED))
-    assert (result["steps"], result["final_loss"], result["tokens"]) == (2, 9.0, 100)
+    assert (result["steps"], result["final_loss"], result["units"]) == (2, 9.0, 100)
 
 
 def test_a_run_that_never_came_to_a_step_has_done_none(run: Run) -> None:
     result = result_of(run, ended(ExitCode.RECIPE, message="no"))
-    assert (result["steps"], result["final_loss"], result["tokens"], result["restarts"]) == (0, None, 0, 0)
+    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (0, None, 0, 0)
 
 
 def test_the_last_step_is_the_one_done_last(run: Run) -> None:
@@ -162,7 +162,7 @@ DONE = {"status": "done", "steps": 300}
 def test_a_run_at_its_end_has_nothing_left_to_do(run: Run) -> None:
     write_run(run, recipe(), DONE)
     sentence = finished(run, recipe())
-    assert sentence == f"{run.path}: done at step 300; steps=600 would go on from there"
+    assert sentence == f"{run.path}: finished at step 300; set steps=600 to train longer"
 
 
 def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) -> None:

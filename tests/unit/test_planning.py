@@ -23,7 +23,7 @@ steps: 100
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a text, and a cache of our own."""
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     return tmp_path
@@ -140,12 +140,12 @@ def test_a_named_cluster_has_as_many_nodes_as_devices_need() -> None:
 
 @pytest.mark.parametrize("gpus", [0, -3])
 def test_fewer_than_one_device_is_refused(gpus: int) -> None:
-    with pytest.raises(UsageError, match=f"--gpus {gpus}: expected a number of devices"):
+    with pytest.raises(UsageError, match=f"--num-gpus {gpus}: expected a number of devices"):
         sized("h100", gpus)
 
 
 def test_more_devices_than_a_counted_cluster_has_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"--gpus 128: .* has 64 devices"):
+    with pytest.raises(UsageError, match=r"--num-gpus 128: .* has 64 devices"):
         sized("h100:64", 128)
 
 

@@ -40,7 +40,7 @@ data: {source: {text: text.txt}, seq_len: 16}
 
 def script(text: str, folder: Path, *words: str) -> list[str]:
     """What it prints."""
-    environment = {"PHALANX_CACHE": str(folder / "cache"), "PATH": ""}
+    environment = {"PHALANX_CACHE_DIR": str(folder / "cache"), "PATH": ""}
     command = [sys.executable, "-c", text, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

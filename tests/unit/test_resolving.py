@@ -15,7 +15,7 @@ from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, check_batch, measur
 NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
 ROOM = Room("cpu", 10**12, 1)
 DIED = {"out_of_memory": 1.0}
-PROFILED: dict[str, Any] = {"parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peaks}
+PROFILED: dict[str, Any] = {"trainable_parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peaks}
 SECONDS = {"fp32": 1.0, "bf16": 0.5, "update": 0.1}
 
 

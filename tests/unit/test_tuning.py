@@ -68,7 +68,7 @@ def test_the_written_recipe_has_the_winners_with_their_gains(tmp_path: Path) -> 
     assert text == (
         "# Tuned by `phalanx tune` from mine.yaml on 2026-11-21, for a machine:\n"
         "# a step takes 300 ms instead of 400 ms, 1.33 x (1.30 to 1.40).\n"
-        "# Train it with --nproc 2.\n"
+        "# Train it with --nproc-per-node 2.\n"
         "name: mine # a comment\n"
         "# tuned: compile=true: 1.33 x (1.30 to 1.40)\n"
         "compile: true\n"

@@ -18,7 +18,7 @@ BAD: dict[str, Case] = {
     "unknown key": ({"optimizer": {"learning_rate": 1}}, [], ["recipe.yaml:", "optimizer.learning_rate"]),
     "unknown key in an override": ({}, ["optimizer.lrr=1"], ["optimizer.lrr", "lr"]),
     "wrong type": ({"steps": "many"}, [], ["recipe.yaml:", "steps", "many"]),
-    "batch that cannot be divided": ({}, ["--nproc", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
+    "batch that cannot be divided": ({}, ["--nproc-per-node", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
     "micro-batch that does not divide": ({"batch": {"micro_size": 5}}, [], ["recipe.yaml:", "batch.micro_size", "5"]),
     "model that does not import": (
         {"model": {"build": "no_such_module:net", "args": {}}},
@@ -110,7 +110,7 @@ def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) 
     lab.train({}, 1, run, folder=lab.folder)
     again = lab.command("train", recipe, "--run", run.path)
     assert again.returncode == ExitCode.DONE
-    assert "done at step 12" in again.stderr
+    assert "finished at step 12" in again.stderr
     assert "steps=24 would go on" in again.stderr
     refused = lab.command("train", recipe, "optimizer.lr=0.5", "seed=3", "--run", run.path)
     assert refused.returncode == ExitCode.RECIPE

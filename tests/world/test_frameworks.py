@@ -53,8 +53,8 @@ def on_two_nodes(
     token.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    shared = {"PHALANX_NODES": "2", "PHALANX_LEADER": f"127.0.0.1:{port}", "PHALANX_TOKEN_FILE": str(token)}
-    processes = [launch(framework, each, command, **shared, PHALANX_NODE=str(node)) for node in (1, 0)]
+    shared = {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": f"127.0.0.1:{port}", "PHALANX_TOKEN_FILE": str(token)}
+    processes = [launch(framework, each, command, **shared, PHALANX_NODE_RANK=str(node)) for node in (1, 0)]
     found = []
     for process in reversed(processes):
         out, errors = process.communicate(timeout=60)

@@ -37,8 +37,11 @@ class Worker:
 
     def __init__(self, rank: int, world: int, folder: str, layout: dict[str, int]):
         self.place = Place(rank, world, rank % 2)
-        self.environment = {"PHALANX_NODE": str(rank // 2), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(world)}
-        self.environment |= {"PHALANX_HOT": str(Path(folder) / f"node-{rank // 2}"), "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment = {"PHALANX_NODE_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(world)}
+        self.environment |= {
+            "PHALANX_IN_MEMORY_DIR": str(Path(folder) / f"node-{rank // 2}"),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         self.environment |= {"MASTER_ADDR": "127.0.0.1"}
         self.run = Run(Path(folder) / "run")
         self.run.create()

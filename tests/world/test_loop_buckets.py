@@ -26,9 +26,9 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     if rank == 0:
         for path, recipe in ((run.recipe, given), (run.resolved, resolved if bucket == "auto" else given)):
             path.write_text(dump_recipe(recipe))
-        write_json(run.plan, {"loop": {}} if begun else {})
+        write_json(run.plan, {"session": {}} if begun else {})
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
-    os.environ["PHALANX_NODE"] = str(rank * nodes // world)
+    os.environ["PHALANX_NODE_RANK"] = str(rank * nodes // world)
     dist.barrier()
     found = with_buckets(run, load_recipe(run.resolved).recipe, Place(rank, world), PARAMETERS)
     dist.barrier()

@@ -28,7 +28,7 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: Lab) -> None
     assert ended.losses == reference.losses
     assert [event.step for event in ended.kind(StepDone)] == list(range(1, 13))
     assert set(ended.result) == set(reference.result)
-    assert "done at step 12 of 12" in done.stderr
+    assert "finished: 12 of 12 steps" in done.stderr
     assert done.stderr.count(f"digest   {ended.digest}") == 1
     assert lab.processes() == set()
 

@@ -163,7 +163,7 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
     assert {event.units for event in ended.kind(StepDone)} == {48}
     plan = ended.run.read_json(ended.run.plan) or {}
     assert (plan["unit"], plan["units_per_sample"]) == ("tokens", 4)
-    assert plan["parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
+    assert plan["trainable_parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
     report = lab.command("report", ended.run.path)
     assert report.returncode == 0, report.stderr
     for said in (
@@ -344,14 +344,16 @@ def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_
     assert done.returncode == 0, done.stderr
     ended = lab.ended(Run(tmp_path / "runs" / name), 0)
     assert ended.digest == undisturbed(lab, nproc=2, script=name).digest
-    assert done.stderr.count("done at step 12 of 12") == 1
+    assert done.stderr.count("finished: 12 of 12 steps") == 1
 
 
 def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) -> None:
     run = lab.place()
-    done = lab.command("train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc", "2", "--run", run.path)
+    done = lab.command(
+        "train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc-per-node", "2", "--run", run.path
+    )
     assert done.returncode == 0, done.stderr
-    for said in ("2 workers on cpu", "tokens/s", "done at step 6 of 6", f"phalanx report {run.path}"):
+    for said in ("2 workers on cpu", "tokens/s", "finished: 6 of 6 steps", f"phalanx report {run.path}"):
         assert said in done.stderr
 
 

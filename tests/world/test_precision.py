@@ -53,11 +53,11 @@ def scale_of(run: Ended) -> dict[str, float]:
 def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A lab whose workers take fp8 on a CPU, too, and for every layer that fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_FP8", "always")
+        patch.setenv("PHALANX_FLOAT8", "always")
         folder = tmp_path_factory.mktemp("fp8")
         with Lab(folder, folder / "runs") as lab:
             yield lab
-    assert "PHALANX_FP8" not in os.environ
+    assert "PHALANX_FLOAT8" not in os.environ
 
 
 FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}

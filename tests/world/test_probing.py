@@ -65,14 +65,14 @@ def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None
 
 
 def test_a_folder_that_does_not_exist_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--folder .*nothing can be written there"), scratch_in(tmp_path / "nowhere"):
+    with pytest.raises(UsageError, match=r"--dir .*not writable"), scratch_in(tmp_path / "nowhere"):
         pass
 
 
 def test_an_interrupted_probe_leaves_nothing(tmp_path: Path) -> None:
     out, folder = tmp_path / "cluster.yaml", tmp_path / "folder"
     folder.mkdir()
-    command = [sys.executable, "-m", "phalanx", "probe", "--quick", "--out", str(out), "--folder", str(folder)]
+    command = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out), "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not list(folder.glob(f"{SCRATCH}*")) and time.monotonic() < until:

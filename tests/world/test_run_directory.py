@@ -99,11 +99,11 @@ def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> Non
 def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: Lab) -> None:
     ended = lab.reference({}, 2)
     result = ended.result
-    assert set(result) == {"format", "status", "steps", "final_loss", "tokens", "seconds", "restarts", "digest"}
+    assert set(result) == {"format", "status", "steps", "final_loss", "units", "duration_s", "restarts", "digest"}
     assert (result["format"], result["status"], result["steps"]) == (RESULT_FORMAT, "done", 12)
     assert result["final_loss"] == ended.losses[-1]
-    assert (result["tokens"], result["restarts"]) == (12 * 12 * 32, 0)
-    assert 0 < result["seconds"] < 60
+    assert (result["units"], result["restarts"]) == (12 * 12 * 32, 0)
+    assert 0 < result["duration_s"] < 60
     printed = lab.command("checkpoint", "digest", ended.run.path)
     assert printed.stdout.strip() == ended.digest
 
@@ -275,13 +275,13 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
             path.unlink(missing_ok=True)
         else:
             path.write_text(
-                '{"steps": ' if damage == "torn" else '{"steps": "x", "step": [], "facts": 1, "lines": [1]}'
+                '{"steps": ' if damage == "torn" else '{"steps": "x", "step": [], "data_info": 1, "lines": [1]}'
             )
     ended = lab.train({}, 2, run)
     assert ended.digest == lab.reference({}, 2).digest
     told = [event.text for event in ended.kind(RunWarning)]
     assert any("plan.json: not valid JSON" in text for text in told) is (damage == "torn")
-    assert run.read_json(run.plan)["facts"]["kind"] == "tokens"  # type: ignore[index]
+    assert run.read_json(run.plan)["data_info"]["kind"] == "tokens"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def reached(space: str, ports: set[int]) -> str:
 def test_a_stranger_reaches_no_worker_of_one_machine_neither_at_first_nor_after_a_restart(lab: Lab, space: str) -> None:
     run = lab.place()
     plan_faults(run, [fault(0, "slow", delay=0.15, attempt=None), fault(15, ranks=[1])])
-    with lab.start("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc", "2") as process:
+    with lab.start("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "2") as process:
         for attempt in (0, 1):
             wait_until(lambda attempt=attempt: trains(run, attempt), 60, "a step")
             found = listening(process.pid)
@@ -142,11 +142,15 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
     plan_faults(run, [fault(0, "slow", delay=0.1), fault(25, ranks=[1])])
     with socket.create_server((job_address, 0)) as free:
         port = free.getsockname()[1]
-    words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc", "1")
-    variables = {"PHALANX_NODES": "2", "PHALANX_LEADER": f"{job_address}:{port}", "PHALANX_TOKEN_FILE": str(token)}
+    words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "1")
+    variables = {
+        "PHALANX_NUM_NODES": "2",
+        "PHALANX_LEADER_ADDR": f"{job_address}:{port}",
+        "PHALANX_TOKEN_FILE": str(token),
+    }
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(lab.start(*words, variables={**variables, "PHALANX_NODE": str(node)}))
+            stack.enter_context(lab.start(*words, variables={**variables, "PHALANX_NODE_RANK": str(node)}))
             for node in range(2)
         ]
         wait_until(lambda: trains(run, 0), 60, "a step")

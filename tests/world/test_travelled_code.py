@@ -13,7 +13,7 @@ def test_a_run_from_a_copy_takes_code_from_it_and_data_from_the_original(lab: La
     (copy / "few.txt").unlink()
     (copy / "faults.py").write_text((copy / "faults.py").read_text() + "\nprint('from', __file__)\n")
     run = lab.place()
-    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(lab.folder)}
+    told = {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(lab.folder)}
     with lab.start("train", copy / recipe.name, "--run", run.path, variables=told) as process:
         _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors

@@ -23,21 +23,21 @@ from phalanx.streams import Printable, printable
 __all__ = ["main"]
 
 _VERBS = {
-    "train": ("phalanx.cli.train:train", "Train a recipe, or go on with a run that stopped."),
-    "tune": ("phalanx.cli.tune:tune", "Try what makes a recipe faster on this machine; write the tuned recipe."),
-    "probe": ("phalanx.cli.probe:probe", "Measure this machine, and write a cluster file."),
-    "doctor": ("phalanx.cli.doctor:doctor", "Is this machine fit to train? What is not, and why."),
-    "plan": ("phalanx.cli.plan:plan", "Foretell a run on a cluster, and choose its layout."),
-    "report": ("phalanx.cli.report:report", "What a run did, and where the time went."),
-    "compare": ("phalanx.cli.report:compare", "Runs side by side."),
-    "generate": ("phalanx.cli.generate:generate", "Text from a run's checkpoint."),
-    "evaluate": ("phalanx.cli.evaluate:evaluate", "Score a run's checkpoint on held-out data."),
-    "profile": ("phalanx.cli.profile:profile", "Trace a few steps and print where the time goes."),
-    "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and stop jobs, here or on a cluster."),
+    "train": ("phalanx.cli.train:train", "Train a recipe, or resume a run."),
+    "tune": ("phalanx.cli.tune:tune", "Measure what makes a recipe faster on this machine; write the tuned recipe."),
+    "calibrate": ("phalanx.cli.probe:probe", "Measure this machine; write a cluster file."),
+    "doctor": ("phalanx.cli.doctor:doctor", "Check whether this machine is fit to train."),
+    "plan": ("phalanx.cli.plan:plan", "Predict a run on a cluster, and choose its parallelism."),
+    "report": ("phalanx.cli.report:report", "Report what a run did and where its time went."),
+    "compare": ("phalanx.cli.report:compare", "Compare runs: recipes, loss, speed."),
+    "generate": ("phalanx.cli.generate:generate", "Generate text from a run's checkpoint."),
+    "evaluate": ("phalanx.cli.evaluate:evaluate", "Evaluate a run's checkpoint on the validation set."),
+    "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
+    "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
-    "chaos": ("phalanx.cli.chaos:chaos", "Faults on purpose: does the run end in the same weights?"),
-    "recipe": ("phalanx.cli.recipe:app", "Check a recipe; its JSON Schema for editors."),
+    "chaos": ("phalanx.cli.chaos:chaos", "Train under injected faults, and check that the weights are bit-identical."),
+    "recipe": ("phalanx.cli.recipe:app", "Check a recipe; print the JSON Schema for editors."),
 }
 """Every verb, where it lives, and its line in `phalanx --help`."""
 
@@ -82,15 +82,15 @@ def _frame() -> TyperGroup:
         cls=_Verbs,
         add_completion=False,
         rich_markup_mode=None,  # rich takes longer to import than everything else here
-        help="Phalanx trains deep-learning models on one machine or many.",
-        epilog="`phalanx VERB --help` tells more. Exit codes: 0 done, 64 wrong usage, 65 bad data, 75 not finished: "
-        "start again, 77 this node is unfit, 78 bad recipe, 93 gave up.",
+        help="Train deep-learning models on one machine or many.",
+        epilog="Run `phalanx COMMAND --help` for the options of a command. Exit codes: 0 done, 64 wrong usage, 65 bad "
+        "data, 75 not finished (start again), 77 unfit node, 78 bad recipe, 93 no progress.",
     )
 
     @app.callback()
     def frame(
         version: Annotated[
-            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+            bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
         ] = False,
     ) -> None:
         pass
@@ -176,7 +176,7 @@ def _run(arguments: list[str], beside: Call | None) -> int:
 def _hint(error: Exception) -> str:
     """Where the right usage stands."""
     context = getattr(error, "ctx", None)
-    return f"\n`{context.command_path} --help` tells how it is used" if context is not None else ""
+    return f"\nSee `{context.command_path} --help`" if context is not None else ""
 
 
 def _unnamed(error: OSError) -> tuple[str, ExitCode] | None:

@@ -31,42 +31,43 @@ LAG = 0.15
 
 
 def chaos(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=500.")
     ] = None,
-    faults: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="How many faults strike.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="S", help="Of the list of faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Number of faults to inject.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="S", help="Seed of the fault plan.")] = 0,
     kinds: Annotated[
-        str | None, typer.Option(metavar="KIND,...", help="Kinds of faults.", show_default="all that can strike")
+        str | None, typer.Option(metavar="KIND,...", help="Kinds of faults.", show_default="all applicable")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A folder for both runs, not there yet.", show_default="runs/<name>-chaos"),
+        typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos"),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, metavar="N", help="Worker processes on each node, as for `phalanx train`."),
+        typer.Option("--nproc-per-node", min=1, max=100_000, metavar="N", help="Workers on each node."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, max=1_000, metavar="N", help="Nodes, as agents on this machine.")] = 1,
-    queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a queue of its own.")] = False,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=1_000, metavar="N", help="Number of nodes, emulated by agents on this machine.")
+    ] = 1,
+    queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="An undisturbed run that is done, instead of training one.")
+        Path | None,
+        typer.Option("--baseline", metavar="RUN", help="Finished run without faults, instead of training one."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the list of faults; train nothing.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print faults, costs and verdict as JSON at the end.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the fault plan, without training.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print faults, costs and verdict as JSON.")] = False,
 ) -> int:
-    """Faults on purpose: does the run end in the same weights, and leave nothing behind?
+    """Train under injected faults, and check that the weights are bit-identical and nothing is left behind.
 
-    The recipe is trained twice: undisturbed, and under a seeded list of faults that strike in steps, in saves and in
-    restarts, being started again by this command when it was killed or ended with 75. Exit code 0 if the digests are
-    equal and no process, shared memory, temporary file or entry of a queue is left; 1 if not. Ctrl-C ends it and
-    leaves nothing.
+    Trains the recipe twice: without faults, and with a seeded plan of faults during steps, saves and restarts. Restarts
+    the run when it was killed or exited with 75. Exit code 0: the digests are equal, and no process, shared memory,
+    temporary file or queue entry is left; else 1. Ctrl-C stops and removes everything.
 
-    Kinds: kill, crash, abort, nursery, agent, preempt, interrupt, limit, damage, full, storage, pause, stall; with
-    --nodes also node and split; with --queue also runner and supervisor.
+    Kinds: kill, crash, abort, fork-server, agent, preempt, interrupt, time-limit, corrupt-checkpoint, disk-full,
+    storage-outage, freeze, hang; with --nodes also node-loss and partition; with --queue also job-runner and
+    queue-daemon.
     """
     from phalanx.cli import chaos_page as page
     from phalanx.jobs.chaos.plan import draw, kinds_of
@@ -145,11 +146,11 @@ def finished_run(path: Path, loaded: "Loaded", course: "Course") -> "Run":
     run = Run.existing(path)
     if finished(run, loaded.recipe) is None or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps:
         raise UsageError(
-            f"--against {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
+            f"--baseline {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
         )
     layout = load_recipe(run.resolved).recipe.parallelism
     if isinstance(layout, str) or layout.world != course.world:
-        raise UsageError(f"--against {path}: its workers were not {course.world}, and the digest goes by that")
+        raise UsageError(f"--baseline {path}: its workers were not {course.world}, and the digest goes by that")
     return run
 
 
@@ -176,8 +177,10 @@ class Contest:
             environment = ground.environment_for(mark, scratch)
             try:
                 if calm is None:
-                    calm = Run(self.where / "calm")
-                    train_calm(calm, self._words(calm, self.course.world), environment, self.where / "calm.log", mark)
+                    calm = Run(self.where / "baseline")
+                    train_calm(
+                        calm, self._words(calm, self.course.world), environment, self.where / "baseline.log", mark
+                    )
                 usual = usual_of(read_events(calm.events))
                 long_enough(self.plan, self.course, usual.step)
                 self.screen.calm(calm, usual)
@@ -194,12 +197,12 @@ class Contest:
         from phalanx.jobs.chaos.story import Story
         from phalanx.run import Run
 
-        run = Run(self.where / "disturbed")
+        run = Run(self.where / "faulted")
         run.create()
         for name in PINNED:
             if (calm.path / name).is_file():
                 shutil.copyfile(calm.path / name, run.path / name)
-        story, log = Story(run), self.where / "disturbed.log"
+        story, log = Story(run), self.where / "faulted.log"
         words = self._words(run, self.course.each)
         ground: grounds.Ground
         if self.course.queue:
@@ -229,7 +232,7 @@ class Contest:
         return Bout(run, digest, struck, events, ended.starts, seconds, verdict)
 
     def _words(self, run: "Run", each: int) -> list[str]:
-        return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc", str(each)]
+        return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(each)]
 
 
 def train_calm(run: "Run", words: Sequence[str], environment: dict[str, str], log: Path, mark: str) -> None:

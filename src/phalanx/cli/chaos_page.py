@@ -69,11 +69,11 @@ def whom(fault: Fault) -> str:
     """Whom it strikes."""
     if KINDS[fault.kind].nodes:
         return f"node of {fault.rank}"
-    if fault.kind in ("agent", "preempt", "limit"):
+    if fault.kind in ("agent", "preempt", "time-limit"):
         return "agent"
-    if fault.kind == "storage":
+    if fault.kind == "storage-outage":
         return "run"
-    if fault.kind in ("runner", "supervisor"):
+    if fault.kind in ("job-runner", "queue-daemon"):
         return "queue"
     return f"worker {fault.rank}"
 
@@ -102,15 +102,15 @@ class Screen:
             f"a checkpoint {every}"
         )
         for fault in plan:
-            self._say(f"{fault.number:>4}  {fault.kind:<10} {whom(fault):<10} {fault.moment}")
+            self._say(f"{fault.number:>4}  {fault.kind:<18} {whom(fault):<10} {fault.moment}")
 
     def calm(self, run: Run, usual: Usual) -> None:
         """The undisturbed run."""
         result = run.read_json(run.result) or {}
-        self._say(f"undisturbed  {run.path}: digest {result.get('digest')}, {duration(result.get('seconds'))}")
+        self._say(f"baseline     {run.path}: digest {result.get('digest')}, {duration(result.get('duration_s'))}")
         self._say(
-            f"             usually a step takes {duration(usual.step)}, a save {duration(usual.save)}, a start of the "
-            f"workers {duration(usual.restart)}"
+            f"             typical step {duration(usual.step)}, save {duration(usual.save)}, start of the workers "
+            f"{duration(usual.restart)}"
         )
 
     def struck(self, one: Struck) -> None:
@@ -119,7 +119,7 @@ class Screen:
 
     def again(self, starts: int) -> None:
         """The run was started again."""
-        self._stamped(f"the run ended unfinished; start {starts}", unix_now())
+        self._stamped(f"the run did not finish; starting it again (start {starts})", unix_now())
 
     def verdict(self, bout: Bout) -> None:
         """The table, and how it ended."""
@@ -127,12 +127,12 @@ class Screen:
         for line in table(bout.struck, costs_of(bout.struck, bout.events)):
             self._say(line)
         result = bout.run.read_json(bout.run.result) or {}
-        self._say(f"\ndisturbed    {bout.run.path}: digest {result.get('digest')}, {duration(bout.seconds)}")
+        self._say(f"\nfaulted      {bout.run.path}: digest {result.get('digest')}, {duration(bout.seconds)}")
         self._say(f"             {counts(bout)}")
         for reason in bout.verdict.reasons:
             self._say(f"wrong        {reason}")
         if bout.verdict.passed:
-            self._say("PASS         the same digest, and nothing left behind")
+            self._say("PASS         equal digests, nothing left behind")
         else:
             self._say(f"FAIL         {times(len(bout.verdict.reasons), 'reason')}; see {bout.run.path.parent}")
 
@@ -146,16 +146,16 @@ class Screen:
 
 def table(struck: Sequence[Struck], costs: Sequence[Cost]) -> list[str]:
     """A line for each fault: where it struck, and what it cost."""
-    lines = [f"{'':>4}  {'fault':<10} {'whom':<10} {'struck':<32} {'trains again':>12} {'done again':>10} {'cost':>12}"]
+    lines = [f"{'':>4}  {'FAULT':<18} {'TARGET':<10} {'WHEN':<32} {'RECOVERY':>12} {'WASTED':>10} {'COST':>12}"]
     for one, cost in zip(struck, costs, strict=True):
         back = "" if cost.back is None else duration(cost.back)
         again = "" if cost.again is None else times(cost.again, "step")
         total = "" if cost.seconds is None else duration(cost.seconds)
         fault = one.fault
         lines.append(
-            f"{fault.number:>4}  {fault.kind:<10} {whom(fault):<10} {where(one):<32} {back:>12} {again:>10} {total:>12}"
+            f"{fault.number:>4}  {fault.kind:<18} {whom(fault):<10} {where(one):<32} {back:>12} {again:>10} {total:>12}"
         )
-    return [*lines, "cost: seconds x devices, by the run's own account; of a struck restart, in the line above it"]
+    return [*lines, "COST: device-seconds; of a fault during a restart, included in the line above"]
 
 
 def counts(bout: Bout) -> str:

@@ -16,9 +16,9 @@ from phalanx.streams import printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
-Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or one of its checkpoints.")]
+Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")]
 Step = Annotated[
-    int | None, typer.Option("--step", min=0, max=10**10, help="Which checkpoint of the run; default: the newest.")
+    int | None, typer.Option("--step", min=0, max=10**10, help="Step of the checkpoint; default: the newest.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -33,7 +33,7 @@ class Format(StrEnum):
 def list_(path: Where, as_json: AsJson = False) -> None:
     """List checkpoints, newest first.
 
-    Their data are not read; `verify` does that."""
+    To check their data, use `verify`."""
     found = _checkpoints(path)
     best = _best_step(found[0].parent)
     rows = [_facts(checkpoint, best) for checkpoint in found]
@@ -52,9 +52,9 @@ def list_(path: Where, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
-    """Read and check every byte of a checkpoint.
+    """Verify every byte of a checkpoint against its checksums.
 
-    Exit code 65, and the file's name, if one differs from its checksum."""
+    Exits with 65 and names the file if one is damaged."""
     from phalanx.train.checkpoint import CorruptError
     from phalanx.train.checkpoint import verify as read_all
 
@@ -79,7 +79,7 @@ def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
 def digest(path: Where, step: Step = None, as_json: AsJson = False) -> None:
     """Print the digest of a checkpoint's state.
 
-    Two runs are the same run if their digests are equal."""
+    Two runs are bit-identical if their digests are equal."""
     from phalanx.train.checkpoint import digest_checkpoint
 
     checkpoint = _chosen(path, step)
@@ -90,15 +90,15 @@ def digest(path: Where, step: Step = None, as_json: AsJson = False) -> None:
 @app.command()
 def export(
     path: Where,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new directory to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: Step = None,
-    to: Annotated[Format, typer.Option("--to", help="What OUT becomes; hf: a Hugging Face directory.")] = Format.HF,
+    to: Annotated[Format, typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = Format.HF,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights for other tools.
+    """Export the weights for other tools.
 
-    OUT becomes a Hugging Face directory, which the safetensors library reads; if the model came from one (hf:PATH),
-    `from_pretrained` does, too: tensors have their old names, adapters are folded in, the tokenizer comes along."""
+    Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
+    readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
     from phalanx.train.checkpoint import export_huggingface
 
     write = {Format.HF: export_huggingface}[to]

@@ -24,54 +24,69 @@ _LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The dataset directory to make.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Dataset directory to create.")],
     globs: Annotated[
-        list[str] | None, typer.Argument(metavar="['GLOB']...", help="Text files; ** is any folder; .gz and .xz too.")
+        list[str] | None,
+        typer.Argument(
+            metavar="['GLOB']...", help="Text files; ** matches any directories; .gz and .xz are read, too."
+        ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|FILE|bpe:SIZE", help="A tokenizer.json, or a BPE trained on the data itself.")
+        str,
+        typer.Option(
+            metavar="bytes|FILE|bpe:SIZE", help="Tokenizer: bytes, a tokenizer.json, or a BPE trained on these data."
+        ),
     ] = "bytes",
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="The files are JSON lines; --field holds the text.")] = False,
-    parquet: Annotated[bool, typer.Option("--parquet", help="The files are Parquet; --field is the column.")] = False,
-    field: Annotated[str, typer.Option(help="Name of the text in JSON lines and Parquet.")] = "text",
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Read JSON lines; the text is in --text-field.")] = False,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Read Parquet files; the text is in column --text-field.")
+    ] = False,
+    field: Annotated[
+        str, typer.Option("--text-field", help="Field of JSON lines, or column of Parquet, with the text.")
+    ] = "text",
     idx: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="A pair of IDX files, plain or .gz.")
+        tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="Read a pair of IDX files, plain or .gz.")
     ] = None,
     images: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A folder with one sub-folder of images for each class.")
+        str | None, typer.Option(metavar="DIR", help="Read images from one subdirectory per class.")
     ] = None,
     size: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="H W", help="Height and width that --images are resized to.")
+        tuple[int, int] | None,
+        typer.Option("--image-size", metavar="H W", help="Resize --images to this height and width."),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Files to leave out; may repeat.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Exclude files (repeatable).")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=1_024, help="Processes; by default one a core. The result is the same.")
+        int | None,
+        typer.Option(min=1, max=1_024, help="Processes; default: one per core. The result does not depend on it."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="What was made, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Turn text or images into verified shards. Interrupted, the same command goes on where it stopped."""
+    """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
     from phalanx.data import inspect, prepare_source
 
     source, data = _source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _data(tokenizer)
     if not globs and tokenizer != "bytes":
-        raise UsageError("--tokenizer is for text, and the source has pictures: leave it out")
+        raise UsageError("--tokenizer is for text, and the source has images: omit it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: is there already; choose another --out, or remove it first")
+        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     try:
         with preparing() as progress:
             prepare_source(source, data, Path.cwd(), out, workers=workers, progress=progress)
     except KeyboardInterrupt:
-        print(f"interrupted: finished shards are kept in {out}.partial; the same command goes on", file=sys.stderr)
+        print(
+            f"interrupted: finished shards are kept in {out}.partial; run the same command again to resume",
+            file=sys.stderr,
+        )
         raise SystemExit(ExitCode.UNFINISHED) from None
     _print(inspect(out), as_json)
 
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="What was verified, as JSON.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare every byte with its checksum. Exit code 65 names the file and the block that are not what was written."""
+    """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
     from phalanx.data import verify as verify_dataset
 
     with preparing("verifying") as progress:
@@ -87,11 +102,11 @@ def verify(
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset directory.")],
-    tokens: Annotated[int, typer.Option(min=0, max=10**9, help="How many of the first tokens to show as text.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
+    tokens: Annotated[int, typer.Option(min=0, max=10**9, help="Number of tokens to show as text.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a dataset holds: counts, vocabulary or classes, and its beginning."""
+    """Show counts, vocabulary or classes, and the first tokens of a dataset."""
     from phalanx.data import inspect as inspect_dataset
 
     _print(inspect_dataset(folder, tokens), as_json)
@@ -114,22 +129,22 @@ def _source(
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
     if ((jsonl or parquet) and not globs) or (jsonl and parquet):
-        raise UsageError("--jsonl or --parquet says what kind of files the globs name; give one of them, and globs")
+        raise UsageError("--jsonl and --parquet set the format of the globs' files; give one of them, and globs")
     kind = "idx" if idx else "images" if images is not None else "jsonl" if jsonl else "parquet" if parquet else "text"
-    options = {"text_field": "field", "image_size": "size", "exclude": "exclude"}
-    set_here = {"field": field != "text", "exclude": bool(exclude), "size": size is not None}
+    options = {"text_field": "text-field", "image_size": "image-size", "exclude": "exclude"}
+    set_here = {"text-field": field != "text", "exclude": bool(exclude), "image-size": size is not None}
     for key, kinds in SOURCES_WITH.items():
         option = options[key]
         if set_here[option] and kind not in kinds:
-            raise UsageError(f"--{option} is for {', '.join(kinds)}, and the source is {kind}: leave it out")
+            raise UsageError(f"--{option} is for {', '.join(kinds)}, and the source is {kind}: omit it")
     if idx is not None:
         return DataSource(idx=IdxFiles(images=idx[0], labels=idx[1]))
     if images is not None:
         if size is None or min(size) < 1 or max(size) > LARGEST_SIDE:
-            given = "" if size is None else f"--size {size[0]} {size[1]}: "
+            given = "" if size is None else f"--image-size {size[0]} {size[1]}: "
             raise UsageError(
                 f"{given}--images needs the common size of the images, 1 to {LARGEST_SIDE:,} pixels a side, for "
-                "instance --size 224 224"
+                "instance --image-size 224 224"
             )
         return DataSource(images=images, image_size=size)
     return DataSource.model_validate({kind: globs, "text_field": field, "exclude": exclude})

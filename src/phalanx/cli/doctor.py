@@ -23,36 +23,43 @@ def doctor(
     reports: Annotated[
         list[Path] | None, typer.Argument(metavar="FILE", help="Reports of nodes, for --compare.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only look, measure nothing: in under 3 s.")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="CHECK", help="Do this check only; may be repeated.")
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Leave this check out.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that measure: under 3 s.")] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check (repeatable).")] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check (repeatable).")] = None,
     run: Annotated[
-        Path, typer.Option(metavar="DIR", help="The run whose disk is checked; need not exist yet.")
+        Path, typer.Option(metavar="DIR", help="Run directory whose disk is checked; need not exist yet.")
     ] = Path(),
     expect_devices: Annotated[
         int | None,
-        typer.Option(min=0, max=10_000, metavar="N", help="GPUs that must be here.", show_default="as probed once"),
+        typer.Option(
+            "--expect-gpus",
+            min=0,
+            max=10_000,
+            metavar="N",
+            help="Number of GPUs expected.",
+            show_default="as calibrated",
+        ),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Judge the nodes of FILEs beside each other.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the report to DIR/NODE.json.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare the reports of several nodes.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report to DIR/NODE.json, too.")] = None,
     listen: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Let other nodes measure the link to this one.")
+        int | None,
+        typer.Option(
+            "--serve", min=1, max=65535, metavar="PORT", help="Let other nodes measure the link to this node."
+        ),
     ] = None,
     link: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="Measure the link to a node that listens there.")
+        list[str] | None,
+        typer.Option("--connect", metavar="HOST:PORT", help="Measure the link to a node that runs --serve."),
     ] = None,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="In a job on several nodes: measure the links between all of them.")
-    ] = False,
+    pairs: Annotated[bool, typer.Option("--network", help="Measure the links between all nodes of a job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only what is not right.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
 ) -> int:
-    """Is this machine fit to train? What is not, and why.
+    """Check whether this machine is fit to train, and say why not.
 
-    Leaves with 0 when it is, warnings included, and with 77 when anything is BAD or a check came to no end. --compare
-    reads what `phalanx doctor --json` or --out wrote on several nodes.
+    Exit code 0: fit, possibly with warnings. 77: a check failed (FAIL) or did not complete (ERROR). --compare reads
+    reports of several nodes, written with --json or --out.
     """
     from phalanx.cli.doctor_page import compared, examined
 
@@ -61,9 +68,9 @@ def doctor(
     if listen is not None:
         return answering(listen)
     if reports:
-        raise UsageError(f"{reports[0]}: reports are read with --compare; without it this machine is examined")
+        raise UsageError(f"{reports[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
     if out is not None and not out.is_dir():
-        raise UsageError(f"--out {out}: no such folder")
+        raise UsageError(f"--out {out}: no such directory")
     if pairs or link:
         found = linked(link or [])
     else:
@@ -124,10 +131,10 @@ def answering(port: int) -> int:
     try:
         listener = socket.create_server(("", port), backlog=64)
     except OSError as error:
-        raise UsageError(f"--listen {port}: {error.strerror}; choose another port") from None
+        raise UsageError(f"--serve {port}: {error.strerror}; choose another port") from None
     arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
     with callers(listener, token, arrived.put):
-        typer.echo(f"listening on port {port}; Ctrl-C ends it", err=True)
+        typer.echo(f"listening on port {port}; press Ctrl-C to stop", err=True)
         try:
             while True:
                 sock, what = arrived.get()

@@ -28,7 +28,7 @@ def examined(found: Report, quiet: bool) -> list[str]:
 
 def line(one: Finding, width: int) -> str:
     """Verdict, check and reason, in columns."""
-    return f"{one.verdict:<10}  {one.check:<{width}}  {one.reason}"
+    return f"{one.verdict:<7}  {one.check:<{width}}  {one.reason}"
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
@@ -43,7 +43,7 @@ def _count(findings: Sequence[Finding], verdict: Verdict) -> int:
 
 
 def _took(found: Report) -> str:
-    return f"looked at for {duration(found.seconds)}"
+    return f"checked in {duration(found.seconds)}"
 
 
 def compared(files: Sequence[Path], as_json: bool, quiet: bool) -> int:

@@ -1,4 +1,4 @@
-"""`phalanx evaluate`: score a run's checkpoint on held-out data."""
+"""`phalanx evaluate`: evaluate a run's checkpoint on the validation set."""
 
 import json as json_
 import sys
@@ -22,25 +22,25 @@ class Device(StrEnum):
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     samples: Annotated[
         int | None,
-        typer.Option(min=1, max=10**10, metavar="N", help="Score at most N held-out samples.", show_default="all"),
+        typer.Option(min=1, max=10**10, metavar="N", help="Evaluate at most N validation samples.", show_default="all"),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Use the checkpoint with the lowest validation loss.")] = False,
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
+        typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine."),
     ] = False,
     device: Annotated[
-        Device | None, typer.Option(help="Where it is computed.", show_default="as the run's recipe says")
+        Device | None, typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Score a trained model on the data that training never saw: loss and the task's metrics."""
+    """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
     from phalanx.run import Run
     from phalanx.streams import printable
 
@@ -62,7 +62,7 @@ def evaluate(
     check_data(recipe)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.held_out_samples == 0:
-        raise UsageError(f"{run}: nothing was held out (evaluation.holdout_fraction = 0 and no evaluation.source)")
+        raise UsageError(f"{run}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
     assert isinstance(recipe.batch.micro_size, int)
     scores = score(
         Objective(trained.model, Scoring(load_task(recipe.task, trained.folder), recipe.precision, place.device)),

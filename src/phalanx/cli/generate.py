@@ -11,26 +11,27 @@ from phalanx.errors import DataError, UsageError
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="How many tokens to add.")] = 300,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
-        float, typer.Option(min=0, max=1e6, callback=number, help="0 takes the likeliest token, 1 samples freely.")
+        float,
+        typer.Option(min=0, max=1e6, callback=number, help="Sampling temperature; 0: always the most likely token."),
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K likeliest.")
+        int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K most likely tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
     step: Annotated[
-        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Which checkpoint.", show_default="newest")
+        int | None, typer.Option(min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Use the checkpoint with the lowest validation loss.")] = False,
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Import the run's code, also where you have not trained with it."),
+        typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine."),
     ] = False,
 ) -> None:
-    """Continue a text with a language model that a run trained."""
+    """Generate text with a language model from a run's checkpoint."""
     import codecs
 
     from phalanx.run import Run

@@ -1,4 +1,4 @@
-"""`phalanx jobs`: the local queue, or another engine's own queue, behind the same words."""
+"""`phalanx jobs`: the local queue, or the backend's own queue, behind the same commands."""
 
 import json
 import sys
@@ -15,61 +15,88 @@ if TYPE_CHECKING:
     from phalanx.jobs.engine import Engine
     from phalanx.jobs.spec import Status
 
-app = typer.Typer(add_completion=False, help="Submit, list, follow and stop jobs, here or on a cluster.")
+app = typer.Typer(add_completion=False, help="Submit, list, follow and cancel jobs, locally or on a cluster.")
 
-On = Annotated[str, typer.Option("--on", metavar="ENGINE", help="local, slurm, ray or kubernetes.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="As `phalanx jobs ls` shows it.")]
-Json = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
+On = Annotated[str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as shown by `phalanx jobs ls`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def submit(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes; after --framework and `--`, a command."),
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE]...", help="Recipes and overrides; with --framework, a command after `--`."
+        ),
     ],
     on: On = "local",
-    name: Annotated[str | None, typer.Option(help="The job's name.", show_default="the recipe's or script's")] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's directory.")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=100_000, metavar="N", help="Worker processes on each node.")
+    name: Annotated[str | None, typer.Option(help="Job name.", show_default="name of the recipe or script")] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Nodes.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=0, max=10_000, metavar="N", help="GPUs on each node.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, max=100_000, metavar="N", help="Cores on each node.")] = None,
-    limit: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 2h, of each attempt.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, max=100_000, metavar="N", help="Workers on each node.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option("--gpus", min=0, max=10_000, metavar="N", help="GPUs on each node.")
+    ] = None,
+    cores: Annotated[
+        int | None, typer.Option("--cpus", min=1, max=100_000, metavar="N", help="CPU cores on each node.")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit of each attempt, such as 2h.")
+    ] = None,
     priority: Annotated[
-        int, typer.Option(min=-(10**6), max=10**6, help="Higher comes first; an hour of waiting is worth 1.")
+        int, typer.Option(min=-(10**6), max=10**6, help="Priority: higher starts first; an hour of waiting adds 1.")
     ] = 0,
     framework: Annotated[
-        str | None, typer.Option(metavar="NAME", help="torch, jax, tensorflow, mpi, mxnet or plain: run a command.")
+        str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi, mxnet or plain.")
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A variable for the job.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable of the job (repeatable).")
+    ] = None,
     secret: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="A variable of this environment that nobody may read.")
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Pass this environment variable without exposing its value (repeatable)."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="What only this engine knows.")
+        list[str] | None,
+        typer.Option(
+            "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
+        ),
     ] = None,
     code: Annotated[
         str | None,
-        typer.Option(metavar="folder|COMMIT", help="A copy of the recipe's folder, or a git commit, travels along."),
+        typer.Option(
+            "--snapshot",
+            metavar="workdir|REV",
+            help="Run a copy of the recipe's directory, or of a git revision.",
+        ),
     ] = None,
     vary: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE", help="An array: a run for each value, or combination."),
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUE,VALUE",
+            help="Submit an array: one run per value, or combination (repeatable).",
+        ),
     ] = None,
     at_most: Annotated[
-        int | None, typer.Option(min=1, max=10**6, metavar="N", help="Of an array, as many members run at once.")
+        int | None,
+        typer.Option("--max-parallel", min=1, max=10**6, metavar="N", help="Array members that run concurrently."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="As for `phalanx train`.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume although the recipe or the data changed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
 ) -> int:
-    """Put a recipe, or with --framework any program, into a queue. It is started again until it is done.
+    """Submit a recipe, or with --framework any program.
 
-    A training run: `phalanx jobs submit recipe.yaml steps=500`. An array of runs, all or none: `phalanx jobs submit
-    a.yaml b.yaml`, or `recipe.yaml --vary optimizer.lr=1e-3,3e-4`. Any program: `phalanx jobs submit --framework jax
-    --nproc 2 -- python script.py`.
+    The backend restarts the job until it is done. A training run: `phalanx jobs submit recipe.yaml steps=500`. An array
+    of runs: `phalanx jobs submit a.yaml b.yaml`, or `recipe.yaml --sweep optimizer.lr=1e-3,3e-4`. Any program: `phalanx
+    jobs submit --framework jax --nproc-per-node 2 -- python script.py`.
     """
     from phalanx.cli import submitting, sweep
     from phalanx.jobs.array import render_array
@@ -84,15 +111,15 @@ def submit(
         "priority": priority,
         "environment": submitting.pairs(env or [], "--env"),
         "secrets": tuple(secret or ()),
-        "options": submitting.pairs(option or [], "--option"),
+        "options": submitting.pairs(option or [], "--backend-option"),
         "code": code,
     }
     recipes, overrides = sweep.recipes_and_overrides(what)
     several = framework is None and (len(recipes) > 1 or bool(vary))
     if (vary and not several) or (vary and recipes[0].suffix == ".py"):
-        raise UsageError("--vary is for recipes: a program's arguments are its own")
+        raise UsageError("--sweep is for recipes, not for programs: a sweep sets recipe keys")
     if at_most is not None and not several:
-        raise UsageError("--at-most is for arrays: give several recipes, or --vary")
+        raise UsageError("--max-parallel is for arrays: give several recipes, or --sweep")
     dropped = [option for option, value in (("--run", run), ("--force", force or None)) if value is not None]
     if framework is not None and dropped:
         raise UsageError(
@@ -128,11 +155,11 @@ def submit(
 
 @app.command("ls")
 def list_jobs(
-    array: Annotated[str | None, typer.Argument(metavar="[ARRAY]", help="Only the members of this array.")] = None,
+    array: Annotated[str | None, typer.Argument(metavar="[ARRAY]", help="Show only the members of this array.")] = None,
     on: On = "local",
     as_json: Json = False,
 ) -> None:
-    """All jobs, or those of an array; those that came first at the top."""
+    """List jobs, oldest first."""
     from phalanx.jobs.array import members
     from phalanx.jobs.engine import open_engine
 
@@ -145,16 +172,16 @@ def list_jobs(
     if not found:
         print(f"no jobs in {on}'s queue; `phalanx jobs submit RECIPE` adds one")
         return
-    rows: list[tuple[str, ...]] = [("id", "name", "state", "starts", "since", "why")]
+    rows: list[tuple[str, ...]] = [("ID", "NAME", "STATE", "ATTEMPTS", "AGE", "REASON")]
     rows += [_row(status, time.time()) for status in found]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
 
 
-@app.command()
+@app.command("status")
 def show(job: Id, on: On = "local", as_json: Json = False) -> None:
-    """What is known of a job."""
+    """Show the state of a job."""
     from phalanx.jobs.engine import open_engine
 
     status = open_engine(on).poll(job)
@@ -170,10 +197,13 @@ def show(job: Id, on: On = "local", as_json: Json = False) -> None:
 def logs(
     job: Id,
     on: On = "local",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Also of a training run only what the engine has.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the backend's log also for a training run.")] = False,
 ) -> None:
-    """What a job has printed, in all its attempts: of a training run all workers' lines and events by time and rank."""
+    """Print the logs of a job.
+
+    Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
+    """
     from phalanx.cli.job_logs import lines_of
     from phalanx.jobs.engine import open_engine
 
@@ -184,10 +214,12 @@ def logs(
 @app.command()
 def signal(
     job: Id,
-    name: Annotated[str, typer.Argument(metavar="SIGNAL", help="Such as USR1, which asks a run to save and stop.")],
+    name: Annotated[
+        str, typer.Argument(metavar="SIGNAL", help="Signal, such as USR1, which makes a run save and stop.")
+    ],
     on: On = "local",
 ) -> None:
-    """Send a signal to what a job runs on each node."""
+    """Send a signal to a job's processes on each node."""
     import signal as signals
 
     from phalanx.jobs.engine import open_engine
@@ -200,52 +232,62 @@ def signal(
 
 @app.command()
 def release(job: Id, on: On = "local") -> None:
-    """Let a job that is held because nodes were unfit for it go on without these nodes."""
+    """Release a held job.
+
+    A job is held after its nodes were found unfit; when released, it resumes on other nodes.
+    """
     from phalanx.jobs.engine import ReleasingEngine, open_engine
 
     engine = open_engine(on)
     if not isinstance(engine, ReleasingEngine):
-        raise UsageError(f"{on} holds no jobs: it starts one whose node was unfit elsewhere by itself, or ends it")
+        raise UsageError(
+            f"{on} holds no jobs: it restarts a job whose node was unfit on another node automatically, or ends it"
+        )
     if not engine.release(job):
         raise UsageError(
-            f"job {job} is not held because of unfit nodes; `phalanx jobs show {job} --on {on}` shows its state"
+            f"job {job} is not held because of unfit nodes; `phalanx jobs status {job} --on {on}` shows its state"
         )
 
 
-@app.command()
+@app.command("cancel")
 def stop(
     jobs: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="As `phalanx jobs ls` shows them, or an array's name.")
+        list[str], typer.Argument(metavar="ID...", help="Job IDs or names of arrays, as shown by `phalanx jobs ls`.")
     ],
     on: On = "local",
 ) -> None:
-    """End jobs for good, of an array all. One that trains saves first, so its run can go on later."""
+    """Cancel jobs or arrays.
+
+    A training run saves a checkpoint first, so that it can be resumed later.
+    """
     from phalanx.jobs.engine import open_engine
 
     engine: Engine = open_engine(on)
-    found = [ident for job in jobs for ident in _meant(engine, job)]  # all must be there before the first is stopped
+    found = [ident for job in jobs for ident in _meant(engine, job)]  # all must be there before the first is cancelled
     for ident in found:
         engine.cancel(ident)
 
 
-@app.command()
+@app.command("prune")
 def forget(
     jobs: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="As `phalanx jobs ls` shows them, or an array's name.")
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Job IDs or names of arrays, as shown by `phalanx jobs ls`."),
     ] = None,
     older: Annotated[
-        str | None, typer.Option("--older", metavar="TIME", help="All that ended longer ago than this, such as 7d.")
+        str | None, typer.Option("--older-than", metavar="TIME", help="Prune jobs that ended longer ago, such as 7d.")
     ] = None,
 ) -> None:
-    """Remove jobs that are over from this machine's queue, with what they printed and the code that came with them.
+    """Remove ended jobs from the local queue.
 
-    Their runs stay. A run with modules from code that travelled needs that code for `generate` and `evaluate`.
+    Removes their logs and snapshots. Run directories are kept. `generate` and `evaluate` need the snapshot of a run
+    whose modules came from it.
     """
     from phalanx.cli.submitting import seconds_of
     from phalanx.jobs.engines.local import Local
 
     if bool(jobs) == (older is not None):
-        raise UsageError("say which jobs to forget: their ids, or --older TIME")
+        raise UsageError("nothing to prune: give job IDs, or --older-than TIME")
     engine = Local()
     if older is not None:
         found = engine.over_for(seconds_of(older) or 0.0)
@@ -253,7 +295,7 @@ def forget(
         found = [ident for job in jobs or () for ident in _meant(engine, job)]
     for ident in found:
         engine.forget(ident)
-    print(f"{len(found)} {'job' if len(found) == 1 else 'jobs'} forgotten")
+    print(f"removed {len(found)} {'job' if len(found) == 1 else 'jobs'}")
 
 
 def _meant(engine: "Engine", word: str) -> list[str]:

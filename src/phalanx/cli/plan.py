@@ -17,32 +17,41 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they become part of what is written.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Overrides; they are written into the planned recipe."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="`dgx-h100:128` (nodes), `h100:64` (devices), or a cluster file."),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Cluster: `dgx-h100:128` (nodes), `h100:64` (devices), or a file.",
+            show_default="this machine",
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=10**8, metavar="N", help="Devices of the cluster.", show_default="all")
+        int | None,
+        typer.Option(
+            "--num-gpus", min=1, max=10**8, metavar="N", help="Devices to plan for, of all nodes.", show_default="all"
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Choices that are shown.")] = 5,
+    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of candidates to show.")] = 5,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The recipe with the choice.", show_default="NAME.planned.yaml beside it"),
+        typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml"),
     ] = None,
-    in_place: Annotated[bool, typer.Option("--in-place", help="Write the choice into RECIPE itself.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Show where a step's time and memory go.")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Write the choice into RECIPE.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Break down step time and memory.")] = False,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the step's time line as a Chrome trace.")
+        Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step as a Chrome trace.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Foretell a run: memory, time, energy and cost on a cluster, with the best layout of all that the recipe allows.
+    """Predict memory, step time, energy and cost of a run on a cluster, and choose its parallelism.
 
-    Without --cluster it is this machine, as `phalanx probe` measured it. Nothing is trained and no data are read.
+    Without --cluster it plans for this machine, as measured by `phalanx calibrate`. Nothing is trained, and no data are
+    read.
     """
     with uncollected():
         from phalanx.errors import UsageError

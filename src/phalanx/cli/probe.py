@@ -1,4 +1,4 @@
-"""`phalanx probe`: parse, measure, print a page, write the cluster file."""
+"""`phalanx calibrate`: parse, measure, print a page, write the cluster file."""
 
 import json
 import signal
@@ -13,34 +13,37 @@ import typer
 if TYPE_CHECKING:
     from phalanx.cluster import Cluster, Machine
 
-DEFAULT_OUT = "in the cache folder, by hardware and versions"
+DEFAULT_OUT = "a file in the cache directory, by hardware and versions"
 
 
 def probe(
-    quick: Annotated[bool, typer.Option("--quick", help="In under 20 s instead of 3 minutes: fewer sizes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The cluster file.", show_default=DEFAULT_OUT)
+        Path | None, typer.Option(metavar="FILE", help="Cluster file to write.", show_default=DEFAULT_OUT)
     ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(
+            "--nproc-per-node",
             min=1,
             max=100_000,
             metavar="N",
-            help="Processes that measure together.",
-            show_default="one a GPU, else 2 of 2 cores",
+            help="Processes that measure concurrently.",
+            show_default="one per GPU, else 2 on 2 or more cores",
         ),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Whose disk is measured; up to 1 GB is written and removed.")
+        Path,
+        typer.Option("--dir", metavar="DIR", help="Directory whose disk is measured; writes up to 1 GB temporarily."),
     ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine, and write a cluster file.
+    """Measure this machine, and write a cluster file for `phalanx plan`.
 
-    Matrix products, what else a training step does, collectives, the disk; each beside its data sheet where one is
-    known. `phalanx plan --cluster FILE` predicts with it. Other work on the machine falsifies it. Ctrl-C ends it and
-    writes nothing.
+    Measures matrix multiplication, memory-bound operations, collectives and storage, and compares with data sheets. Run
+    on an idle machine. Ctrl-C stops and writes nothing.
     """
     from phalanx.cluster import save_cluster, this_machine
     from phalanx.cluster.discover import check_workers
@@ -52,7 +55,7 @@ def probe(
     if out is not None:
         check_output("--out", out, ["# A cluster for Phalanx"])
     if not folder.is_dir():
-        raise UsageError(f"--folder {folder}: no such folder")
+        raise UsageError(f"--dir {folder}: no such directory")
     machine = this_machine()
     if nproc is not None:
         check_workers(machine, nproc)

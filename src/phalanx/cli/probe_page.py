@@ -1,4 +1,4 @@
-"""The page that `phalanx probe` prints: a cluster's measurements beside the data sheet, with units. Pure."""
+"""The page that `phalanx calibrate` prints: a cluster's measurements beside the data sheet, with units. Pure."""
 
 from collections.abc import Iterable
 

@@ -7,17 +7,17 @@ import typer
 
 
 def profile(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides.")] = None,
     steps: Annotated[
-        int, typer.Option(min=1, max=1_000, metavar="N", help="Steps to trace, after three that do not count.")
+        int, typer.Option(min=1, max=1_000, metavar="N", help="Steps to trace, after 3 warm-up steps.")
     ] = 5,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The Chrome trace (chrome://tracing, Perfetto).")] = Path(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Chrome trace to write (for Perfetto).")] = Path(
         "trace.json"
     ),
-    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="How many operations to list.")] = 12,
+    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
-    """Trace a few training steps on one worker; nothing is saved but the trace."""
+    """Profile a few training steps on one worker; write only the trace."""
     from phalanx.api import check_start, starting
     from phalanx.cli.data import preparing
     from phalanx.jobs.nursery_process import NurseryProcess, answering
@@ -42,16 +42,16 @@ def profile(
 
 def _page(answer: dict[str, Any], top: int) -> str:
     seconds = answer["seconds"]
-    lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler itself slows them a little)", ""]
+    lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
     lines += _table("part of the step", answer["parts"], seconds)
     lines += ["", *_table("kind of operation", answer["kinds"], sum(answer["kinds"].values()))]
-    lines += ["", f"{'operation':<48} {'ms a step':>10} {'calls':>7}"]
+    lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]
     lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["operations"][:top]]
     return "\n".join(lines)
 
 
 def _table(title: str, values: dict[str, float], whole: float) -> list[str]:
-    rows = [f"{title:<48} {'ms a step':>10} {'share':>7}"]
+    rows = [f"{title:<48} {'ms/step':>10} {'share':>7}"]
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         rows.append(f"{name:<48} {value * 1e3:>10.3f} {value / whole if whole else 0:>7.1%}")
     return rows

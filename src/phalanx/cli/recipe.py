@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(add_completion=False, help="Check a recipe; its JSON Schema for editors.")
+app = typer.Typer(add_completion=False, help="Check a recipe; print the JSON Schema for editors.")
 
 
 @app.command()
 def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The reference page instead of JSON Schema.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page (Markdown) instead.")] = False,
 ) -> None:
-    """Print the JSON Schema of a recipe, from which editors complete and check."""
+    """Print the JSON Schema of recipes, for completion and checks in editors."""
     from phalanx import recipe
 
     print(recipe.markdown() if markdown else json.dumps(recipe.json_schema(), indent=2), end="" if markdown else "\n")
@@ -21,19 +21,24 @@ def schema(
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's file.")],
+    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optimizer.lr=3e-4.")
     ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10**6, metavar="N", help="Workers to check for.", show_default="as layout says, else 1"
+            "--world-size",
+            min=1,
+            max=10**6,
+            metavar="N",
+            help="World size to check for.",
+            show_default="as the recipe's parallelism requires, else 1",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole recipe as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole recipe as JSON.")] = False,
 ) -> None:
-    """Check a recipe without running it: its keys, its numbers against the workers, and its import paths."""
+    """Check a recipe without running it: keys, values, world size and import paths."""
     from phalanx import recipe as room
 
     loaded = room.load_recipe(path, overrides or [])
@@ -53,7 +58,7 @@ def check(
         each = " a worker" if batch.scale_with_workers else ""
         print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_size} samples{each}")
         if automatic:
-            print(f"auto, chosen when it starts: {', '.join(automatic)}")
+            print(f"auto, resolved at the start: {', '.join(automatic)}")
 
 
 def _import_paths(recipe: Any) -> list[tuple[str, str]]:

@@ -13,13 +13,13 @@ PAGE_MARKS = ('content="phalanx"', "<footer>Phalanx ")
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page with plots instead.")
+        Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page with plots.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a run did: loss, speed, where the time went, restarts, and what to try next."""
+    """Report loss, speed, where the time went, restarts and recommendations of a run."""
     from phalanx.observe.advice import advise
     from phalanx.observe.history import read_history
     from phalanx.observe.html import html_page
@@ -45,13 +45,13 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Two run directories or more.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Two or more run directories.")],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with the losses over each other instead.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with overlaid loss curves.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Put runs side by side: where their recipes differ, and what came of it."""
+    """Compare runs: differences of their recipes, loss and speed."""
     from phalanx.observe.compare import compare_html, compare_runs, compare_text
     from phalanx.run import Run
     from phalanx.run.directory import check_output

@@ -68,21 +68,23 @@ def recipe_job(
     if code is not None:
         there = os.path.relpath(path.absolute(), top)
         if there.startswith(".."):
-            raise UsageError(f"{path}: with --code, start from a folder that the script lies in; here is {top}")
+            raise UsageError(
+                f"{path}: with --snapshot, start from a directory that contains the script; {top} does not"
+            )
         travels = carried(code, top, there)
         environment[CODE_OF] = str(travels.of)
         if travels.commit is not None and not script:
             check_committed(travels, there, overrides)
     words = [sys.executable, "-P", "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
-    words += [] if nproc is None else ["--nproc", str(nproc)]
+    words += [] if nproc is None else ["--nproc-per-node", str(nproc)]
     words += ["--force"] if force else []
     more |= {} if usual is None else {"devices": usual}
     return _job(name or called, words, code=travels, run=where, environment=environment, **more)
 
 
 def carried(code: str, top: Path, needed: str | None = None) -> Code:
-    """What travels with a job: `folder` is all of `top` that is code, anything else names a git commit."""
-    return folder_code(top, needed=needed) if code == "folder" else commit_code(top, code, needed)
+    """What travels with a job: `workdir` is all of `top` that is code, anything else names a git revision."""
+    return folder_code(top, needed=needed) if code == "workdir" else commit_code(top, code, needed)
 
 
 def check_committed(code: Code, name: str, overrides: Sequence[str]) -> None:
@@ -154,7 +156,7 @@ def seconds_of(text: str | None) -> float | None:
             return 3600.0 * hours + 60 * minutes + seconds
         return float(number) * UNITS[unit]
     except (ValueError, KeyError, OverflowError):
-        raise UsageError(f"{text!r} is no time: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
+        raise UsageError(f"{text!r} is not a duration: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
 
 
 def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> int:
@@ -172,7 +174,8 @@ def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> i
             status = follow(engine, ident, happened, shown, out)
     except KeyboardInterrupt:
         print(
-            f"\nno longer followed; job {ident} goes on. `phalanx jobs stop {ident} --on {engine_name}` ends it",
+            f"\nno longer following job {ident}, which keeps running; to cancel it: "
+            f"phalanx jobs cancel {ident} --on {engine_name}",
             file=out,
         )
         return int(ExitCode.UNFINISHED)
@@ -201,7 +204,7 @@ def submit_all(engine: Engine, requests: Sequence[Request], out: TextIO) -> list
     jobs = [job for request in requests for job in request.members or (request.job,)]
     for ident, job in zip(idents, jobs, strict=True):
         print(f"job {ident} ({job.name}) submitted to {engine.name}, run {job.run}", file=out)
-    print(f"all together: phalanx jobs stop {jobs[0].array} --on {engine.name}", file=out)
+    print(f"cancel all: phalanx jobs cancel {jobs[0].array} --on {engine.name}", file=out)
     return idents
 
 
@@ -229,7 +232,7 @@ def follow(
             if unanswered * LOOK > SILENCE:
                 raise
             if unanswered == 1:
-                print(f"{error}; asking again for {SILENCE / 60:.0f} min", file=out)
+                print(f"{error}; retrying for {SILENCE / 60:.0f} min", file=out)
             sleep(LOOK)
             continue
         for event in happened.read():

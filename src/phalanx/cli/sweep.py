@@ -24,19 +24,19 @@ def recipes_and_overrides(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def variations(vary: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each combination of the values of `--vary KEY=VALUE,VALUE`, as overrides; one without any when nothing varies."""
+    """Each combination of the values of `--sweep KEY=VALUE,VALUE`, as overrides; an empty one without a sweep."""
     each = []
     for given in vary:
         key, equals, values = given.partition("=")
         listed = [value.strip() for value in values.split(",")]
         if not key or not equals or not all(listed):
-            raise UsageError(f"--vary {given}: expected KEY=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-4")
+            raise UsageError(f"--sweep {given}: expected KEY=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-4")
         if len(set(listed)) < len(listed):
-            raise UsageError(f"--vary {given}: a value stands in it twice")
+            raise UsageError(f"--sweep {given}: duplicate value")
         each.append([f"{key}={value}" for value in listed])
     keys = [given.partition("=")[0] for given in vary]
     if len(set(keys)) < len(keys):
-        raise UsageError(f"--vary {max(keys, key=keys.count)} is given twice; put its values behind one")
+        raise UsageError(f"--sweep {max(keys, key=keys.count)} is given twice; list all values of a key in one --sweep")
     return list(itertools.product(*each))
 
 

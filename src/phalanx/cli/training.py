@@ -117,7 +117,7 @@ def workers_of(loaded: Loaded, nproc: int | None, nodes: int) -> int | None:
     total = each * nodes if nproc is not None else workers_for(loaded.recipe, each * nodes)
     if total % nodes:
         raise UsageError(
-            f"{total} workers, as the recipe's layout says, cannot be shared evenly by {nodes} nodes: change either"
+            f"{total} workers, as the recipe's parallelism requires, cannot be divided among {nodes} nodes"
         )
     return total
 
@@ -168,38 +168,37 @@ def train_own_loop(
 def introduction(ready: Ready) -> str:
     """What will be trained and what was chosen for it, in a few lines."""
     plan, cluster, recipe = ready.plan, ready.cluster, ready.recipe
-    rates = cluster.get("matmul_tflops") or {}
+    rates = cluster.get("measured_matmul_tflops") or {}
     measured = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
     workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
     lines = [
         f"run      {ready.run.path}",
-        f"model    {recipe.model.build}, {plan.get('parameters', 0) / 1e6:.2f} M parameters",
-        f"machine  {cluster.get('name')}, {cluster.get('cores')} cores; matmul TFLOP/s measured: {measured}",
-        f"workers  {workers}, each {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
+        f"model    {recipe.model.build}, {plan.get('trainable_parameters', 0) / 1e6:.2f} M parameters",
+        f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
+        f"measured matmul TFLOP/s: {measured}",
+        f"workers  {workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
     ]
-    for choice in plan.get("chosen", []):
+    for choice in plan.get("auto_choices", []):
         if choice["why"] != "given" and choice["key"] != "num_threads":
             value = choice["value"]
             shown = str(value).lower() if isinstance(value, bool) else value
-            lines.append(f"chosen   {choice['key']} = {shown}: {choice['why']}")
-    if predicted := plan.get("predicted_step_seconds"):
-        lines.append(
-            f"predicted {predicted:.3g} s a step, {duration(predicted * recipe.steps)} for {recipe.steps} steps"
-        )
+            lines.append(f"auto     {choice['key']} = {shown}: {choice['why']}")
+    if predicted := plan.get("predicted_step_s"):
+        lines.append(f"predicted {predicted:.3g} s/step, {duration(predicted * recipe.steps)} for {recipe.steps} steps")
     return "\n".join(lines)
 
 
 def conclusion(run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """How it ended, and what to type next."""
     result = run.read_lossy(run.result)
-    workers = [] if nproc is None else ["--nproc", str(nproc)]
+    workers = [] if nproc is None else ["--nproc-per-node", str(nproc)]
     again = f"phalanx train {word_of(path)} {shlex.join([*overrides, '--run', str(run.path), *workers])}"
     if code is ExitCode.DONE:
         return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"
     if code is ExitCode.UNFINISHED:
         # Only a state that was saved has a digest: a second Ctrl-C or a full disk leaves the checkpoint before.
         saved = f"saved at step {result.get('steps')}" if result.get("digest") else "the last steps were not saved"
-        return f"{saved}; go on with: {again}"
+        return f"{saved}; resume with: {again}"
     return f"details  {run.logs}"
 
 
@@ -255,7 +254,7 @@ def train_outside(path: Path, overrides: Sequence[str], run_path: Path | None, f
         stack.callback(display.close)
         code = take_part(payload, replace(place, attempt=ready.first_attempt), display.show)
     if code is ExitCode.UNFINISHED:
-        print("not finished; start it again in the same way to go on", file=out)
+        print("not finished; resume with the same command", file=out)
     else:
         print(printable(conclusion(run, code, path, overrides, None)), file=out)
     return end_at_once(int(code))

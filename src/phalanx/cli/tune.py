@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def tune(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they become part of the tuned recipe.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they are written into the tuned recipe.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The tuned recipe.", show_default="NAME.tuned.yaml beside the recipe"),
+        typer.Option(metavar="FILE", help="Tuned recipe to write.", show_default="NAME.tuned.yaml"),
     ] = None,
     seconds: Annotated[
         float,
@@ -31,22 +31,29 @@ def tune(
             max=86_400,
             callback=number,
             metavar="S",
-            help="Seconds of measuring for each candidate, beside its start.",
+            help="Measuring time for each trial, in seconds.",
         ),
     ] = 5.0,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, metavar="N", help="Worker processes.", show_default="tried, on a CPU"),
+        typer.Option(
+            "--nproc-per-node",
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Workers.",
+            show_default="chosen by trials on a CPU",
+        ),
     ] = None,
     allow_precision: Annotated[
-        bool, typer.Option("--allow-precision", help="Try other precisions than the one that the recipe gives.")
+        bool, typer.Option("--allow-precision", help="Also try precisions other than the recipe's.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON at the end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON.")] = False,
 ) -> None:
-    """Try what could make a recipe faster on this machine, in the order of predicted gain, and keep what does.
+    """Measure what makes a recipe faster on this machine, and write the tuned recipe.
 
-    Batch size, learning rate, data and model stay as they are; precision, too, unless the recipe says `auto` or
-    --allow-precision is given. Ctrl-C ends it and writes nothing.
+    Runs trials in order of predicted speedup and keeps what is faster. Never changes the batch size, learning rate,
+    data or model, nor the precision unless it is `auto` or --allow-precision is given. Ctrl-C stops and writes nothing.
     """
     from datetime import date
 
@@ -59,7 +66,7 @@ def tune(
 
     out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
     if out.absolute() == recipe.absolute():
-        raise UsageError(f"--out {out}: is the recipe itself; the tuned one needs a file of its own")
+        raise UsageError(f"--out {out}: this is the recipe; write the tuned recipe to another file")
     check_output("--out", out, ["# Tuned by `phalanx tune`"])
     loaded = load_recipe(recipe, overrides or [])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
@@ -87,13 +94,15 @@ class Screen:
             return
         recipe = ready.recipe
         workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
-        print(f"{ready.cluster.get('name')}, {ready.cluster.get('cores')} cores; {recipe.name} by itself:")
+        print(
+            f"{ready.cluster.get('device_name')}, {ready.cluster.get('physical_cores')} cores; {recipe.name} by itself:"
+        )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
             f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.num_threads} "
             f"{'thread' if recipe.num_threads == 1 else 'threads'}: {duration(seconds)} a step\n"
         )
-        print(f"{'tried':<26} {'predicted':>9}  {'measured (quartiles)':<23} {'a step':>9}  result", flush=True)
+        print(f"{'TRIAL':<26} {'PREDICTED':>9}  {'MEASURED (QUARTILES)':<23} {'STEP TIME':>9}  RESULT", flush=True)
 
     def trying(self, label: str) -> None:
         if sys.stderr.isatty() and not self._quiet:
@@ -126,12 +135,12 @@ def _conclusion(tuned: "Tuned", recipe: Path, out: Path) -> list[str]:
 
     lines = ["", *(f"not tried  {note}" for note in tuned.untried), ""]
     if tuned.total is None:
-        lines.append(f"nothing is faster than what `phalanx train {word_of(recipe)}` does by itself")
+        lines.append(f"no trial is faster than `phalanx train {word_of(recipe)}`")
     else:
         lines.append(
             f"{duration(tuned.total.before)} -> {duration(tuned.total.after)} a step: {gain(tuned.total)} as fast"
         )
-    workers = [] if tuned.workers == 1 else ["--nproc", str(tuned.workers)]
+    workers = [] if tuned.workers == 1 else ["--nproc-per-node", str(tuned.workers)]
     return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *workers])}"]
 
 

@@ -198,7 +198,7 @@ class Overlap(Part):
 
 
 class Measured(Part):
-    """What `phalanx probe` found, and under what: figures hold for that hardware, driver and those libraries only."""
+    """What `phalanx calibrate` measured, and where: valid for that hardware, driver and those libraries only."""
 
     when: str
     key: dict[str, str]

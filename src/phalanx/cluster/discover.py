@@ -303,7 +303,7 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
     if not machine.gpus and each > most:
         raise UsageError(
             f"{each:,} workers on a node with {_cores(machine)}: expected at most {most:,}; "
-            f"use --nproc {machine.cores}, or a layout of fewer workers"
+            f"use --nproc-per-node {machine.cores}, or a layout of fewer workers"
         )
 
 
@@ -325,5 +325,5 @@ def too_few_gpus(workers: int, gpus: int) -> str:
     """What is wrong with more workers on a node than GPUs, and what to do."""
     return (
         f"{workers} workers on a node with {gpus} {'GPU' if gpus == 1 else 'GPUs'}: each worker takes one; "
-        f"use --nproc {gpus}, or device=cpu to train on the CPU"
+        f"use --nproc-per-node {gpus}, or device=cpu to train on the CPU"
     )

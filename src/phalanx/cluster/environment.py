@@ -18,13 +18,13 @@ HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
 def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What environment.json holds, for a run started by `argv` with a recipe in `folder`."""
     return {
-        "argv": [masked(word) for word in argv],
+        "command": [masked(word) for word in argv],
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "numpy", "phalanx")},
         "git": git_state(folder),
-        "variables": relevant(environ),
+        "environment_variables": relevant(environ),
     }
 
 
@@ -54,7 +54,7 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
         return None
     lines = status.splitlines()
     untracked = sum(line.startswith("??") for line in lines)
-    return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked": untracked}
+    return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked_files": untracked}
 
 
 def unhooked(git: str, folder: Path) -> list[str]:

@@ -315,7 +315,7 @@ def _lost(status: int) -> Exception:
     """Why a worker that prepares data ended without a word."""
     if status >= 0:
         return RuntimeError(f"a worker that prepares data ended with status {status}")
-    killed = " (if nobody did that, the machine ran out of memory)" if -status == signal.SIGKILL else ""
+    killed = " (possibly out of memory)" if -status == signal.SIGKILL else ""
     error = PhalanxError(
         f"a process that prepares data was killed by signal {-status}{killed}; start again with the same "
         "command, which goes on from here"

@@ -219,7 +219,7 @@ class Agent:
                 return self.without(first_to_fall(attempt.codes, attempt.early)[0], attempt, text)
             if barren >= self.attempts:
                 return Outcome(ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {barren} attempts")
-            self._warn("starting again from the last good checkpoint")
+            self._warn("restarting from the last good checkpoint")
             met = attempt.number - (self.replicas is not None and self.replicas.apart)
             number = max(number, met) + 1
 
@@ -241,7 +241,7 @@ class Agent:
         do: a run that needs little is not stopped by a rule of thumb."""
         for finding in self.preflight():
             if finding.verdict.unfit:
-                if finding.check.startswith("devices"):
+                if finding.check.startswith("gpus"):
                     return finding.reason
                 self._warn(f"{finding.check}: {finding.reason}")
         return None
@@ -572,7 +572,7 @@ class Agent:
             if not self.stopping:
                 self.stopping = True
                 self.signal(signal.SIGTERM)
-                self._warn("stopping: saving a checkpoint first; once more stops at once")
+                self._warn("saving a checkpoint, then stopping; a second signal stops immediately")
             elif self._urged > 1:
                 self.hurried = True
                 self.signal(signal.SIGKILL)

@@ -45,7 +45,7 @@ def submit_array(engine: Engine, requests: Sequence[Request]) -> list[str]:
             raise
         done = f"the {len(sent)} before it were cancelled" if len(sent) > 1 else "the one before it was cancelled"
         if left:
-            done = f"of those before it, {', '.join(left)} could not be cancelled: `phalanx jobs stop` ends them"
+            done = f"of those before it, {', '.join(left)} could not be cancelled: `phalanx jobs cancel` ends them"
         raise UsageError(f"member {len(sent)} could not be submitted: {error}; {done}") from error
     return sent
 

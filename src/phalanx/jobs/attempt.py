@@ -175,9 +175,9 @@ def how_ended(code: int) -> str:
     if code == GPU:
         how = "ended because its GPU failed"
     if code == -signal.SIGBUS:
-        how += " (if nobody did that, a file that is mapped into memory could not be read)"
+        how += " (possibly a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
-        how += " (if nobody did that, the machine ran out of memory: try a smaller batch.micro_size)"
+        how += " (possibly out of memory: try a smaller batch.micro_size)"
     return how
 
 

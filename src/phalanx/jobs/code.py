@@ -114,12 +114,12 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
     """A snapshot of the whole tree of a git commit; the job starts where `folder` is in it. UsageError for a commit
     that is not known, and for the one that is checked out when there are changes which it does not have."""
     if commit.startswith("-"):
-        raise UsageError(f"--code {commit}: expected `folder`, or a commit such as HEAD, a tag or a hash")
-    top = Path(_git(folder, f"--code {commit}: {folder}", "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+        raise UsageError(f"--snapshot {commit}: expected `workdir`, or a revision such as HEAD, a tag or a hash")
+    top = Path(_git(folder, f"--snapshot {commit}: {folder}", "rev-parse", "--show-toplevel").decode().rstrip("\n"))
     found = _asked(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
     if found.returncode:
         raise UsageError(
-            f"--code {commit}: the repository {top} knows no such commit; expected `folder`, or one such as HEAD"
+            f"--snapshot {commit}: the repository {top} has no such commit; expected `workdir`, or one such as HEAD"
         )
     full = found.stdout.decode().strip()
     start = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(top))).as_posix()
@@ -129,12 +129,12 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
         if names := [entry[3:] for entry in changed.split("\0") if entry[2:3] == " "]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UsageError(
-                f"--code {commit}: {names[0]}{more} changed since that commit, and the changes would not travel; "
-                "commit them, or say --code folder"
+                f"--snapshot {commit}: {names[0]}{more} changed since that commit, and the snapshot would lack this; "
+                "commit them, or use --snapshot workdir"
             )
     if sum((sizes := _sizes_in(top, full)).values()) > MUCH:  # below that, attributes may keep some of it out
         _check_size(f"commit {full[:12]} of {top}", sizes)
-    archive = _git(top, f"--code {commit}", "archive", "--format=tar", full)
+    archive = _git(top, f"--snapshot {commit}", "archive", "--format=tar", full)
     entries, left_out = [], []
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         members = [member for member in tar if member.isfile() or member.issym()]
@@ -156,7 +156,9 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
             entries.append(Entry(member.name, body.read(), bool(member.mode & stat.S_IXUSR)))
     wanted = None if needed is None else (PurePosixPath(start) / needed).as_posix()
     if wanted is not None and wanted not in {entry.name for entry in entries}:
-        raise UsageError(f"{folder / str(needed)}: commit {commit} has no such file; commit it, or say --code folder")
+        raise UsageError(
+            f"{folder / str(needed)}: commit {commit} has no such file; commit it, or use --snapshot workdir"
+        )
     if start != "." and not any(entry.name.startswith(f"{start}/") for entry in entries):
         raise UsageError(f"{folder}: commit {commit} has no such folder")
     return _code(entries, top, start, left_out, full)
@@ -164,7 +166,7 @@ def commit_code(folder: Path, commit: str, needed: str | None = None) -> Code:
 
 def _sizes_in(top: Path, commit: str) -> dict[str, int]:
     """Bytes of a commit's files. Git packs what repeats itself to a thousandth, and an archive comes into memory."""
-    listed = _git(top, f"--code {commit}", "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
+    listed = _git(top, f"--snapshot {commit}", "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
     found = (entry.partition("\t") for entry in os.fsdecode(listed).split("\0") if entry)
     sizes = {name: described.split()[-1] for described, _, name in found}
     return {name: int(size) for name, size in sizes.items() if size.isdecimal()}  # of a submodule none is known

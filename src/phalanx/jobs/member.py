@@ -232,8 +232,8 @@ class Member:
         first, count = start.first_rank, start.local_world_size
         if self.nproc not in (None, count):
             raise UsageError(
-                f"--nproc {self.nproc}: node 0 has {count} workers started on each node; give the same --nproc on all "
-                "nodes"
+                f"--nproc-per-node {self.nproc}: node 0 starts {count} workers on each node; give the same "
+                "--nproc-per-node on all nodes"
             )
         payload = start.command.payload
         self._run = Run(Path(payload["run"])) if "run" in payload else None

@@ -6,7 +6,7 @@ while no thread runs, so this process starts none: not OpenMP's (no tensor is ev
 
 It obeys the messages `ToForkServer` of `run/messages.py`, and answers with those of `FromForkServer`. Workers write
 their events and the messages `FromWorker` to a second socket, which they inherit and whose number stands in
-PHALANX_EVENTS; they give signs of life in memory that the agent made (`run/pulse.py`).
+PHALANX_EVENTS_FD; they give signs of life in memory that the agent made (`run/pulse.py`).
 """
 
 import contextlib
@@ -165,11 +165,11 @@ class Nursery:
                 STORE_VARIABLE: "" if message.store_address is not None else f"/proc/self/fd/{self.meeting}",
                 KEY_VARIABLE: message.store_key or "",
                 "PHALANX_ATTEMPT": str(message.attempt),
-                "PHALANX_MEETING": str(self.starts if message.rendezvous_id is None else message.rendezvous_id),
-                "PHALANX_EVENTS": str(self.events.fileno()),
+                "PHALANX_RENDEZVOUS_ID": str(self.starts if message.rendezvous_id is None else message.rendezvous_id),
+                "PHALANX_EVENTS_FD": str(self.events.fileno()),
                 pulse.VARIABLE: str(self.pulse),
-                "PHALANX_ORDERS": orders,
-                "PHALANX_COMES_LATER": "1" if later else "",
+                "PHALANX_CONTROL_FD": orders,
+                "PHALANX_STANDBY": "1" if later else "",
             }
             log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
             function, arguments = message.command.function, message.command.payload

@@ -273,7 +273,7 @@ class NurseryProcess:
         except subprocess.TimeoutExpired:
             code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
         if code < 0:
-            killed = " (if nobody did that, the machine ran out of memory)" if -code == signal.SIGKILL else ""
+            killed = " (possibly out of memory)" if -code == signal.SIGKILL else ""
             return NurseryLost(f"{WHO} was killed by {signal_name(-code)}{killed}; start again")
         error = NurseryLost(f"{WHO} died with exit code {code}; its message stands above")
         if not self._ready:  # it would die in the same way again

@@ -19,7 +19,7 @@ PROGRESS = 600.0
 """Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
 DEATHS = 3
 """How often in a row, without progress, a job may be killed before it counts as failed."""
-DIGEST = "PHALANX_CODE_SHA256"
+DIGEST = "PHALANX_SNAPSHOT_SHA256"
 """Variable that tells a job the hash of its code; it is kept in the run's environment.json."""
 
 
@@ -29,7 +29,7 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
-    UNFINISHED = "unfinished"  # it stopped before its end, and nobody will start it again by himself
+    UNFINISHED = "interrupted"  # it stopped before its end, and is not restarted automatically
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -69,7 +69,7 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
     """What only the engine understands, such as a partition."""
     code: Code | None = None
-    """What travels with it. Each start is then in a copy of that, which PHALANX_CODE names, and not in `folder`."""
+    """What travels with it. Each start is then in a copy of that (PHALANX_SNAPSHOT_DIR), and not in `folder`."""
     run: Path | None = None
     """The directory of the run that it trains, if it does."""
     array: str | None = None

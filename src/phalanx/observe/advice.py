@@ -60,7 +60,7 @@ def data_wait(summary: Summary, history: History) -> Advice | None:
     if share < 0.05:
         return None
     return Advice(
-        "data wait",
+        "data-wait",
         f"data wait is {units.percent(share)} of the step",
         "give the reader a core of its own (one thread less for training), or prepare the data once with `phalanx data"
         " prepare`, onto a fast local disk, and name that directory",
@@ -75,10 +75,10 @@ def exchange(summary: Summary, history: History) -> Advice | None:
     if share < 0.10 or summary.what.world == 1:
         return None
     batch = summary.what.global_batch
-    larger = f" (it is {batch}; twice that halves the exchanges a sample)" if batch else ""
+    larger = f" (it is {batch}; twice that halves the synchronizations per sample)" if batch else ""
     return Advice(
-        "exchange",
-        f"exchange is {units.percent(share)} of the step on {summary.what.world} workers",
+        "grad-sync",
+        f"gradient synchronization is {units.percent(share)} of the step on {summary.what.world} workers",
         f"raise the global batch{larger} and its learning rate with care, or use fewer workers with more threads each",
         "batch.global_size",
         gain=share,
@@ -93,8 +93,8 @@ def checkpoint_stalls(summary: Summary, history: History) -> Advice | None:
         return None
     rarer = f" every {_round_up(every * share / 0.01)} steps instead of every {every}" if every else " more rarely"
     return Advice(
-        "checkpoint stalls",
-        f"training stood still for checkpoints {units.percent(share)} of the time"
+        "checkpoint-stalls",
+        f"checkpoint stalls took {units.percent(share)} of the time"
         f" ({units.duration(saves.stall)} over {units.times(saves.count, 'save')})",
         f"save{rarer}, which brings it to 1%, or put the run onto a faster disk",
         "checkpoint.every",
@@ -115,7 +115,7 @@ def optimizer_share(summary: Summary, history: History) -> Advice | None:
         return None
     batch = summary.what.global_batch
     return Advice(
-        "optimizer share",
+        "optimizer-share",
         f"the optimizer is {units.percent(share)} of the step",
         f"its cost does not grow with the batch, so raise the global batch{f' from {batch}' if batch else ''}"
         " (more samples for each update) and train fewer steps",
@@ -142,9 +142,8 @@ def low_mfu(summary: Summary, history: History) -> Advice | None:
     else:
         why, key = "see which operations take the time with `phalanx profile`, and try compile=true", "compile"
     return Advice(
-        "low MFU",
-        f"forward and backward reach {units.percent(within)} of the machine's measured matmul rate"
-        f" (MFU {units.percent(mfu)})",
+        "low-mfu",
+        f"forward and backward reach {units.percent(within)} of the machine's measured peak (MFU {units.percent(mfu)})",
         why,
         key,
         gain=computing * (1 - within / 0.4),
@@ -163,7 +162,7 @@ def slow_precision(summary: Summary, history: History) -> Advice | None:
     if factor < 1.5:
         return None
     return Advice(
-        "precision",
+        "slow-precision",
         f"{best} would be {factor:.1f}x in matmul on this machine but {used} was used",
         f"try precision={best}, and compare the losses of both",
         "precision",
@@ -180,10 +179,10 @@ def idle_cores(summary: Summary, history: History) -> Advice | None:
     if used >= what.cores * 0.5:
         return None
     return Advice(
-        "idle cores",
+        "idle-cores",
         f"{used:.0f} of the machine's {what.cores} cores were used ({units.times(what.world, 'worker')} of "
         f"{units.times(what.threads, 'thread')})",
-        "give each worker more threads, or start more workers with --nproc",
+        "give each worker more threads, or start more workers with --nproc-per-node",
         "num_threads",
         gain=1 - used / what.cores,
     )
@@ -198,7 +197,7 @@ def slower_than_predicted(summary: Summary, history: History) -> Advice | None:
     if factor < 1.3:
         return None
     return Advice(
-        "slower than predicted",
+        "slower-than-predicted",
         f"a step took {units.duration(speed.step_median)}, {factor:.1f}x the predicted"
         f" {units.duration(speed.step_predicted)}",
         "see whether something else used this machine; `phalanx profile` shows which part of the step is slow",
@@ -216,7 +215,7 @@ def uneven_steps(summary: Summary, history: History) -> Advice | None:
     if speed.step_slow < 1.5 * speed.step_median or lost < 0.05:
         return None
     return Advice(
-        "uneven steps",
+        "uneven-steps",
         f"one step in twenty takes more than {units.duration(speed.step_slow)}, while half of them take less than"
         f" {units.duration(speed.step_median)}",
         "something disturbs the run from time to time: another program, a slow disk, or heat",
@@ -232,7 +231,7 @@ def evaluation_share(summary: Summary, history: History) -> Advice | None:
         return None
     every = summary.what.evaluate_every
     return Advice(
-        "evaluation",
+        "evaluation-share",
         f"evaluating took {units.percent(evaluating / wall)} of the time",
         f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples "
         f"(evaluation.max_samples)",
@@ -250,13 +249,13 @@ def restart_cost(summary: Summary, history: History) -> Advice | None:
     every = summary.what.checkpoint_every
     often = f"save more often than every {every} steps" if every else "save checkpoints (checkpoint.every)"
     if durations.redone < durations.down:
-        advice = "most of it is waiting for the next start, see logs/ for what held it up"
+        advice = "most of it is waiting for the next start: see logs/ for the cause"
     else:
-        advice = f"{often}, so that less has to be done again"
+        advice = f"{often}, so that less progress is wasted"
     return Advice(
-        "restarts",
+        "restart-cost",
         f"restarts and rollbacks cost {units.percent(share)} of the time"
-        f" ({units.times(summary.redone_steps, 'step')} done again, {units.duration(durations.down)} down)",
+        f" ({units.times(summary.redone_steps, 'step')} wasted, {units.duration(durations.down)} unavailable)",
         advice,
         "checkpoint.every",
         gain=share,
@@ -273,7 +272,7 @@ def guards_fired(summary: Summary, history: History) -> Advice | None:
     back = f", {units.times(summary.rollbacks, 'rollback')}" if summary.rollbacks else ""
     wider = "; or precision=bf16, whose range is that of fp32" if summary.what.precision == "fp16" else ""
     return Advice(
-        "guards",
+        "nonfinite-steps",
         f"{units.times(fired, 'step')} had a loss or gradient that was not finite, {first}{back}",
         f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower "
         f"(optimizer.max_grad_norm){wider}",
@@ -294,7 +293,7 @@ def bad_checkpoints(summary: Summary, history: History) -> Advice | None:
     first = (*saves.failed, *saves.rejected)[0]
     lower = " (lower checkpoint.keep to need less space)" if saves.failed else ""
     return Advice(
-        "checkpoints",
+        "failed-checkpoints",
         f"{' and '.join(filter(None, found))} ({first})",
         f"see to the disk before you trust it with a longer run{lower}",
         "checkpoint.keep" if saves.failed else None,
@@ -314,9 +313,9 @@ def still_falling(summary: Summary, history: History) -> Advice | None:
     if fall < 3 * noise or fall < 0.01 * abs(float(before.mean())):
         return None
     return Advice(
-        "still falling",
+        "train-longer",
         f"the loss was still falling at the end, by {units.significant(fall, 2)} over the last {tenth} steps",
-        f"train longer, for instance steps={2 * summary.last_step}; this run goes on from its last checkpoint",
+        f"train longer, for instance steps={2 * summary.last_step}; this run resumes from its last checkpoint",
         "steps",
     )
 
@@ -337,7 +336,7 @@ def overfitting(summary: Summary, history: History) -> Advice | None:
         return None
     return Advice(
         "overfitting",
-        f"held-out loss rises while training loss falls since step {best_step}"
+        f"validation loss rises while training loss falls since step {best_step}"
         f" ({units.loss(best)} to {units.loss(later[-1])}): overfitting",
         "use the best checkpoint, and next time more data, fewer steps, or more weight decay (optimizer.weight_decay)",
         "steps",

@@ -85,13 +85,13 @@ def _loss(summary: Summary, history: History, span: tuple[float, float], lives: 
     keys = [("training, running mean over single steps" if len(lines) > 1 else "training", stroke("train"))]
     if history.evals:
         at = np.array([float(event.step) for event in history.evals])
-        lines.append(Line("held-out", at, np.array([number(event.loss) for event in history.evals]), "held", True))
-        keys.append(("held-out", stroke("held")))
+        lines.append(Line("validation", at, np.array([number(event.loss) for event in history.evals]), "held", True))
+        keys.append(("validation", stroke("held")))
     log = wants_log(steps.loss)
     marks = [*lives, *_guards(history), *_not_finite(history), *_checkpoints(history)]
     best, step = summary.loss.held_out_best, summary.loss.held_out_best_step
     if best is not None and step is not None:
-        marks.append(Mark("best", step, f"best held-out loss {units.loss(best)} at step {step}", y=best))
+        marks.append(Mark("best", step, f"best validation loss {units.loss(best)} at step {step}", y=best))
     signs = {mark.kind for mark in marks}
     keys += [(label, sign) for kind, label, sign in _SIGNS if kind in signs]
     plot = line_plot("Loss", lines, marks, span=span, width=WIDE[0], height=WIDE[1], log=log)

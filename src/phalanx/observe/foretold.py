@@ -1,7 +1,7 @@
 """What was foretold of a step beside what happened, part by part, and where the largest difference lies.
 
-plan.json has seconds of computing (forward and backward), exchange and optimizer: `foretold_parts` from what `phalanx
-probe` measured, else `predicted_parts` from trials before the run. The rest of a step is not foretold.
+plan.json has seconds of computing, exchange and optimizer: `calibrated_breakdown_s` from what `phalanx
+probe` measured, else `predicted_breakdown_s` from trials before the run. The rest of a step is not foretold.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ WARM_UP = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASONS = {
     "computing": "this machine computed {word} than when it was measured: something else ran here, or then",
-    "exchange": "workers waited for each other's gradients {more} than foretold",
+    "exchange": "workers waited for each other's gradients {more} than predicted",
     "optimizer": "the update found its state in slower memory than when it was measured",
-    "the rest": "data, checkpoints or bookkeeping are not foretold: the table of the step's parts tells which",
+    "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",
 }
 
 
@@ -41,7 +41,7 @@ class Difference:
 
 def largest_difference(steps: Steps, plan: Mapping[str, Any] | None) -> Difference | None:
     """Where a step took longer or shorter than foretold, by the most; None without a forecast or steps."""
-    foretold = (plan or {}).get("foretold_parts") or (plan or {}).get("predicted_parts")
+    foretold = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
     if not isinstance(foretold, dict) or not len(steps):
         return None
     measured = measured_parts(steps)

@@ -143,11 +143,11 @@ class History:
 
     @property
     def status(self) -> str:
-        """`done`, `interrupted` or `failed` as the last attempt wrote it; `unfinished` (it runs, or it was killed) or
+        """`done`, `interrupted` or `failed` as the last attempt wrote it; `incomplete` (it runs, or it was killed) or
         `not started` otherwise."""
         if not self.attempts:
             return "not started"
-        return self.attempts[-1].ended or "unfinished"
+        return self.attempts[-1].ended or "incomplete"
 
 
 @dataclass

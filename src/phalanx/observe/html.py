@@ -46,7 +46,7 @@ def html_page(summary: Summary, history: History, advices: Sequence[Advice]) -> 
     status = re.sub(r"[^a-z]+", "-", summary.status)
     began = f" · started {units.moment(summary.began)}" if summary.began else ""
     figures = run_figures(summary, history)
-    plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step was finished yet.</p>'
+    plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
     body = f"""
 <header><h1>{escape(what.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
 <p class="sub">{escape(verdict(summary).partition(": ")[2] or verdict(summary))}{escape(began)}</p>
@@ -100,14 +100,14 @@ def _tiles(summary: Summary) -> str:
     end = loss.end if loss.end is not None else loss.last
     first = f"training loss, from {units.loss(loss.first)}" if loss.first is not None else "training loss"
     tiles.append((units.loss(end) if end is not None else None, first))
-    best = f"best held-out loss, at step {loss.held_out_best_step}" if loss.held_out_best else "held-out loss"
+    best = f"best validation loss, at step {loss.held_out_best_step}" if loss.held_out_best else "validation loss"
     tiles.append((units.loss(loss.held_out_best) if loss.held_out_best is not None else None, best))
     step = f"a step takes {units.duration(speed.step_median)}" if speed.step_median else "speed"
     tiles.append((units.rate(speed.median, speed.unit) if speed.median else None, step))
     mfu = speed.mfu_measured if speed.mfu_measured is not None else speed.mfu_data_sheet
-    base = "measured matmul rate" if speed.mfu_measured is not None or mfu is None else "data sheet"
-    tiles.append((units.percent(mfu) if mfu is not None else None, f"of the {base} (MFU)"))
-    useful = f"wall time, {units.percent(spent.productive / spent.wall)} in steps that counted" if spent.wall else ""
+    base = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
+    tiles.append((units.percent(mfu) if mfu is not None else None, f"MFU ({base})"))
+    useful = f"wall time, {units.percent(spent.productive / spent.wall)} productive" if spent.wall else ""
     tiles.append((units.duration(spent.wall) if spent.wall else None, useful or "wall time"))
     shown = (
         f'<div class="tile"><b>{_figure_and_unit(value)}</b><span>{escape(label)}</span></div>'
@@ -130,17 +130,14 @@ def _split(summary: Summary) -> str:
         time = units.duration(split[part])
         bar.append(f'<span class="p-{part}" style="flex:{shares[part]:.5f}" title="{name} {share}"></span>')
         keys.append(f'<div><i class="p-{part}"></i>{name}<b>{share} <small>{time}</small></b></div>')
-    return (
-        "<h2>Where a step's time went</h2>"
-        f'<div class="bar">{"".join(bar)}</div><div class="split">{"".join(keys)}</div>'
-    )
+    return f'<h2>Step time</h2><div class="bar">{"".join(bar)}</div><div class="split">{"".join(keys)}</div>'
 
 
 def _advice(advices: Sequence[Advice], summary: Summary) -> str:
     if not summary.last_step:
         return ""
     if not advices:
-        return '<h2>What to try next</h2><p class="note">Nothing stands out: no rule found anything to complain of.</p>'
+        return '<h2>Recommendations</h2><p class="note">No issues found.</p>'
     items = []
     for advice in advices:
         gain = (
@@ -150,7 +147,7 @@ def _advice(advices: Sequence[Advice], summary: Summary) -> str:
         urgent = ' class="urgent"' if advice.urgent else ""
         finding, text = _prose(advice.finding), _prose(advice.advice)
         items.append(f"<li{urgent}>{gain}<strong>{finding}</strong><p>{text}.{key}</p></li>")
-    return f'<h2>What to try next</h2><ul class="advice">{"".join(items)}</ul>'
+    return f'<h2>Recommendations</h2><ul class="advice">{"".join(items)}</ul>'
 
 
 def _prose(text: str) -> str:
@@ -209,15 +206,15 @@ def _row(event: Event) -> tuple[str, str] | None:
     """An event's kind and text; None for one that has no row."""
     match event:
         case NonFiniteStep():
-            return "guard", f"{event.reason}: {event.action}"
+            return "non-finite", f"{event.reason}: {event.action}"
         case WorkerFailure():
-            return "fault", f"rank {event.rank}: {event.what}"
+            return "failure", f"rank {event.rank}: {event.what}"
         case CheckpointRejected():
             return "rejected", f"{event.path}/{event.file}: {event.reason}"
         case CheckpointFailed():
             return "save failed", event.reason
         case GradSyncSelected():
-            return "exchange", f"{event.selected}: {event.reason}"
+            return "gradient sync", f"{event.selected}: {event.reason}"
         case RunWarning():
             return "warning", event.text
         case _:

@@ -138,7 +138,7 @@ class Tally:
 
     @property
     def share(self) -> float | None:
-        """Of the measured matmul rate of all workers: MFU."""
+        """MFU relative to the measured peak of all workers."""
         facts, speed = self.facts, self.speed
         if not facts.flops_per_sample or not facts.worker_rate or speed is None:
             return None
@@ -309,12 +309,12 @@ class TerminalDisplay:
         )
         if tally.eval:
             best = ", best so far" if tally.eval.is_best else ""
-            first.append(f"held-out {units.loss(tally.eval.loss)} (step {tally.eval.step}{best})")
+            first.append(f"validation {units.loss(tally.eval.loss)} (step {tally.eval.step}{best})")
         third = []
         if tally.checkpoint:
             third.append(f"checkpoint at step {tally.checkpoint.step} ({units.size(tally.checkpoint.size_bytes)})")
         if tally.skipped or tally.rollbacks:
-            third.append(f"guards: {tally.skipped} skipped, {units.times(tally.rollbacks, 'rollback')}")
+            third.append(f"non-finite steps: {tally.skipped} skipped, {units.times(tally.rollbacks, 'rollback')}")
         lines = [first, _pace(tally) or [""], third or ["no checkpoint yet"]]
         rows = [Text("  " + "   ".join(line), no_wrap=True, overflow="ellipsis") for line in lines]
         rows[2].stylize("dim")
@@ -340,9 +340,9 @@ def _numbers(event: StepDone) -> list[str]:
 def _pace(tally: Tally) -> list[str]:
     if tally.speed is None:
         return []
-    found = [units.rate(tally.speed, tally.facts.unit), f"{units.duration(tally.step_seconds)} a step"]
+    found = [units.rate(tally.speed, tally.facts.unit), f"{units.duration(tally.step_seconds)}/step"]
     if tally.share is not None:
-        found.append(f"{units.percent(tally.share)} of matmul rate")
+        found.append(f"MFU {units.percent(tally.share)} (measured peak)")
     return found
 
 

@@ -81,7 +81,7 @@ def shares(split: Mapping[str, float] | None) -> dict[str, float] | None:
 def measured_rate(cluster: Mapping[str, Any] | None, precision: str, world: int) -> float | None:
     """FLOP/s in matmul of everything the run had: the measured rate of one worker, with its threads, times workers.
     Also where workers share one machine, since each was measured with the threads that it has."""
-    value = _tflops(cluster, "matmul_tflops", precision)
+    value = _tflops(cluster, "measured_matmul_tflops", precision)
     return None if value is None else value * 1e12 * world
 
 
@@ -90,7 +90,7 @@ def data_sheet_rate(cluster: Mapping[str, Any] | None, precision: str, world: in
     value = _tflops(cluster, "data_sheet_tflops", precision)
     if value is None or cluster is None:
         return None
-    devices = world if cluster.get("device") not in (None, "cpu") else int(cluster.get("count") or 1) * nodes
+    devices = world if cluster.get("device") not in (None, "cpu") else int(cluster.get("device_count") or 1) * nodes
     return value * 1e12 * devices
 
 

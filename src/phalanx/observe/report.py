@@ -13,9 +13,9 @@ from phalanx.observe.summary import Summary
 from phalanx.observe.what import What
 
 WIDTH = 100
-_LABEL = 14
+_LABEL = 21
 
-PART_NAMES = {"data": "data wait", "checkpoint": "checkpoint"}
+PART_NAMES = {"data": "data wait", "exchange": "gradient sync", "checkpoint": "checkpoint stall"}
 
 
 def text_page(summary: Summary, advices: Sequence[Advice]) -> str:
@@ -39,11 +39,11 @@ def verdict(summary: Summary) -> str:
     of = of or units.times(summary.last_step, "step")
     wall = f" in {units.duration(summary.durations.wall)}" if summary.durations.wall else ""
     if summary.status == "not known":
-        return f"how it ended is not known; {of} at least"
+        return f"unknown: {of} at least"
     if summary.status == "not started":
-        return "not started: it has no events yet"
-    if summary.status == "unfinished":
-        return f"unfinished: {of}{wall}; no end was written, so it still runs or was killed"
+        return "not started: no events yet"
+    if summary.status == "incomplete":
+        return f"incomplete: {of}{wall}; still running, or killed"
     return f"{summary.status}: {of}{wall}"
 
 
@@ -69,10 +69,10 @@ def what_facts(what: What) -> list[tuple[str, str]]:
         ("batch", batch),
         ("optimizer", what.optimizer),
         ("precision", what.precision),
-        ("layout", f"{what.layout}; {workers}"),
+        ("parallelism", f"{what.layout}; {workers}"),
         ("device", f"{what.device or units.UNKNOWN}{f', {what.device_name}' if what.device_name else ''}{cores}"),
     ]
-    facts += [("chosen", f"{key} = {value}{f': {why}' if why else ''}") for key, value, why in what.chosen]
+    facts += [("auto", f"{key} = {value}{f': {why}' if why else ''}") for key, value, why in what.chosen]
     if what.versions:
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in what.versions.items())))
     return facts
@@ -82,23 +82,23 @@ def loss_facts(summary: Summary) -> list[tuple[str, str]]:
     """Training loss first to last, held-out loss and metrics."""
     loss = summary.loss
     if loss.last is None and summary.last_step:
-        return [("training", "not known: the events of its steps are lost")]
+        return [("training", "unknown: the events of its steps are lost")]
     if loss.last is None:
-        return [("training", "no step was finished yet")]
+        return [("training", "no step finished yet")]
     training = f"{units.loss(loss.first)} -> {units.loss(loss.last)}"
     training += f" (mean of the last steps {units.loss(loss.end)})" if loss.end is not None else ""
     facts = [("training", training)]
     if loss.not_finite:
-        facts.append(("not finite", f"{loss.not_finite} of {units.times(summary.last_step, 'step')}"))
+        facts.append(("non-finite loss", f"{loss.not_finite} of {units.times(summary.last_step, 'step')}"))
     if loss.noise_scale is not None:
         facts.append(("noise scale", noise_in_words(loss.noise_scale, summary.what.global_batch)))
     if loss.held_out_last is None:
-        facts.append(("held-out", "never evaluated"))
+        facts.append(("validation", "not evaluated"))
         return facts
     held_out = f"{units.loss(loss.held_out_first)} -> {units.loss(loss.held_out_last)}"
     if loss.held_out_best is not None:
         held_out += f", best {units.loss(loss.held_out_best)} at step {loss.held_out_best_step}"
-    facts.append(("held-out", held_out))
+    facts.append(("validation", held_out))
     if loss.metrics:
         facts.append(("metrics", ", ".join(f"{name} {units.loss(value)}" for name, value in loss.metrics.items())))
     return facts
@@ -113,8 +113,8 @@ def noise_in_words(samples: float, batch: int | None) -> str:
         times = float(f"{samples / batch:.2g}")
         return f"{scale}; batch.global_size is {batch}: room to grow to about {_rounded(samples)} ({times:g} x)"
     if samples > batch / 2:
-        return f"{scale}; batch.global_size is {batch}: about as large as pays off"
-    return f"{scale}; batch.global_size is {batch}: a smaller one would need hardly more steps"
+        return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
+    return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
 
 
 def _rounded(samples: float) -> int:
@@ -134,11 +134,11 @@ def speed_facts(summary: Summary) -> list[tuple[str, str]]:
         step += f"; predicted {units.duration(speed.step_predicted)}, {_off(off)}"
     if speed.step_foretold and speed.step_median:
         off = speed.step_median / speed.step_foretold - 1
-        step += f"; foretold from the probe {units.duration(speed.step_foretold)}, {_off(off)}"
+        step += f"; predicted from the calibration {units.duration(speed.step_foretold)}, {_off(off)}"
     facts = [("speed", pace), ("step", step)]
     if (speed.step_predicted or speed.step_foretold) and (most := speed.differs_most) is not None:
-        parts = f"{units.duration(most.foretold)} foretold, {units.duration(most.measured)} measured"
-        facts.append(("differs most", f"{most.part}: {parts}; {most.why}"))
+        parts = f"{units.duration(most.foretold)} predicted, {units.duration(most.measured)} measured"
+        facts.append(("largest error", f"{most.part}: {parts}; {most.why}"))
     computed = f" ({units.flops(speed.flops)} of {{}})"
     measured, sheet = units.percent(speed.mfu_measured), units.percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:
@@ -146,11 +146,11 @@ def speed_facts(summary: Summary) -> list[tuple[str, str]]:
     if speed.mfu_data_sheet is not None:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
         sheet += computed.format(f"{units.flops(speed.data_sheet_rate)}{source}")
-    facts += [("MFU, measured", measured), ("MFU, by sheet", sheet)]
+    facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
     if (energy := summary.energy) is not None:
         drawn = f"{units.significant(energy.joules / 3.6e6)} kWh by {units.times(energy.devices, 'GPU')}"
         if energy.per_unit is not None:
-            drawn += f", {units.significant(energy.per_unit)} J a {speed.unit.removesuffix('s')}"
+            drawn += f", {units.significant(energy.per_unit)} J per {speed.unit.removesuffix('s')}"
         facts.append(("energy", drawn))
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
@@ -170,20 +170,20 @@ def duration_facts(summary: Summary) -> list[tuple[str, str]]:
         return []
     named = (
         ("training", spent.productive),
-        ("evaluating", spent.evaluating),
-        ("starting", spent.starting),
-        ("done again", spent.redone),
-        ("down", spent.down),
-        ("rest", spent.rest),
+        ("evaluation", spent.evaluating),
+        ("startup", spent.starting),
+        ("wasted", spent.redone),
+        ("unavailable", spent.down),
+        ("other", spent.rest),
     )
     total = units.duration(spent.wall)
-    total += f", {units.percent(spent.productive / spent.wall)} of it in steps that counted"
-    total += f"; paused for {units.duration(spent.paused)} besides" if spent.paused else ""
+    total += f", {units.percent(spent.productive / spent.wall)} productive"
+    total += f"; not counted: paused for {units.duration(spent.paused)}" if spent.paused else ""
     parts = [f"{name} {units.duration(seconds)}" for name, seconds in named if seconds > 0.0005 * spent.wall]
     if spent.compiling:
         within = f" (compiling {units.duration(spent.compiling)})"
-        parts = [part + within if part.startswith("starting") else part for part in parts]
-    facts = [("wall", total), ("made of", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
+        parts = [part + within if part.startswith("startup") else part for part in parts]
+    facts = [("wall time", total), ("breakdown", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
     return facts + ledger_facts(summary.ledger)
 
 
@@ -195,20 +195,20 @@ def ledger_facts(ledger: Ledger) -> list[tuple[str, str]]:
     def share(value: float) -> str:
         return units.percent(value / ledger.allocated)
 
-    blocked = [("starting", ledger.starting), ("data", ledger.data), ("checkpoints", ledger.checkpoint)]
+    blocked = [("startup", ledger.starting), ("data wait", ledger.data), ("checkpoint stall", ledger.checkpoint)]
     named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * ledger.allocated)
-    goodput = f"{share(ledger.productive)} of {units.duration(ledger.allocated)} x devices"
+    goodput = f"{share(ledger.productive)} of {units.duration(ledger.allocated)} device time"
     goodput += f"; blocked {share(ledger.blocked)}" + (f" ({named})" if named else "")
-    goodput += f", discarded {share(ledger.discarded)}, unavailable {share(ledger.unavailable)}"
-    return [("goodput", goodput), *(("lost to", cost(loss)) for loss in ledger.losses)]
+    goodput += f", wasted {share(ledger.discarded)}, unavailable {share(ledger.unavailable)}"
+    return [("goodput", goodput), *(("failure cost", cost(loss)) for loss in ledger.losses)]
 
 
 def cost(loss: Loss) -> str:
     """A fault and what it cost."""
-    parts = [("done again", loss.discarded), ("unavailable", loss.unavailable), ("starting again", loss.starting)]
+    parts = [("wasted", loss.discarded), ("unavailable", loss.unavailable), ("restart", loss.starting)]
     made = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in parts if seconds > 0)
-    found = f"; noticed after {units.duration(loss.detected)}"
-    return f"{loss.what}: {units.duration(loss.total)} x devices ({made}){found}"
+    found = f"; detected after {units.duration(loss.detected)}"
+    return f"{loss.what}: {units.duration(loss.total)} device time ({made}){found}"
 
 
 def safety_facts(summary: Summary) -> list[tuple[str, str]]:
@@ -216,7 +216,7 @@ def safety_facts(summary: Summary) -> list[tuple[str, str]]:
     saves = summary.checkpoints
     restarts = units.times(summary.restarts, "restart") if summary.restarts else "none"
     if summary.redone_steps:
-        restarts += f"; {units.times(summary.redone_steps, 'step')} done again"
+        restarts += f"; {units.times(summary.redone_steps, 'step')} wasted"
         restarts += f" ({units.duration(summary.durations.redone)})"
     worlds = {life.world for life in summary.attempts}
     if len(worlds) > 1:
@@ -224,13 +224,13 @@ def safety_facts(summary: Summary) -> list[tuple[str, str]]:
     saved = "none saved"
     if saves.count:
         saved = f"{saves.count} saved, the last at step {saves.last_step} ({units.size(saves.bytes)})"
-        saved += f"; training stood still {units.duration(saves.stall)} in all"
+        saved += f"; stall {units.duration(saves.stall)} in total"
         saved += f", {units.duration(saves.stall_longest)} at most" if saves.stall_longest else ""
-    guards = ", ".join(f"{what} {count}x" for what, count in summary.guards.items()) or "none fired"
-    facts = [("restarts", restarts), ("guards", guards), ("checkpoints", saved)]
+    guards = ", ".join(f"{what} {count}x" for what, count in summary.guards.items()) or "none"
+    facts = [("restarts", restarts), ("non-finite steps", guards), ("checkpoints", saved)]
     facts += [("save failed", text) for text in saves.failed]
     facts += [("rejected", text) for text in saves.rejected]
-    facts += [("fault", text) for text in summary.faults]
+    facts += [("failure", text) for text in summary.faults]
     facts += [("warning", text) for text in summary.warnings]
     facts += [("lost", text) for text in summary.lost]
     if summary.digest:
@@ -272,7 +272,7 @@ def _split(summary: Summary) -> str:
     split, shares = summary.split, summary.split_shares
     if not split or not shares:
         return ""
-    lines = [f"Where a step's time went{'share':>20}{'time':>12}"]
+    lines = [f"{'Step time':<{_LABEL + 25}}{'share':>6}{'time':>12}"]
     longest = max(shares.values())
     for part in PARTS:
         if split[part] > 0:
@@ -285,11 +285,11 @@ def _split(summary: Summary) -> str:
 
 
 def _advice(advices: Sequence[Advice], summary: Summary) -> str:
-    title = "What to try next"
+    title = "Recommendations"
     if not summary.last_step:
         return ""
     if not advices:
-        return f"{title}\n  nothing stands out: no rule found anything to complain of"
+        return f"{title}\n  No issues found."
     lines = []
     for number, advice in enumerate(advices, 1):
         gain = f" [up to {units.percent(advice.gain)} of the run]" if advice.gain >= 0.005 else ""

@@ -25,30 +25,30 @@ def sentence(event: Event, world: int, step: int, total: int) -> str:
     match event:
         case AttemptStarted():
             again = f"attempt {event.attempt}: " if event.attempt else ""
-            again += "again " if event.scaled_up else ""
-            begin = f"from step {event.start_step}" if event.start_step else "from the beginning"
-            return f"{again}{units.times(world, 'worker')} on {event.device}, {begin}, {total} steps in all"
+            again += "scaled up to " if event.scaled_up else ""
+            begin = f"resuming at step {event.start_step} of {total}" if event.start_step else f"{total} steps"
+            return f"{again}{units.times(world, 'worker')} on {event.device}, {begin}"
         case Compiled():
             breaks = f", with {units.times(event.num_graph_breaks, 'graph break')}" if event.num_graph_breaks else ""
             return f"compiled {units.times(event.num_blocks, 'block')} in {units.duration(event.duration_s)}{breaks}"
         case EvaluationDone():
             listed = "".join(f"  {name} {units.loss(value)}" for name, value in event.metrics.items())
             best = "  (best so far)" if event.is_best else ""
-            return f"evaluation at step {event.step}: held-out loss {units.loss(event.loss)}{listed}{best}"
+            return f"evaluation at step {event.step}: validation loss {units.loss(event.loss)}{listed}{best}"
         case CheckpointSaved():
-            size, stall = units.size(event.size_bytes), units.duration(event.stall_s)
-            return f"checkpoint at step {event.step}: {size}, stood still {stall}"
+            return (
+                f"saved checkpoint at step {event.step} ({units.size(event.size_bytes)}, {stall(event.stall_s)} stall)"
+            )
         case CheckpointRejected():
             return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"
         case CheckpointFailed():
-            return f"checkpoint failed at step {event.step}: {event.reason}; training goes on"
+            return f"checkpoint at step {event.step} failed: {event.reason}; training continues"
         case GradSyncSelected():
-            return f"exchange at step {event.step}: {event.selected}: {event.reason}"
+            return f"gradient synchronization at step {event.step}: {event.selected}: {event.reason}"
         case NonFiniteStep():
-            skipped = f"(skipped steps so far: {event.num_skipped})"
-            return f"guard at step {event.step}: {event.reason}, {event.action} {skipped}"
+            return f"non-finite step {event.step}: {event.reason}, {event.action} ({event.num_skipped} skipped so far)"
         case WorkerFailure():
-            return f"fault: {event.message}"
+            return f"failure: {event.message}"
         case HangDetected():
             return hang_in_words(event)
         case StragglerDetected():
@@ -56,9 +56,15 @@ def sentence(event: Event, world: int, step: int, total: int) -> str:
         case RunWarning():
             return f"warning: {event.text}"
         case RunEnded():
-            return f"{event.status} at step {event.step} of {total}"
+            ended = "finished" if event.status == "done" else event.status
+            return f"{ended}: {event.step} of {units.times(total, 'step')}"
         case _:
             return ""
+
+
+def stall(seconds: float) -> str:
+    """Format a stall in seconds, in ms where it is shorter."""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1e-3 else units.duration(seconds)
 
 
 CURRENT = "Current thread"
@@ -68,9 +74,9 @@ CURRENT = "Current thread"
 def hang_in_words(event: HangDetected) -> str:
     """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one: of
     the thread that trains, which is printed as the current one, and not of those that read or save beside it."""
-    how = "is held still" if event.is_stopped else "gives no sign of life"
-    said = f"hang: worker {event.rank} on {event.host} {how} for {units.duration(event.silence_s)}"
-    said += f", in step {event.step}, doing: {event.phase}"
+    how = "has been stopped (SIGSTOP)" if event.is_stopped else "has sent no heartbeat"
+    said = f"hang: rank {event.rank} on {event.host} {how} for {units.duration(event.silence_s)}"
+    said += f", step {event.step}, phase: {event.phase}"
     trains = (event.stack or "").rpartition(CURRENT)[2]
     lines = [line.strip() for line in trains.splitlines() if line.strip().startswith("File ")]
     own = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
@@ -81,6 +87,6 @@ def hang_in_words(event: HangDetected) -> str:
 def straggler_in_words(event: StragglerDetected) -> str:
     """Who is slow, by how much, and what it costs."""
     return (
-        f"straggler: worker {event.rank} on {event.host} takes {event.slowdown:.2f} x as long as its peers: they wait "
-        f"{units.duration(event.wait_s_per_step)} a step for it, {units.percent(event.wait_fraction)} of the time"
+        f"straggler: rank {event.rank} on {event.host} takes {event.slowdown:.2f}x as long as its peers, which wait "
+        f"{units.duration(event.wait_s_per_step)}/step for it ({units.percent(event.wait_fraction)} of the time)"
     )

@@ -71,7 +71,7 @@ class Speed:
     """95% of the steps took at most this long."""
     step_predicted: float | None = None
     step_foretold: float | None = None
-    """From what `phalanx probe` measured; `step_predicted` is from trials of this very model."""
+    """From what `phalanx calibrate` measured; `step_predicted` is from trials of this very model."""
     differs_most: Difference | None = None
     """The part of a step that differs most from what was foretold."""
     flops: float | None = None
@@ -215,7 +215,7 @@ def summary_of(run: Run, history: History) -> Summary:
     what = what_ran(run, recipe, plan, cluster, environment, history)
     steps = history.steps
     status, last_step = _end(run, history, result, lost)
-    finished = status not in ("unfinished", "not started") and result.get("steps") == last_step
+    finished = status not in ("incomplete", "not started") and result.get("steps") == last_step
     guards = history.of(NonFiniteStep)
     return Summary(
         what=what,
@@ -333,8 +333,8 @@ def _speed(
         mean=pace.mean if pace else None,
         step_median=float(np.median(seconds)) if len(seconds) else None,
         step_slow=float(np.quantile(seconds, 0.95)) if len(seconds) else None,
-        step_predicted=_positive((plan or {}).get("predicted_step_seconds")),
-        step_foretold=_positive((plan or {}).get("foretold_step_seconds")),
+        step_predicted=_positive((plan or {}).get("predicted_step_s")),
+        step_foretold=_positive((plan or {}).get("calibrated_step_s")),
         differs_most=largest_difference(steps, plan),
         flops=metrics.model_flops(plan, median),
         flops_rule=(plan or {}).get("flops_rule"),

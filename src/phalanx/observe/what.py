@@ -91,12 +91,12 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 NUMBERS = frozenset(
-    {"parameters", "flops_per_sample", "units_per_sample", "predicted_step_seconds", "foretold_step_seconds"}
-    | {"cores", "count", "threads", "steps"}
+    {"trainable_parameters", "flops_per_sample", "units_per_sample", "predicted_step_s", "calibrated_step_s"}
+    | {"physical_cores", "device_count", "threads_per_worker", "steps"}
 )
-TEXTS = frozenset({"unit", "flops_rule", "device", "name", "data_sheet_source", "host", "status", "digest"})
-TABLES = frozenset({"matmul_tflops", "data_sheet_tflops", "predicted_parts", "loop", "git"})
-LISTS = frozenset({"chosen"})
+TEXTS = frozenset({"unit", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"})
+TABLES = frozenset({"measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"})
+LISTS = frozenset({"auto_choices"})
 
 
 def sane(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -144,7 +144,7 @@ def what_ran(
     """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
     plan, cluster, environment = plan or {}, cluster or {}, environment or {}
     model, batch, optim = _part(recipe, "model"), _part(recipe, "batch"), _part(recipe, "optimizer")
-    loop = _part(plan, "loop")  # what only a training loop of the user's own knew
+    loop = _part(plan, "session")  # what only a training loop of the user's own knew
     task = "a training loop of one's own" if loop else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
     start = history.attempts[-1] if history.attempts else None
@@ -154,7 +154,7 @@ def what_ran(
         run=str(run.path),
         model=str(loop.get("model") or model.get("build", "?")),
         model_args=dict(_part(model, "args")),
-        parameters=_int(plan.get("parameters")),
+        parameters=_int(plan.get("trainable_parameters")),
         task=task,
         data=str(loop.get("data") or _data(_part(recipe, "data"), task)),
         global_batch=_int(batch.get("global_size")),
@@ -166,17 +166,19 @@ def what_ran(
         layout=_layout(recipe.get("parallelism")),
         world=start.world if start else 1,
         nodes=history.nodes,
-        threads=_int(threads) or _int(cluster.get("threads")),
+        threads=_int(threads) or _int(cluster.get("threads_per_worker")),
         device=(start.device if start else "") or str(cluster.get("device", "")),
-        device_name=str(cluster.get("name") or ""),
-        cores=_int(cluster.get("cores")),
-        matmul_tflops={k: float(v) for k, v in _part(cluster, "matmul_tflops").items() if isinstance(v, int | float)},
+        device_name=str(cluster.get("device_name") or ""),
+        cores=_int(cluster.get("physical_cores")),
+        matmul_tflops={
+            k: float(v) for k, v in _part(cluster, "measured_matmul_tflops").items() if isinstance(v, int | float)
+        },
         flops_rule=plan.get("flops_rule"),
         checkpoint_every=_int(_part(recipe, "checkpoint").get("every")),
         evaluate_every=_int(_part(recipe, "evaluation").get("every")),
         chosen=tuple(
             (str(item.get("key", "?")), _shown(item.get("value", "?")), str(item.get("why", "")))
-            for item in plan.get("chosen") or ()
+            for item in plan.get("auto_choices") or ()
             if isinstance(item, Mapping)
         ),
         versions=_versions(environment),
@@ -192,7 +194,9 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, str]:
     versions = {key: str(environment[key]) for key in ("phalanx", "torch", "python") if environment.get(key)}
     git = _part(environment, "git")
     if commit := git.get("commit"):
-        beside = [word for word, key in (("changed", "dirty"), ("with untracked files", "untracked")) if git.get(key)]
+        beside = [
+            word for word, key in (("changed", "dirty"), ("with untracked files", "untracked_files")) if git.get(key)
+        ]
         versions["git"] = ", ".join([str(commit)[:12], *beside])
     return versions
 

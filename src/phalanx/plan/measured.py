@@ -1,4 +1,4 @@
-"""Costs that were measured on this very machine (`phalanx probe`), interpolated: the third layer beside data sheets and
+"""Costs that were measured on this machine (`phalanx calibrate`), interpolated: the third layer beside data sheets and
 fitted curves. A step's operations are summed as the machine would do them one after the other, as a CPU does.
 
 Products: the rate of those that were measured nearest in log m, log n, log k, weighted by distance. What is bound by
@@ -112,7 +112,9 @@ class Here:
             if each.kind == "all_reduce" and each.ranks == ranks
         )
         if not found:
-            raise NotMeasured(f"no all-reduce among {ranks} ranks was measured: run `phalanx probe --nproc {ranks}`")
+            raise NotMeasured(
+                f"no all-reduce among {ranks} ranks was measured: run `phalanx calibrate --nproc-per-node {ranks}`"
+            )
         return math.exp(_between(found, math.log(max(size, 1.0))))
 
     def seconds(self, kind: str, precision: str, size: float) -> float:
@@ -124,7 +126,7 @@ class Here:
             for as_ in (precision, "fp32"):
                 if (table := self._tables.get((name, as_))) is not None:
                     return table
-        raise NotMeasured("the probe's file has no operations bound by memory: run `phalanx probe` again")
+        raise NotMeasured("the probe's file has no operations bound by memory: run `phalanx calibrate` again")
 
     def _product(self, op: Product, division: Division) -> float:
         dims = {name: getattr(op, name).at(float(division.samples)) for name in ("count", "m", "n", "k")}
@@ -147,7 +149,7 @@ class Here:
                 each for each in self._of.products if each.precision == precision and each.processes == self._processes
             ]
             if not found:
-                raise NotMeasured(f"no products in {precision} were measured: run `phalanx probe` again")
+                raise NotMeasured(f"no products in {precision} were measured: run `phalanx calibrate` again")
             dims = np.log([[each.m, each.n, each.k] for each in found])
             rates = np.log([2.0 * each.m * each.n * each.k / each.seconds for each in found])
             self._products[precision] = dims, rates
@@ -162,7 +164,7 @@ class Here:
         of_kind = [each for each in self._attention if each.kind == kind and each.processes == self._processes]
         found = [each for each in of_kind if each.precision == precision] or of_kind
         if not found:
-            raise NotMeasured("no attention was measured: run `phalanx probe` again")
+            raise NotMeasured("no attention was measured: run `phalanx calibrate` again")
         at = np.log([op.queries, op.head_dim, max(1.0, samples * heads)])
         points = np.log([[each.shape[2], each.shape[3], each.shape[0] * each.shape[1]] for each in found])
         rates = np.log([each.flops / each.seconds for each in found])

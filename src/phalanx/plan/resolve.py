@@ -297,9 +297,9 @@ def plan_of(
     return {
         **{key: value for key, value in profile.items() if key != "peaks"},
         "peak_bytes_per_sample": by_way,
-        "saved_bytes_per_sample": by_way.get(recipe.memory.activation_checkpointing) or 0,
-        "chosen": [asdict(choice) for choice in choices],
-        "predicted_step_seconds": None if parts is None else sum(parts.values()),
-        "predicted_parts": parts,
-        "predicted_rule": PREDICTION,
+        "activation_bytes_per_sample": by_way.get(recipe.memory.activation_checkpointing) or 0,
+        "auto_choices": [asdict(choice) for choice in choices],
+        "predicted_step_s": None if parts is None else sum(parts.values()),
+        "predicted_breakdown_s": parts,
+        "prediction_rule": PREDICTION,
     }

@@ -52,7 +52,7 @@ FP8_SINCE = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
 BF16_SINCE = (8, 0)
 """Likewise (Ampere) of bf16, which torch computes on older ones as well, slowly."""
-FP8 = "PHALANX_FP8"
+FP8 = "PHALANX_FLOAT8"
 """Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
 NO_FP8 = (
     "fp8 needs tensor cores that know it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
@@ -252,7 +252,7 @@ def _layout(recipe: Recipe, layout: Parallelism, workers: int) -> Iterator[tuple
         yield (
             "parallelism",
             f"takes {layout.world} workers ({product or 'one of each'}), but the run has {workers}: "
-            f"use --nproc {layout.world} or parallelism=auto",
+            f"use --nproc-per-node {layout.world} or parallelism=auto",
         )
     sharded = layout.shard * layout.context
     if sharded % layout.expert:

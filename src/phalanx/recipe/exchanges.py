@@ -17,9 +17,9 @@ DETERMINISM_LIMIT = 0.02
 """`determinism: auto` promises bits where deterministic kernels cost less than this part of forward and backward."""
 DETERMINISTIC_COST, NONDETERMINISTIC = "deterministic_cost", "nondeterministic"
 """Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
-WRITES = "changed_by_forward"
+WRITES = "parameters_changed_by_forward"
 """Key of the names of parameters to which its forwards write."""
-CHANGES, LOSES, ONLY_GPU = "changes", "loses", "only_gpu"
+CHANGES, LOSES, ONLY_GPU = "state_changed_by_forward", "unsaved_state_changed_by_forward", "gpu_only_modules"
 """Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
 and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""
 MIB = 2**20

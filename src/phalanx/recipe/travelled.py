@@ -1,16 +1,17 @@
 """Recipes that came with a job: code is read from the copy that travelled, data from where they always were.
 
-A job's copy of the recipe's folder is unpacked somewhere (PHALANX_CODE) and, where it is known, told what it is a copy
-of (PHALANX_CODE_OF). Both are set by `jobs` for what it starts; without them nothing here changes anything.
+A job's copy of the recipe's folder is unpacked somewhere (PHALANX_SNAPSHOT_DIR) and, where it is known, told what it is
+a copy of (PHALANX_SNAPSHOT_SOURCE). Both are set by `jobs` for what it starts; without them nothing here changes
+anything.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-CODE = "PHALANX_CODE"
+CODE = "PHALANX_SNAPSHOT_DIR"
 """Variable that names the unpacked copy."""
-CODE_OF = "PHALANX_CODE_OF"
+CODE_OF = "PHALANX_SNAPSHOT_SOURCE"
 """Variable that names the folder that it is a copy of."""
 
 

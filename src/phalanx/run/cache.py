@@ -19,9 +19,9 @@ FRESH = 86400.0
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx. UsageError where another user owns it,
+    """$PHALANX_CACHE_DIR, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx. UsageError where another user owns it,
     or may write there: what lies in it is trained on."""
-    if given := environ.get("PHALANX_CACHE"):
+    if given := environ.get("PHALANX_CACHE_DIR"):
         root = Path(given)
     elif shared := environ.get("XDG_CACHE_HOME"):
         root = Path(shared) / "phalanx"

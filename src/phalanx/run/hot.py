@@ -1,6 +1,6 @@
 """Where a run's hot copies lie on a node, and which of them belong to its history. What they hold is train's business.
 
-Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below what PHALANX_HOT names.
+Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below PHALANX_IN_MEMORY_DIR.
 Its name comes from the run directory's path, so that the agent of a node can always say what is to be removed.
 
 `hot.json` in the run directory lists lines of history, the newest first, each with the last of its steps that counts:
@@ -22,7 +22,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run.directory import Run, write_json
 from phalanx.run.private import others_may_write
 
-VARIABLE = "PHALANX_HOT"
+VARIABLE = "PHALANX_IN_MEMORY_DIR"
 """Names the folder below which hot copies lie."""
 MEMORY = Path("/dev/shm")
 PREFIX = "phalanx-hot"
@@ -48,7 +48,7 @@ def base_of(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
     """Which node this is, as our agent or torchrun says, so that several on one machine keep apart."""
-    return environment.get("PHALANX_NODE") or environment.get("GROUP_RANK") or "0"
+    return environment.get("PHALANX_NODE_RANK") or environment.get("GROUP_RANK") or "0"
 
 
 def hot_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path | None:

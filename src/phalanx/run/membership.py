@@ -6,7 +6,7 @@ from typing import Self
 
 from phalanx.errors import UsageError
 
-STORE_VARIABLE = "PHALANX_STORE"
+STORE_VARIABLE = "PHALANX_STORE_PATH"
 """Names the file where workers of one machine meet."""
 KEY_VARIABLE = "PHALANX_STORE_KEY"
 """Holds what workers of several nodes sign with what they say in the store where they meet."""
@@ -22,20 +22,20 @@ class Membership:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """As PHALANX_NODE, PHALANX_NODES and PHALANX_LEADER say; alone when they say nothing."""
+        """As PHALANX_NODE_RANK, PHALANX_NUM_NODES and PHALANX_LEADER_ADDR say; alone when they say nothing."""
         try:
-            nodes = int(environment.get("PHALANX_NODES") or 1)
-            node = int(environment.get("PHALANX_NODE") or 0)
+            nodes = int(environment.get("PHALANX_NUM_NODES") or 1)
+            node = int(environment.get("PHALANX_NODE_RANK") or 0)
         except ValueError as error:
-            raise UsageError(f"PHALANX_NODES and PHALANX_NODE must be numbers: {error}") from None
+            raise UsageError(f"PHALANX_NUM_NODES and PHALANX_NODE_RANK must be numbers: {error}") from None
         if not 0 <= node < nodes:
-            raise UsageError(f"PHALANX_NODE={node} does not lie in PHALANX_NODES={nodes}")
+            raise UsageError(f"PHALANX_NODE_RANK={node} does not lie in PHALANX_NUM_NODES={nodes}")
         if nodes == 1:
             return cls()
-        host, _, port = environment.get("PHALANX_LEADER", "").rpartition(":")
+        host, _, port = environment.get("PHALANX_LEADER_ADDR", "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
-                f"PHALANX_NODES={nodes} needs PHALANX_LEADER=HOST:PORT, where node 0 listens; found "
-                f"{environment.get('PHALANX_LEADER', '')!r}"
+                f"PHALANX_NUM_NODES={nodes} needs PHALANX_LEADER_ADDR=HOST:PORT, where node 0 listens; found "
+                f"{environment.get('PHALANX_LEADER_ADDR', '')!r}"
             )
         return cls(node, nodes, (host.strip("[]"), int(port)))

@@ -11,8 +11,8 @@ from phalanx.errors import UsageError
 
 
 def state_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_STATE, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
-    if given := environment.get("PHALANX_STATE"):
+    """$PHALANX_STATE_DIR, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
+    if given := environment.get("PHALANX_STATE_DIR"):
         return Path(given)
     if shared := environment.get("XDG_STATE_HOME"):
         return Path(shared) / "phalanx"

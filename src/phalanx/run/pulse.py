@@ -31,7 +31,7 @@ WORKERS = 1024
 """Most workers of one agent."""
 _SLOT = struct.Struct("<qqqqdd")
 _SIZE = 64
-VARIABLE = "PHALANX_PULSE"
+VARIABLE = "PHALANX_HEARTBEAT_FD"
 """Environment variable with the number of the inherited file."""
 
 

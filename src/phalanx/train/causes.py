@@ -42,7 +42,7 @@ def naming_causes() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        by_status = "PHALANX_EVENTS" in os.environ and not is_out_of_memory(error)
+        by_status = "PHALANX_EVENTS_FD" in os.environ and not is_out_of_memory(error)
         known = None if by_status else cause_of(error)
         if known is None or known is error:
             raise

@@ -243,7 +243,7 @@ def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = Fal
 def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:
     """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
     result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": progress.step}
-    result |= {"final_loss": progress.last_loss, "tokens": progress.units, "restarts": parts.place.attempt}
+    result |= {"final_loss": progress.last_loss, "units": progress.units, "restarts": parts.place.attempt}
     return {**result, "digest": _digest(parts, progress)}
 
 

@@ -321,7 +321,7 @@ class Gang:
             self.saving.undo(progress.missed)
             raise RuntimeError(
                 f"step {progress.step}: {why} {LIMIT} times in a row, and the checkpoint to go back to, of step "
-                f"{progress.missed}, was lost together with a worker: starting again from one before it"
+                f"{progress.missed}, was lost together with a worker: restarting from the one before it"
             )
         held = (parts.divided, parts.optimizer, parts.scale)
         loaded = restore(parts.run, parts.place, *held, self._reject, in_place=True)

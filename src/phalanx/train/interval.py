@@ -204,6 +204,6 @@ def history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
             last = event.time
         elif isinstance(event, StepDone) and last is not None:
             seconds, last = seconds + max(0.0, event.time - last), event.time
-    told = run.read_lossy(run.cluster).get("failures_per_device_second")
+    told = run.read_lossy(run.cluster).get("failures_per_device_s")
     rate = float(told) if isinstance(told, int | float) and told > 0 else USUAL_RATE
     return 1.0 / (rate * devices), failures, seconds, every

@@ -210,14 +210,14 @@ class Joined:
         """Complete plan.json by what only the loop knew. UsageError when the run was begun with another optimizer."""
         plan = self._run.read_lossy(self._run.plan)
         now = prepared.facts["optimizer"].partition(",")[0]
-        if "loop" in plan and (before := plan["loop"]["optimizer"].partition(",")[0]) != now:
+        if "session" in plan and (before := plan["session"]["optimizer"].partition(",")[0]) != now:
             raise UsageError(
                 f"{self._run.path}: was trained with {before}, and the loop now makes {now}, which cannot go on with "
                 "that state; make the same, or give another run directory"
             )
         if self._place.leads:
             data = f"{type(dataset).__name__}, {len(dataset)} samples"
-            plan |= {"loop": {**prepared.facts, "data": data}, "parameters": prepared.facts["parameters"]}
+            plan |= {"session": {**prepared.facts, "data": data}, "trainable_parameters": prepared.facts["parameters"]}
             plan |= {"unit": "tokens" if tokens > 1 else "samples", "units_per_sample": tokens}
             write_json(self._run.plan, plan)
 
@@ -282,7 +282,7 @@ def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe
     """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
-    layout, begun = recipe.parallelism, "loop" in run.read_lossy(run.plan)
+    layout, begun = recipe.parallelism, "session" in run.read_lossy(run.plan)
     left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
     assert isinstance(layout, Parallelism)
     beside = travels_beside(recipe, layout, place.device.type)

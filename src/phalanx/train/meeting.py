@@ -124,7 +124,7 @@ def _launched(place: Place) -> Place:
 
 
 def _supervised() -> bool:
-    return "PHALANX_EVENTS" in os.environ
+    return "PHALANX_EVENTS_FD" in os.environ
 
 
 def _end_if_failed(found: RunAnnouncement, place: Place) -> None:

@@ -51,9 +51,9 @@ def explain_memory(micro: int, plan: dict[str, Any] | None) -> Iterator[None]:
 def fitting_micro(plan: dict[str, Any] | None, memory: int) -> int | None:
     """The largest micro-batch whose activations fit into `memory` bytes beside parameters, gradients and optimizer
     state (4 fp32 values a parameter); None when the plan does not tell."""
-    if not plan or not plan.get("saved_bytes_per_sample"):
+    if not plan or not plan.get("activation_bytes_per_sample"):
         return None
-    return int(max(0, (memory - 16 * plan["parameters"]) // plan["saved_bytes_per_sample"]))
+    return int(max(0, (memory - 16 * plan["trainable_parameters"]) // plan["activation_bytes_per_sample"]))
 
 
 def advise(micro: int, plan: dict[str, Any] | None, memory: int) -> str:

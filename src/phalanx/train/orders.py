@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from phalanx.run.channel import receive
 from phalanx.run.messages import MembershipUpdate
 
-VARIABLE = "PHALANX_ORDERS"
+VARIABLE = "PHALANX_CONTROL_FD"
 """Names the descriptor over which a worker gets its orders."""
 
 

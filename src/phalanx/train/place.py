@@ -94,7 +94,7 @@ def device_of(
     if asked == "cpu":
         return torch.device("cpu")
     kind, visible = gpus()
-    by_agent, found = "PHALANX_EVENTS" in environment, visible if asked in ("auto", kind) else 0
+    by_agent, found = "PHALANX_EVENTS_FD" in environment, visible if asked in ("auto", kind) else 0
     if by_agent and not is_local(environment) and found <= local_rank and (asked != "auto" or visible):
         wanted, gpus_found = environment.get("LOCAL_WORLD_SIZE"), f"{found} {'GPU' if found == 1 else 'GPUs'}"
         raise UnfitNodeError(
@@ -155,7 +155,8 @@ def join(
     group opens its own; `before` is called when nothing else can go wrong in this worker.
 
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
-    nursery that serves several runs, whose attempts may have the same number, tells them apart by PHALANX_MEETING.
+    nursery that serves several runs, whose attempts may have the same number, tells them apart by
+    PHALANX_RENDEZVOUS_ID.
     """
     kind = kind_of(place.device.type)
     if kind.is_gpu:
@@ -268,7 +269,7 @@ def open_store(place: Place, environment: Mapping[str, str] = os.environ) -> Sto
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={place.world} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
     # torchrun leaves it to the leading worker where it is configured so, or meets in another store than torch's.
-    hosted = "PHALANX_EVENTS" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = "PHALANX_EVENTS_FD" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = CONNECTING if hosted else PATIENCE
     hosts = place.leads and not hosted
     return _connect(address, int(port), hosts, is_local(environment), _key(environment), patience)
@@ -284,7 +285,7 @@ def _key(environment: Mapping[str, str]) -> bytes | None:
 
 def store_of(place: Place, environment: Mapping[str, str] = os.environ) -> PrefixStore:
     """The part of it that this attempt has for itself."""
-    name = f"attempt{place.attempt}/{environment.get('PHALANX_MEETING', 0)}"
+    name = f"attempt{place.attempt}/{environment.get('PHALANX_RENDEZVOUS_ID', 0)}"
     return PrefixStore(name, open_store(place, environment))
 
 

@@ -117,7 +117,7 @@ class ToRun:
 
     def result(self, value: dict[str, Any]) -> None:
         if self._log is not None:
-            write_json(self._run.result, {**value, "seconds": training_seconds(read_events(self._run.events))})
+            write_json(self._run.result, {**value, "duration_s": training_seconds(read_events(self._run.events))})
 
     def flush(self) -> None:
         """Nothing is ever kept back."""
@@ -137,5 +137,5 @@ class ToRun:
 
 
 def reporter(run: Run, leads: bool, events: str | None, show: Callable[[Event], None] | None = None) -> ToAgent | ToRun:
-    """The reporter for this worker; `events` is the value of PHALANX_EVENTS, if our agent has set that, and RANK."""
+    """The reporter for this worker; `events` is the value of PHALANX_EVENTS_FD, if our agent has set that, and RANK."""
     return ToAgent(int(events), int(os.environ.get("RANK") or 0)) if events else ToRun(run, leads, show)

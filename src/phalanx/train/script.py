@@ -10,7 +10,7 @@ from typing import Any
 def work(payload: dict[str, Any]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` would, as one worker of the run."""
     script = payload["script"]
-    os.environ["PHALANX_RUN"] = payload["run"]
+    os.environ["PHALANX_RUN_DIR"] = payload["run"]
     if payload["force"]:
         os.environ["PHALANX_FORCE"] = "1"
     sys.argv = [script, *payload["arguments"]]

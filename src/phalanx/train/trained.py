@@ -60,7 +60,7 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
         raise UsageError(f"--step {step} and --best: give one of them")
     checkpoint, notes = _choose(run, step, best)
     manifest = read_manifest(checkpoint)
-    if "model" not in manifest.meta and "facts" not in run.read_lossy(run.plan):
+    if "model" not in manifest.meta and "data_info" not in run.read_lossy(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
             f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
@@ -144,8 +144,8 @@ def _folder(run: Run) -> Path:
 def _facts(run: Run, recipe: Recipe, notes: list[str]) -> Facts:
     """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
     plan = run.read_lossy(run.plan)
-    if "facts" in plan:
-        return _checked(run, plan["facts"])
+    if "data_info" in plan:
+        return _checked(run, plan["data_info"])
     lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
     try:
         facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts

@@ -136,11 +136,11 @@ def _profile(payload: dict[str, Any], values: bool = True) -> dict[str, Any]:
     parameters = sum(p.numel() for p in trainable(model).values())
     scorings = _scorings(payload, model, task, data, device)
     return {
-        "parameters": parameters,
+        "trainable_parameters": parameters,
         "frozen_parameters": sum(p.numel() for p in model.parameters()) - parameters,
         "flops_per_sample": 3.0 * (flops[-1] - flops[0]),
         "flops_rule": FLOPS_RULE,
-        "facts": asdict(data.facts),
+        "data_info": asdict(data.facts),
         "unit": "tokens" if data.facts.kind == "tokens" else "samples",
         "units_per_sample": units_per_sample(data.facts),
         "blocks": len(find_blocks(model)),

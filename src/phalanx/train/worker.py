@@ -64,7 +64,7 @@ from phalanx.train.warm_up import warm_up
 from phalanx.train.weights import Origin, allocate, files, origin
 
 SAME_DATA = "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
-COMES_LATER = "PHALANX_COMES_LATER"
+COMES_LATER = "PHALANX_STANDBY"
 """Set to 1 for a worker that takes the place of one that was lost while the others train on."""
 
 
@@ -78,12 +78,12 @@ def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], Non
     run, folder = Run(Path(payload["run"])), Path(payload["folder"])
     stop = StopRequest()
     stop.install()
-    report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS"), show)
+    report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS_FD"), show)
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     pulse = pulse_of(place.local_rank)
     pulse.beat("starting")
     report.event(worker_started(place, joins_late=os.environ.get(COMES_LATER) == "1"))
-    by_agent, orderly = bool(os.environ.get("PHALANX_EVENTS")), True
+    by_agent, orderly = bool(os.environ.get("PHALANX_EVENTS_FD")), True
     try:
         with naming_causes():
             code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))

@@ -29,7 +29,7 @@ ROW = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder and a cache of our own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path
 
 

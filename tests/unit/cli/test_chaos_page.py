@@ -30,8 +30,11 @@ def test_a_killed_attempt_costs_what_is_done_again_and_the_time_to_the_next() ->
     (cost,) = costs_of([one], events)
     assert cost == Cost(back=7.0 - 5.2, again=2, seconds=2 * (2.0 + 2.0))  # two workers: steps 4 and 5, and 5 s to 7 s
     header, line, _ = table([one], [cost])
-    assert header.split() == ["fault", "whom", "struck", "trains", "again", "done", "again", "cost"]
-    assert line == "   1  kill       worker 1   attempt 0, step 5                       1.8 s    2 steps        8.0 s"
+    assert header.split() == ["FAULT", "TARGET", "WHEN", "RECOVERY", "WASTED", "COST"]
+    assert (
+        line
+        == "   1  kill               worker 1   attempt 0, step 5                       1.8 s    2 steps        8.0 s"
+    )
 
 
 def test_what_strikes_a_restart_is_charged_to_the_fault_before_it() -> None:
@@ -51,4 +54,4 @@ def test_an_attempt_that_saves_and_stops_is_back_with_the_next_one() -> None:
 
 def test_a_fault_that_ends_nothing_costs_nothing_by_itself() -> None:
     events = [start(0.0, 0, 0), *steps(0.0, 1, 9), made(RunEnded, time=9.0)]
-    assert costs_of([struck(1, "pause", 3.0, 0)], events) == [Cost(None, None, None)]
+    assert costs_of([struck(1, "freeze", 3.0, 0)], events) == [Cost(None, None, None)]

@@ -10,7 +10,7 @@ from phalanx.recipe import load_recipe
 from phalanx.recipe.schema import Parallelism
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-python.yaml"
-HERE = ["--cluster", "h100", "--gpus", "1024"]
+HERE = ["--cluster", "h100", "--num-gpus", "1024"]
 """The example has 16 samples a step: too few for so many devices."""
 BATCH = "batch.global_size=1024"
 
@@ -19,7 +19,7 @@ BATCH = "batch.global_size=1024"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder and a cache of our own, with the example in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "recipe.yaml").write_text(EXAMPLE.read_text())
     return tmp_path
 
@@ -137,8 +137,8 @@ node:
     ("arguments", "code", "text"),
     [
         (["--cluster", "h10"], 78, "h10"),
-        (["--cluster", "h100", "--gpus", "0"], 64, "--gpus"),
-        (["--cluster", "h100:8", "--gpus", "64"], 64, "has 8 devices"),
+        (["--cluster", "h100", "--num-gpus", "0"], 64, "--num-gpus"),
+        (["--cluster", "h100:8", "--num-gpus", "64"], 64, "has 8 devices"),
         (["--cluster", "nowhere.yaml"], 78, "nowhere.yaml"),
         ([*HERE, "--out", "nowhere/x.yaml"], 64, "--out nowhere/x.yaml: there is no folder"),
         ([*HERE, "--trace", "nowhere/x.json"], 64, "--trace nowhere/x.json: there is no folder"),
@@ -164,7 +164,7 @@ node:
         ),
         (["device=xpu", "--cluster", "mi300x:8"], 78, "computes with AMD MI300X; use device=cuda or device=auto"),
         (["device=mps", "--cluster", "gaudi3"], 78, "computes with Intel Gaudi3; use device=auto"),
-        ([], 64, "this machine has not been measured: run `phalanx probe` first"),
+        ([], 64, "this machine has not been measured: run `phalanx calibrate` first"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,4 +1,4 @@
-"""`phalanx probe` with a measurement that is made up: what it prints, where it writes, and what it refuses."""
+"""`phalanx calibrate` with a measurement that is made up: what it prints, where it writes, and what it refuses."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def found(**given: Any) -> Cluster:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder and a cache of our own; this machine, and what is measured of it, are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cluster, "this_machine", lambda: MACHINE)
     monkeypatch.setattr(probing, "measured", lambda machine, **given: found())
     before = signal.getsignal(signal.SIGTERM)
@@ -121,20 +121,20 @@ def test_a_row_ends_with_the_share_of_the_data_sheet() -> None:
 
 
 def test_the_file_goes_to_the_cache_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--quick"]) == 0
+    assert cli.main(["calibrate", "--quick"]) == 0
     file = default_cluster_file(MACHINE)
     assert load_cluster(str(file)) == found()
     assert capsys.readouterr().out.endswith(f"\nwrote {file}\n")
 
 
 def test_the_file_goes_where_it_shall(folder: Path) -> None:
-    assert cli.main(["probe", "--out", "mine.yaml"]) == 0
+    assert cli.main(["calibrate", "--out", "mine.yaml"]) == 0
     assert load_cluster("mine.yaml") == found()
     assert not (folder / "cache").exists()
 
 
 def test_json_is_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--json", "--out", "mine.yaml"]) == 0
+    assert cli.main(["calibrate", "--json", "--out", "mine.yaml"]) == 0
     assert Cluster.model_validate(json.loads(capsys.readouterr().out)) == found()
 
 
@@ -142,7 +142,7 @@ def test_options_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     given: dict[str, Any] = {}
     monkeypatch.setattr(probing, "measured", lambda machine, **options: given.update(options) or found())
     (folder / "disk").mkdir()
-    assert cli.main(["probe", "--quick", "--nproc", "3", "--folder", "disk"]) == 0
+    assert cli.main(["calibrate", "--quick", "--nproc-per-node", "3", "--dir", "disk"]) == 0
     assert given.pop("progress")
     assert given == {"quick": True, "nproc": 3, "folder": Path("disk")}
 
@@ -151,12 +151,12 @@ def test_options_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("options", "text"),
     [
         (["--out", "nowhere/x.yaml"], "error: --out nowhere/x.yaml: there is no folder"),
-        (["--folder", "nowhere"], "error: --folder nowhere: no such folder"),
-        (["--nproc", "0"], "error: Invalid value for '--nproc'"),
+        (["--dir", "nowhere"], "error: --dir nowhere: no such directory"),
+        (["--nproc-per-node", "0"], "error: Invalid value for '--nproc-per-node'"),
     ],
 )
 def test_what_cannot_be_is_refused(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", *options]) == 64
+    assert cli.main(["calibrate", *options]) == 64
     assert capsys.readouterr().err.startswith(text)
 
 
@@ -165,10 +165,10 @@ def test_more_processes_than_gpus_are_refused(
 ) -> None:
     gpus = Machine("host", "cuda", "NVIDIA H100", 2, 64, 128, 2**36, 2**36, CPU)
     monkeypatch.setattr(cluster, "this_machine", lambda: gpus)
-    assert cli.main(["probe", "--nproc", "3"]) == 64
+    assert cli.main(["calibrate", "--nproc-per-node", "3"]) == 64
     assert capsys.readouterr().err == (
-        "error: 3 workers on a node with 2 GPUs: each worker takes one; use --nproc 2, or device=cpu to train on the "
-        "CPU\n"
+        "error: 3 workers on a node with 2 GPUs: each worker takes one; use --nproc-per-node 2, or device=cpu to train "
+        "on the CPU\n"
     )
 
 
@@ -177,7 +177,7 @@ def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         raise UsageError("/x: no room to measure the disk")
 
     monkeypatch.setattr(probing, "measured", full)
-    assert cli.main(["probe"]) == 64
+    assert cli.main(["calibrate"]) == 64
     assert capsys.readouterr().err == "error: /x: no room to measure the disk\n"
 
 
@@ -186,6 +186,6 @@ def test_an_interruption_writes_nothing(
     number: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probing, "measured", lambda machine, **given: os.kill(os.getpid(), number))
-    assert cli.main(["probe", "--out", "mine.yaml"]) == 75
+    assert cli.main(["calibrate", "--out", "mine.yaml"]) == 75
     assert capsys.readouterr().err == "error: interrupted\n"
     assert list(folder.iterdir()) == []

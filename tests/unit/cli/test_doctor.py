@@ -19,7 +19,7 @@ from phalanx.cluster.health.examine import Report
 FINE = Finding("memory", Verdict.OK, "much is free", {"available": 12})
 UNSURE = Finding("clock", Verdict.UNKNOWN, "not known")
 SMALL = Finding("disk/run", Verdict.WARN, "runs/x: 5.0 of 99.0 GiB free")
-BROKEN = Finding("devices/gpu1", Verdict.BAD, "it does not answer")
+BROKEN = Finding("gpus/gpu1", Verdict.BAD, "it does not answer")
 HUNG = Finding("matmul", Verdict.UNFINISHED, "it did not finish within 120 s")
 
 
@@ -62,11 +62,11 @@ def test_a_machine_is_unfit_when_anything_is_bad_or_unfinished(
 def test_the_page_shows_each_finding_and_what_comes_of_them(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
     says(FINE, SMALL, BROKEN)
     assert doctor(capsys)[1].splitlines() == [
-        "OK          memory        much is free",
-        "WARN        disk/run      runs/x: 5.0 of 99.0 GiB free",
-        "BAD         devices/gpu1  it does not answer",
+        "PASS     memory     much is free",
+        "WARN     disk/run   runs/x: 5.0 of 99.0 GiB free",
+        "FAIL     gpus/gpu1  it does not answer",
         "",
-        "node7: NOT FIT to train (1 BAD, 1 WARN, 1 OK), looked at for 2.5 s",
+        "node7: NOT FIT to train (1 FAIL, 1 WARN, 1 PASS), checked in 2.5 s",
     ]
 
 
@@ -78,7 +78,7 @@ def test_quietly_a_fit_machine_says_nothing(says: Any, capsys: pytest.CaptureFix
 def test_quietly_an_unfit_machine_says_what_is_not_right(says: Any, capsys: pytest.CaptureFixture[str]) -> None:
     says(FINE, BROKEN)
     lines = doctor(capsys, "--quiet")[1].splitlines()
-    assert lines[0].split() == ["BAD", "devices/gpu1", "it", "does", "not", "answer"]
+    assert lines[0].split() == ["FAIL", "gpus/gpu1", "it", "does", "not", "answer"]
     assert lines[1].startswith("node7: NOT FIT")
     assert len(lines) == 2
 
@@ -88,7 +88,7 @@ def test_json_is_one_line_with_the_verdict_and_all_figures(says: Any, capsys: py
     code, out, _ = doctor(capsys, "--json")
     (line,) = out.splitlines()
     value = json.loads(line)
-    assert (code, value["node"], value["verdict"], value["fit"]) == (77, "node7", "UNFINISHED", False)
+    assert (code, value["node"], value["verdict"], value["fit"]) == (77, "node7", "ERROR", False)
     assert value["findings"][0]["figures"] == {"available": 12}
 
 
@@ -116,7 +116,7 @@ def test_of_three_nodes_the_slow_one_is_named(capsys: pytest.CaptureFixture[str]
     code, out, _ = doctor(capsys, "--compare", "--quiet", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.015))
     assert code == 77
     assert out.splitlines() == [
-        "n3  BAD         fleet/matmul  33% below the median of 3 nodes",
+        "n3  FAIL     fleet/matmul  33% below the median of 3 nodes",
         "1 of 3 nodes are NOT FIT to train: n3",
     ]
 
@@ -144,14 +144,14 @@ def test_reports_of_several_nodes_may_be_lines_of_one_file(capsys: pytest.Captur
         (["--only", "memroy"], "no check 'memroy'; did you mean 'memory'?"),
         (["--skip", "zzz"], "no check 'zzz'. There are: versions"),
         (["--quick", "--only", "matmul"], "--quick leaves out those that measure"),
-        (["--out", "nowhere"], "--out nowhere: no such folder"),
-        (["report.json"], "reports are read with --compare"),
+        (["--out", "nowhere"], "--out nowhere: no such directory"),
+        (["report.json"], "reports need --compare"),
         (["--compare"], "--compare needs the reports"),
         (["--compare", "nowhere.json"], "nowhere.json: No such file"),
         (["--compare", "torn.json"], "torn.json:1: expected a report"),
         (["--compare", "other.json"], "other.json:1: expected a report"),
         (["--compare", "twice.json"], "twice.json:2: node n1 is in twice.json already"),
-        (["--link", "node7"], "expected HOST:PORT"),
+        (["--connect", "node7"], "expected HOST:PORT"),
     ],
 )
 def test_what_cannot_be_is_told(
@@ -175,7 +175,7 @@ def test_what_cannot_be_is_told(
 def test_a_link_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    code, _, err = doctor(capsys, "--listen", "4000")
+    code, _, err = doctor(capsys, "--serve", "4000")
     assert code == 64
     assert "PHALANX_TOKEN_FILE" in err
 
@@ -187,17 +187,15 @@ def test_two_nodes_measure_their_link() -> None:
         [sys.executable, "-m", "phalanx", "doctor"],
         {**os.environ, "PHALANX_TOKEN": "words that nobody guesses"},
     )
-    with subprocess.Popen(
-        [*command, "--listen", str(port)], env=environ, stderr=subprocess.PIPE, text=True
-    ) as listener:
+    with subprocess.Popen([*command, "--serve", str(port)], env=environ, stderr=subprocess.PIPE, text=True) as listener:
         assert listener.stderr is not None
         assert f"port {port}" in listener.stderr.readline()
         where = f"127.0.0.1:{port}"
-        done = subprocess.run([*command, "--link", where, "--json"], env=environ, capture_output=True, timeout=60)
+        done = subprocess.run([*command, "--connect", where, "--json"], env=environ, capture_output=True, timeout=60)
         listener.send_signal(signal.SIGTERM)
         assert listener.wait(30) == 0
     (found,) = json.loads(done.stdout)["findings"]
-    assert found["check"] == "link"
+    assert found["check"] == "link-bandwidth"
     assert found["figures"]["out"] > 0
 
 
@@ -213,6 +211,6 @@ def test_a_quick_look_at_this_machine_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_checks_of_this_very_machine_can_be_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = doctor(capsys, "--json", "--only", "limits", "--only", "disk", "--run", tmp_path)
-    assert [each["check"] for each in json.loads(out)["findings"]] == ["limits", "disk/run", "disk/cache", "disk/temp"]
+    code, out, _ = doctor(capsys, "--json", "--only", "ulimits", "--only", "disk", "--run", tmp_path)
+    assert [each["check"] for each in json.loads(out)["findings"]] == ["ulimits", "disk/run", "disk/cache", "disk/temp"]
     assert code in (0, 77)

@@ -65,8 +65,8 @@ def test_the_version_is_that_of_the_package(
         (["recipe"], "Missing command"),
         (["recipe", "check"], "Missing argument"),
         (["recipe", "check", "r.yaml", "--nope"], "No such option"),
-        (["recipe", "check", "r.yaml", "--nproc", "x"], "--nproc"),
-        (["recipe", "check", "r.yaml", "--nproc", "0"], "--nproc"),
+        (["recipe", "check", "r.yaml", "--world-size", "x"], "--world-size"),
+        (["recipe", "check", "r.yaml", "--world-size", "0"], "--world-size"),
         (["recipe", "check", "r.yaml", "steps"], "override 'steps': expected KEY=VALUE"),
     ],
 )
@@ -87,7 +87,7 @@ def test_wrong_usage_exits_64(arguments: list[str], said: str, capsys: pytest.Ca
         ("name: x\nsteps: soon", [], 'r.yaml:2: steps: found "soon", expected a whole number'),
         (
             "batch: {global_size: 16, micro_size: 4}",
-            ["--nproc", "8"],
+            ["--world-size", "8"],
             "r.yaml:1: batch.micro_size: 4 x 8 workers = 32 does not divide",
         ),
         ("name: x\nmodel: {build: 'not_here:Net'}", [], "r.yaml:2: model.build: 'not_here:Net': there is no module"),

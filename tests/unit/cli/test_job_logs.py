@@ -58,7 +58,7 @@ def shown(
 def test_of_a_run_that_has_begun_its_own_stream_is_shown(run: Run) -> None:
     begin(run)
     assert shown(Scripted(run, [State.RUNNING], ["the engine's"])) == [
-        "  run  2 workers on cpu, from the beginning, 7 steps in all",
+        "  run  2 workers on cpu, 7 steps",
         "  n1 rank 0  hello",
     ]
 
@@ -76,7 +76,7 @@ def test_until_a_run_begins_the_engines_lines_are_shown_and_then_its_own_to_the_
     said = shown(engine, follow=True, sleep=sleep)
     assert said[0] == "preparing"
     assert [line.split("  ")[-1] for line in said[1:]] == [
-        "2 workers on cpu, from the beginning, 7 steps in all",
+        "2 workers on cpu, 7 steps",
         "hello",
         "job 5 done",
     ]

@@ -33,7 +33,9 @@ def numeric_options() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         for name, hint in typing.get_type_hints(function, include_extras=True).items():
             kind, *info = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (None,)
             if info and {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not tuple:
-                yield words, (info[0].param_decls or (f"--{name.replace('_', '-')}",))[0], info[0]
+                given = (info[0].default, *(info[0].param_decls or ()))  # typer takes the first word for a default
+                spelled = (word for word in given if isinstance(word, str) and word.startswith("--"))
+                yield words, next(spelled, f"--{name.replace('_', '-')}"), info[0]
 
 
 OPTIONS = list(numeric_options())
@@ -47,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_numeric_options_are_found() -> None:
-    assert {"train --nproc", "generate --temperature", "jobs submit --priority"} <= set(LABELS)
+    assert {"train --nproc-per-node", "generate --temperature", "jobs submit --priority"} <= set(LABELS)
     assert len(LABELS) > 25
 
 
@@ -72,7 +74,7 @@ def test_a_number_out_of_bounds_is_wrong_usage(number: int, given: str, capsys: 
 
 @pytest.mark.parametrize("size", [("0", "5"), ("-1", "5"), ("5", "16385"), ("5", "9" * 25)])
 def test_pictures_have_a_size_within_bounds(size: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "prepare", "--out", "o", "--images", "i", "--size", *size]) == 64
+    assert cli.main(["data", "prepare", "--out", "o", "--images", "i", "--image-size", *size]) == 64
     assert "1 to 16,384 pixels a side" in capsys.readouterr().err
 
 
@@ -87,23 +89,23 @@ def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
     from phalanx.cli.submitting import seconds_of
     from phalanx.jobs.spec import Job
 
-    with pytest.raises(UsageError, match="time"):
+    with pytest.raises(UsageError, match=r"time limit|duration"):
         Job("a", ("true",), Path("/"), limit=seconds_of(text))
 
 
-PICTURES = ["--images", "i", "--size", "4", "4"]
+PICTURES = ["--images", "i", "--image-size", "4", "4"]
 IDX = ["--idx", "a", "b"]
 
 
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        (["*.txt", "--field", "body"], "--field is for jsonl, parquet, and the source is text"),
-        (["*.txt", "--size", "4", "4"], "--size is for images, and the source is text"),
-        ([*IDX, "--size", "4", "4"], "--size is for images, and the source is idx"),
-        ([*IDX, "--field", "body"], "--field is for jsonl, parquet, and the source is idx"),
+        (["*.txt", "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is text"),
+        (["*.txt", "--image-size", "4", "4"], "--image-size is for images, and the source is text"),
+        ([*IDX, "--image-size", "4", "4"], "--image-size is for images, and the source is idx"),
+        ([*IDX, "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is idx"),
         ([*PICTURES, "--exclude", "x"], "--exclude is for text, jsonl, parquet, and the source is images"),
-        ([*PICTURES, "--tokenizer", "bpe:300"], "--tokenizer is for text, and the source has pictures"),
+        ([*PICTURES, "--tokenizer", "bpe:300"], "--tokenizer is for text, and the source has images"),
     ],
 )
 def test_options_of_data_prepare_that_its_source_does_not_use_are_refused(

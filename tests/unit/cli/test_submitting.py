@@ -28,7 +28,7 @@ def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1:2", "h"])
 def test_what_is_no_time_is_told(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time: expected such as"):
+    with pytest.raises(UsageError, match="is not a duration: expected such as"):
         seconds_of(text)
 
 
@@ -52,7 +52,7 @@ def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     assert (job.name, job.nodes) == ("mine", 2)
     assert job.command[1:] == (
         *("-P", "-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
-        *("--nproc", "2", "--force"),
+        *("--nproc-per-node", "2", "--force"),
     )
 
 
@@ -61,11 +61,11 @@ RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
 
 def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    job = recipe_job(tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "folder", environment={"A": "b"})
+    job = recipe_job(tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "workdir", environment={"A": "b"})
     assert job.code is not None
     assert (job.code.of, job.code.files, job.run) == (tmp_path, 1, Path("here").absolute())
     assert job.command[1:] == ("-P", "-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
-    assert job.environment == {"A": "b", "PHALANX_CODE_OF": str(tmp_path)}
+    assert job.environment == {"A": "b", "PHALANX_SNAPSHOT_SOURCE": str(tmp_path)}
 
 
 def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "loop.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    job = recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "folder")
+    job = recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "workdir")
     assert job.command[5:7] == ("deep/loop.py", "-v")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    with pytest.raises(UsageError, match="start from a folder that the script lies in"):
-        recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "folder")
+    with pytest.raises(UsageError, match="start from a directory that contains the script"):
+        recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "workdir")
 
 
 def test_a_frameworks_job_is_named_after_its_script() -> None:
@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> 
     silent = UsageError("slurm does not answer")
     found, said = followed(run, silent, silent, status(State.DONE, code=0))
     assert found.state is State.DONE
-    assert said.count("slurm does not answer; asking again for 10 min") == 1
+    assert said.count("slurm does not answer; retrying for 10 min") == 1
     with pytest.raises(UsageError, match="does not answer"):
         followed(run, *[silent] * int(SILENCE + 2))
 

@@ -51,7 +51,7 @@ def test_values_that_vary_make_every_combination() -> None:
     [
         (["lr"], "expected KEY=VALUE"),
         (["lr=1,,2"], "expected KEY=VALUE"),
-        (["seed=1,1"], "a value stands in it twice"),
+        (["seed=1,1"], "duplicate value"),
         (["seed=1", "seed=2"], "seed is given twice"),
     ],
 )

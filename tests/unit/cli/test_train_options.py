@@ -18,7 +18,7 @@ RECIPE = "name: one\nsteps: 3\nmodel: {build: 'a:b'}\ndata: {source: {text: '*.t
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PHALANX_NODES", "PHALANX_NODE", "PHALANX_LEADER"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PHALANX_NUM_NODES", "PHALANX_NODE_RANK", "PHALANX_LEADER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "one.yaml"
     path.write_text(RECIPE)
@@ -30,14 +30,14 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("variables", "words", "told"),
     [
         (LAUNCHED, ["one.yaml", "--dry-run"], "--dry-run: RANK=0 and WORLD_SIZE=1 are set"),
-        (LAUNCHED, ["one.yaml", "--nproc", "2"], "--nproc 2: RANK=0 and WORLD_SIZE=1 are set"),
+        (LAUNCHED, ["one.yaml", "--nproc-per-node", "2"], "--nproc-per-node 2: RANK=0 and WORLD_SIZE=1 are set"),
         (LAUNCHED, ["loop.py", "--dry-run"], "--dry-run is for recipes"),
         (LAUNCHED, ["loop.py"], "this is a worker of torchrun or srun"),
         (LAUNCHED, ["one.yaml", "--nodes", "2"], "need --on slurm"),
-        (LAUNCHED, ["one.yaml", "--limit", "2h"], "need --on slurm"),
-        ({"PHALANX_NODES": "2", "PHALANX_LEADER": "n1:5000"}, ["loop.py"], "a script runs on one node here"),
-        ({}, ["loop.py", "--nproc", "99999"], "99,999 workers on a node with "),
-        ({}, ["one.yaml", "--nproc", "99999"], "99,999 workers on a node with "),
+        (LAUNCHED, ["one.yaml", "--time-limit", "2h"], "need --on slurm"),
+        ({"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": "n1:5000"}, ["loop.py"], "a script runs on one node here"),
+        ({}, ["loop.py", "--nproc-per-node", "99999"], "99,999 workers on a node with "),
+        ({}, ["one.yaml", "--nproc-per-node", "99999"], "99,999 workers on a node with "),
         ({}, ["loop.py", "--on", "slurm", "--nodes", "2"], "--nodes 2: loop.py is a script, which runs on one node"),
     ],
 )
@@ -73,7 +73,7 @@ def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch)
     assert (place.rank, place.world, place.local_rank, place.attempt) == (0, 1, 0, 0)
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "", "WORLD_SIZE": ""}, {**LAUNCHED, "PHALANX_NODES": "2"}])
+@pytest.mark.parametrize("variables", [{"RANK": "", "WORLD_SIZE": ""}, {**LAUNCHED, "PHALANX_NUM_NODES": "2"}])
 def test_who_is_no_worker_of_a_launcher_takes_options(
     recipe: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,11 +83,11 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
         seen.extend(arguments)
         return 0
 
-    monkeypatch.setenv("PHALANX_LEADER", "n1:5000")
+    monkeypatch.setenv("PHALANX_LEADER_ADDR", "n1:5000")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("phalanx.cli.training.train_here", here)
-    assert main(["train", "one.yaml", "--dry-run", "--nproc", "2"]) == 0
+    assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert (seen[3], seen[5]) == (2, True)
 
 
@@ -101,7 +101,7 @@ def test_a_worker_of_a_launcher_cannot_start_workers_of_its_own(recipe: Path, mo
 def test_a_node_that_does_not_lead_waits_for_nobody_where_nothing_is_left_to_do(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"NODES": "2", "NODE": "1", "LEADER": "n1:5000", "TOKEN": "x" * 32}.items():
+    for name, value in {"NUM_NODES": "2", "NODE_RANK": "1", "LEADER_ADDR": "n1:5000", "TOKEN": "x" * 32}.items():
         monkeypatch.setenv(f"PHALANX_{name}", value)
     run = Run(recipe.parent / "runs" / "one")
     run.create()
@@ -109,4 +109,4 @@ def test_a_node_that_does_not_lead_waits_for_nobody_where_nothing_is_left_to_do(
         path.write_text(RECIPE)
     write_json(run.result, {"status": "done", "steps": 3})
     assert main(["train", "one.yaml"]) == ExitCode.DONE
-    assert "done at step 3" in capsys.readouterr().err
+    assert "finished at step 3" in capsys.readouterr().err

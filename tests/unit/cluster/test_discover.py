@@ -273,7 +273,12 @@ def machine_of(cores: int, gpus: int = 0) -> Machine:
 @pytest.mark.parametrize(
     ("machine", "workers", "nodes", "said"),
     [
-        (machine_of(2), 65, 1, "65 workers on a node with 2 cores: expected at most 64; use --nproc 2, or a layout"),
+        (
+            machine_of(2),
+            65,
+            1,
+            "65 workers on a node with 2 cores: expected at most 64; use --nproc-per-node 2, or a layout",
+        ),
         (machine_of(64), 1025, 1, "1,025 workers on a node with 64 cores: expected at most 1,024"),
         (machine_of(2), 129, 2, "65 workers on a node with 2 cores"),
         (machine_of(64, gpus=8), 17, 2, "9 workers on a node with 8 GPUs: each worker takes one"),

@@ -24,7 +24,7 @@ def repository(tmp_path: Path) -> Path:
 
 def test_it_names_versions_and_command_and_is_json(tmp_path: Path) -> None:
     found = environment(["phalanx", "train", "a.yaml"], tmp_path, {})
-    assert found["argv"] == ["phalanx", "train", "a.yaml"]
+    assert found["command"] == ["phalanx", "train", "a.yaml"]
     assert found["torch"]
     assert found["python"].startswith("3.")
     assert json.loads(json.dumps(found)) == found
@@ -46,7 +46,7 @@ def test_a_clean_repository_is_its_commit(repository: Path) -> None:
     state = git_state(repository)
     assert state is not None
     assert len(state["commit"]) == 40
-    assert (state["dirty"], state["untracked"]) == (False, 0)
+    assert (state["dirty"], state["untracked_files"]) == (False, 0)
 
 
 @needs_git
@@ -62,7 +62,7 @@ def test_a_file_that_git_does_not_know_is_counted(repository: Path) -> None:
     (repository / "my_model.py").touch()
     state = git_state(repository)
     assert state is not None
-    assert (state["dirty"], state["untracked"]) == (False, 1)
+    assert (state["dirty"], state["untracked_files"]) == (False, 1)
 
 
 @needs_git
@@ -91,12 +91,12 @@ def test_the_room_does_not_import_torch() -> None:
 
 
 def test_a_jobs_token_is_never_recorded() -> None:
-    assert relevant({"PHALANX_TOKEN": "0123", "PHALANX_NODES": "2"}) == {"PHALANX_NODES": "2"}
+    assert relevant({"PHALANX_TOKEN": "0123", "PHALANX_NUM_NODES": "2"}) == {"PHALANX_NUM_NODES": "2"}
 
 
 def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:
     given = {"NCCL_AUTH_SECRET": "s", "PHALANX_API_PASSWORD": "s", "PHALANX_TOKEN": "s", "PHALANX_STORE_KEY": "s"}
     argv = ["phalanx", "train", "a.yaml", "model.args.api_key=s3cret", "--token=s3cret", "optimizer.lr=1"]
     found = environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
-    assert found["variables"] == {"NCCL_DEBUG": "INFO"}
-    assert found["argv"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]
+    assert found["environment_variables"] == {"NCCL_DEBUG": "INFO"}
+    assert found["command"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]

@@ -115,28 +115,28 @@ def test_an_unfinished_check_is_a_finding_with_its_limit(tmp_path: Path) -> None
 
 def test_a_disk_that_hangs_is_cleaned_up_behind(tmp_path: Path) -> None:
     calls = Calls(Unfinished("it hung"), None)
-    one(check("disk-rate"), site(tmp_path), calls)
+    one(check("disk-throughput"), site(tmp_path), calls)
     assert calls.asked[1] == ("phalanx.cluster.health.disk_rate:clean", 5.0)
 
 
 def test_a_disk_is_cleaned_up_behind_when_somebody_interrupts(tmp_path: Path) -> None:
     calls = Calls(KeyboardInterrupt(), None)
     with pytest.raises(KeyboardInterrupt):
-        one(check("disk-rate"), site(tmp_path), calls)
+        one(check("disk-throughput"), site(tmp_path), calls)
     assert calls.asked[1] == ("phalanx.cluster.health.disk_rate:clean", 5.0)
 
 
 def test_a_file_that_cannot_be_cleaned_up_is_told(tmp_path: Path) -> None:
-    (found,) = one(check("disk-rate"), site(tmp_path), Calls(Unfinished("it hung"), Unfinished("it hung, too")))
+    (found,) = one(check("disk-throughput"), site(tmp_path), Calls(Unfinished("it hung"), Unfinished("it hung, too")))
     assert found.reason == f"it hung; its file may be left in {tmp_path}"
 
 
 def test_real_checks_run_in_a_process_of_their_own(tmp_path: Path) -> None:
     asked: list[str] = []
     here = Site(tmp_path, tmp_path, tmp_path)
-    whole = examine(here, chosen(["disk", "limits"], [], quick=True), asked.append, now=lambda: 5.0)
-    assert asked == ["limits", "disk"]
-    assert [each.check for each in whole.findings] == ["limits", "disk/run", "disk/cache", "disk/temp"]
+    whole = examine(here, chosen(["disk", "ulimits"], [], quick=True), asked.append, now=lambda: 5.0)
+    assert asked == ["ulimits", "disk"]
+    assert [each.check for each in whole.findings] == ["ulimits", "disk/run", "disk/cache", "disk/temp"]
     assert whole.time == 5.0
 
 
@@ -158,7 +158,7 @@ def test_names_choose_checks() -> None:
 
 def test_quick_leaves_out_what_measures() -> None:
     left = {each.name for each in CHECKS} - {each.name for each in chosen([], [], True)}
-    assert left == {"disk-rate", "matmul"}
+    assert left == {"disk-throughput", "matmul"}
 
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
@@ -172,5 +172,5 @@ def test_quickly_measuring_nothing_is_refused() -> None:
 
 
 def test_a_check_by_name_gives_plain_values(tmp_path: Path) -> None:
-    (said,) = run({"check": "limits", "site": site(tmp_path).as_json()})
+    (said,) = run({"check": "ulimits", "site": site(tmp_path).as_json()})
     assert set(said) == {"check", "verdict", "reason", "figures"}

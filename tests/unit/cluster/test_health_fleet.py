@@ -15,7 +15,7 @@ def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given
     findings = [
         Finding("versions", Verdict.OK, "", {**SOFTWARE, **given.get("software", {})}),
         Finding("clock", Verdict.OK, "", {"server_offset": given.get("offset")}),
-        Finding("disk-rate", Verdict.OK, "", {"written": given.get("written", 1e9)}),
+        Finding("disk-throughput", Verdict.OK, "", {"written": given.get("written", 1e9)}),
     ]
     if seconds is not None:
         figures = {"device": given.get("device", "H100"), "seconds": seconds}

@@ -97,24 +97,24 @@ def test_gpus_that_are_well_are_fine(tmp_path: Path) -> None:
 
 
 def test_fewer_gpus_than_expected_are_bad(tmp_path: Path) -> None:
-    assert found(tmp_path, Library(), expected=8)["devices/count"].verdict is Verdict.BAD
+    assert found(tmp_path, Library(), expected=8)["gpus/count"].verdict is Verdict.BAD
 
 
 def test_a_lost_gpu_is_bad_and_does_not_count(tmp_path: Path) -> None:
     said = found(tmp_path, Library(lost=1))
-    assert said["devices/count"].verdict is Verdict.BAD
-    assert "does not answer (GPU is lost)" in said["devices/gpu1"].reason
+    assert said["gpus/count"].verdict is Verdict.BAD
+    assert "does not answer (GPU is lost)" in said["gpus/gpu1"].reason
 
 
 def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:
-    assert found(tmp_path, Library(silent=NVMLError("Driver Not Loaded")))["devices/count"].verdict is Verdict.BAD
+    assert found(tmp_path, Library(silent=NVMLError("Driver Not Loaded")))["gpus/count"].verdict is Verdict.BAD
 
 
 @pytest.mark.parametrize("nvml", [None, Library(silent=NoLibrary())])
 def test_without_the_library_gpus_are_counted_and_the_rest_is_unknown(tmp_path: Path, nvml: Any) -> None:
     said = found(tmp_path, nvml)
-    assert said["devices/count"].verdict is Verdict.OK
-    assert said["devices/state"].verdict is Verdict.UNKNOWN
+    assert said["gpus/count"].verdict is Verdict.OK
+    assert said["gpus/state"].verdict is Verdict.UNKNOWN
 
 
 def test_a_driver_that_shows_no_gpu_is_no_machine_without_one(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_machine_without_gpus_is_fine_unless_some_are_expected(tmp_path: Path)
 def test_what_is_wrong_with_a_gpu_is_told(
     tmp_path: Path, function: str, value: Any, verdict: Verdict, words: str
 ) -> None:
-    said = found(tmp_path, Library({function: value}))["devices/gpu0"]
+    said = found(tmp_path, Library({function: value}))["gpus/gpu0"]
     assert said.verdict is verdict
     assert words in said.reason
 
@@ -218,7 +218,7 @@ def looked(root: Path, expected: int) -> list[Verdict]:
         f_bavail=2**40, f_blocks=2**41, f_frsize=1, f_files=0, f_favail=0, f_flag=0
     )
     said = quick(root / "run", expected, root, kernel=lambda: None, space=space)
-    return [each.verdict for each in said if each.check == "devices/count"]
+    return [each.verdict for each in said if each.check == "gpus/count"]
 
 
 def test_an_agent_sees_that_a_gpu_is_gone(tmp_path: Path) -> None:

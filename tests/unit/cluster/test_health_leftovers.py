@@ -39,7 +39,7 @@ def test_workers_that_were_adopted_are_bad_and_named(tmp_path: Path) -> None:
     process(tmp_path, 60, 1, "python", command="python\0train.py\0", environ=TORCHRUN)
     process(tmp_path, 70, 1, "python (x)", command=NURSERY)
     process(tmp_path, 71, 70, "python", command=NURSERY)
-    said = found(tmp_path)["processes"]
+    said = found(tmp_path)["workers"]
     assert said.verdict is Verdict.BAD
     assert said.figures["pids"] == "60 70 71"
 
@@ -50,13 +50,13 @@ def test_workers_with_an_agent_are_no_leftovers(tmp_path: Path) -> None:
     process(tmp_path, 70, 42, "python", command=NURSERY)
     process(tmp_path, 71, 70, "python", command=NURSERY)
     process(tmp_path, 80, 42, "python", command="python\0train.py\0", environ=TORCHRUN)
-    assert found(tmp_path)["processes"].verdict is Verdict.OK
+    assert found(tmp_path)["workers"].verdict is Verdict.OK
 
 
 def test_an_agent_that_is_the_first_process_of_its_container_is_one(tmp_path: Path) -> None:
     process(tmp_path, 1, 0, "torchrun", command="torchrun\0")
     process(tmp_path, 60, 1, "python", command="python\0train.py\0", environ=TORCHRUN)
-    assert found(tmp_path)["processes"].verdict is Verdict.OK
+    assert found(tmp_path)["workers"].verdict is Verdict.OK
 
 
 def test_shared_memory_that_nobody_has_open_is_told(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_shared_memory_that_this_process_has_open_is_in_use(tmp_path: Path) -> N
 
 def test_a_process_that_stays_within_the_kernel_is_told(tmp_path: Path) -> None:
     process(tmp_path, 50, 1, "dd", "D", command="dd")
-    said = found(tmp_path)["stuck"]
+    said = found(tmp_path)["uninterruptible"]
     assert said.verdict is Verdict.WARN
     assert "dd (50)" in said.reason
 
@@ -101,4 +101,4 @@ def test_a_moment_within_the_kernel_is_usual(tmp_path: Path) -> None:
 def test_many_zombies_are_told(tmp_path: Path) -> None:
     for pid in range(100, 111):
         process(tmp_path, pid, 1, "python", "Z")
-    assert found(tmp_path)["stuck"].verdict is Verdict.WARN
+    assert found(tmp_path)["uninterruptible"].verdict is Verdict.WARN

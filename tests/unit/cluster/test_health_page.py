@@ -34,7 +34,7 @@ def row(name: str, one: Threshold) -> list[str]:
 
 
 def test_every_threshold_has_its_row() -> None:
-    assert rows("threshold | WARN | BAD | why there") == [row(name, one) for name, one in TABLE.items()]
+    assert rows("threshold | WARN | FAIL | why there") == [row(name, one) for name, one in TABLE.items()]
 
 
 def test_every_check_has_its_row() -> None:

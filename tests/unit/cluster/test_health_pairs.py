@@ -64,7 +64,7 @@ def test_three_nodes_measure_all_three_links() -> None:
     found = together(places(3))
     assert set(found) == {0, 1, 2}
     for (one,) in found.values():
-        assert one.check == "links"
+        assert one.check == "link-bandwidth"
         assert "to 2 other nodes" in one.reason
 
 
@@ -154,7 +154,7 @@ def test_a_node_that_most_cannot_reach_is_no_pass() -> None:
 
 
 WORDS = "words that nobody guesses"
-ENGINE = {"PHALANX_NODE": "1", "PHALANX_NODES": "2", "PHALANX_LEADER": "n0:4000", "PHALANX_TOKEN": WORDS}
+ENGINE = {"PHALANX_NODE_RANK": "1", "PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": "n0:4000", "PHALANX_TOKEN": WORDS}
 
 
 def test_the_engine_says_where_a_node_stands() -> None:
@@ -164,17 +164,17 @@ def test_the_engine_says_where_a_node_stands() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"PHALANX_NODE": "2"},
-        {"PHALANX_NODES": "1", "PHALANX_NODE": "0"},
-        {"PHALANX_LEADER": "n0"},
-        {"PHALANX_NODE": "x"},
+        {"PHALANX_NODE_RANK": "2"},
+        {"PHALANX_NUM_NODES": "1", "PHALANX_NODE_RANK": "0"},
+        {"PHALANX_LEADER_ADDR": "n0"},
+        {"PHALANX_NODE_RANK": "x"},
     ],
 )
 def test_what_the_engine_cannot_have_said_is_told(changed: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--pairs"):
+    with pytest.raises(UsageError, match="--network"):
         place_of({**ENGINE, **changed})
 
 
 def test_outside_of_a_job_there_are_no_pairs() -> None:
-    with pytest.raises(UsageError, match="PHALANX_NODES"):
+    with pytest.raises(UsageError, match="PHALANX_NUM_NODES"):
         place_of({"PHALANX_TOKEN": WORDS})

@@ -25,9 +25,9 @@ def texts(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "root"),
     [
-        ({"PHALANX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"PHALANX_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
         ({"XDG_CACHE_HOME": "/b"}, Path("/b/phalanx")),
-        ({"PHALANX_CACHE": "", "XDG_CACHE_HOME": ""}, Path.home() / ".cache/phalanx"),
+        ({"PHALANX_CACHE_DIR": "", "XDG_CACHE_HOME": ""}, Path.home() / ".cache/phalanx"),
     ],
 )
 def test_where_the_cache_is(environ, root):
@@ -77,7 +77,7 @@ out = cached(DataSource(text="*.txt"), DataConfig(), Path({str(texts)!r}))
 verify(out)
 print(out)
 """
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PHALANX_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PHALANX_CACHE_DIR": str(tmp_path / "cache")}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(3)

@@ -37,7 +37,7 @@ def test_prepare_verify_inspect(texts, capsys):
 
 def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
-    words = ["a.jsonl", "--jsonl", "--field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
+    words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
     assert data("prepare", *words) == 0
     assert json.loads(capsys.readouterr().out)["vocab"] == 260
 
@@ -47,7 +47,7 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     [
         ([], "give one source"),
         (["*.txt", "--images", "x"], "give one source"),
-        (["--images", "x"], "--size 224 224"),
+        (["--images", "x"], "--image-size 224 224"),
         (["*.txt", "--jsonl", "--parquet"], "give one of them"),
         (["*.txt", "--tokenizer", "bpe:many"], "a BPE has 257 to 10,000,000 tokens"),
         (["*.txt", "--out", "."], "is there already"),

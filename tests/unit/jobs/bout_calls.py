@@ -14,7 +14,7 @@ from phalanx.train.reporter import reporter
 
 def steps(payload: dict[str, Any]) -> None:
     """Steps of `seconds` without end; with `fall`, so many and then the worker's end. Each leaves a byte in `count`."""
-    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS"])
+    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
     leads = os.environ["RANK"] == "0"
     number = 0
     while True:
@@ -34,7 +34,7 @@ def steps(payload: dict[str, Any]) -> None:
 
 def refuse(payload: dict[str, Any]) -> None:
     """As a worker whose recipe cannot run."""
-    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS"])
+    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
     error = RecipeError("model.build: no such thing")
     report.error(str(error), int(error.code))
     report.close()

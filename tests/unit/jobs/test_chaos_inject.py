@@ -195,7 +195,7 @@ def test_a_process_without_the_mark_is_let_be(told: Told) -> None:
 def test_a_pause_ends_by_itself_and_when_it_is_broken_off(told: Told) -> None:
     worker = psutil.Process(told.worker(0).pid)
     for broken in (False, True):
-        pausing = pause(a_fault("pause"), told.scene)
+        pausing = pause(a_fault("freeze"), told.scene)
         next(pausing)
         becomes(worker, stopped=True)
         if broken:
@@ -209,7 +209,7 @@ def test_a_pause_ends_by_itself_and_when_it_is_broken_off(told: Told) -> None:
 def test_files_of_a_worker_may_grow_again_after_a_save_has_failed(told: Told) -> None:
     worker = psutil.Process(told.worker(0).pid)
     before = worker.rlimit(psutil.RLIMIT_FSIZE)
-    filling = full(a_fault("full"), told.scene)
+    filling = full(a_fault("disk-full"), told.scene)
     assert not told.comes(filling)
     assert worker.rlimit(psutil.RLIMIT_FSIZE)[0] == SMALL
     told.tell(CheckpointFailed)
@@ -221,7 +221,7 @@ def test_damage_is_one_bit_of_the_newest_of_two_checkpoints_and_no_worker_goes_o
     victim, other = told.worker(0, rank=1), told.worker(0, rank=0)
     for step in (10, 20):
         folder = told.run.checkpoints / f"step-{step:09d}"
-        playing = strike(a_fault("damage", rank=1), told.scene)
+        playing = strike(a_fault("corrupt-checkpoint", rank=1), told.scene)
         if step == 20:
             assert next(playing, None) is not None  # one is not enough
         folder.mkdir()
@@ -252,7 +252,7 @@ def test_a_process_that_crashes_writes_no_core_file() -> None:
 def struck_by_storage(told: Told) -> Generator[float, None, None]:
     """Storage that has failed, of a run with a checkpoint."""
     (told.run.checkpoints / "step-000000010").mkdir()
-    failing = storage(a_fault("storage"), told.scene)
+    failing = storage(a_fault("storage-outage"), told.scene)
     while not told.struck:
         next(failing)
     return failing

@@ -75,8 +75,8 @@ def test_every_kind_comes_where_there_is_room_for_each() -> None:
 
 def test_damage_waits_for_a_checkpoint_newer_than_what_was_damaged_before() -> None:
     for seed in SEEDS:
-        for kinds in (possible(COURSE), ("damage",), ("damage", "kill")):
-            damage = [fault for fault in draw(seed, 20, kinds, COURSE) if fault.kind == "damage"]
+        for kinds in (possible(COURSE), ("corrupt-checkpoint",), ("corrupt-checkpoint", "kill")):
+            damage = [fault for fault in draw(seed, 20, kinds, COURSE) if fault.kind == "corrupt-checkpoint"]
             assert damage
             assert all(fault.moment.fresh for fault in damage)
 
@@ -91,7 +91,7 @@ def test_moments_go_up_through_the_run_and_leave_time_at_its_end() -> None:
 
 def test_only_a_node_that_does_not_lead_is_lost() -> None:
     course = replace(COURSE, world=6, nodes=3)
-    ranks = {fault.rank for seed in SEEDS for fault in draw(seed, 10, ("node", "split"), course)}
+    ranks = {fault.rank for seed in SEEDS for fault in draw(seed, 10, ("node-loss", "partition"), course)}
     assert ranks == {2, 3, 4, 5}
     assert {fault.rank for seed in SEEDS for fault in draw(seed, 10, ("kill",), course)} == set(range(6))
 
@@ -101,11 +101,15 @@ def test_only_a_node_that_does_not_lead_is_lost() -> None:
     [
         ("kill,burn", COURSE, "there is no kind 'burn'; there are kill, crash"),
         ("", COURSE, "there is no kind ''"),
-        ("stall", replace(COURSE, world=1), "stall needs another worker"),
-        ("node", COURSE, "node needs several nodes: --nodes 2"),
-        ("runner", COURSE, "runner needs a run in the queue: --queue"),
-        ("damage", replace(COURSE, keep=1), "damage needs an older checkpoint to go back to: checkpoint.keep=2"),
-        ("damage", replace(COURSE, every=600), "in 1000 steps the run saves 1 times"),
+        ("hang", replace(COURSE, world=1), "hang needs another worker"),
+        ("node-loss", COURSE, "node-loss needs several nodes: --nodes 2"),
+        ("job-runner", COURSE, "job-runner needs a run in the queue: --queue"),
+        (
+            "corrupt-checkpoint",
+            replace(COURSE, keep=1),
+            "corrupt-checkpoint needs an older checkpoint: checkpoint.keep=2",
+        ),
+        ("corrupt-checkpoint", replace(COURSE, every=600), "in 1000 steps the run saves 1 times"),
     ],
 )
 def test_a_kind_that_does_not_exist_or_cannot_strike_is_told(text: str, course: Course, said: str) -> None:
@@ -115,7 +119,13 @@ def test_a_kind_that_does_not_exist_or_cannot_strike_is_told(text: str, course: 
 
 
 def test_without_a_word_only_what_can_strike_and_takes_seconds_comes() -> None:
-    assert set(KINDS) - set(kinds_of(None, COURSE)) == {"interrupt", "node", "split", "runner", "supervisor"}
+    assert set(KINDS) - set(kinds_of(None, COURSE)) == {
+        "interrupt",
+        "node-loss",
+        "partition",
+        "job-runner",
+        "queue-daemon",
+    }
     assert kinds_of(" kill, agent,kill", COURSE) == ("kill", "agent")
 
 

@@ -97,8 +97,8 @@ def test_what_is_half_made_in_the_run_directory_is_found(run: Run, mark: str, sc
 
 
 def test_files_among_the_temporary_ones_of_the_system_are_found(run: Run, mark: str, scratch: Path) -> None:
-    environment = environment_for(mark, scratch, {"PATH": "/bin", "RANK": "3", "PHALANX_NODE": "1"})
-    assert {"RANK", "PHALANX_NODE"}.isdisjoint(environment)
+    environment = environment_for(mark, scratch, {"PATH": "/bin", "RANK": "3", "PHALANX_NODE_RANK": "1"})
+    assert {"RANK", "PHALANX_NODE_RANK"}.isdisjoint(environment)
     code = "import tempfile; print(tempfile.mkstemp()[1])"
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert left(run, mark, scratch) == [f"temporary file: {made.stdout.strip()}"]

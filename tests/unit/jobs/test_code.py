@@ -209,18 +209,20 @@ def test_the_commit_that_is_checked_out_is_refused_when_something_changed_since(
     write(repository, unknown_dot_py="new files do not matter")
     assert commit_code(repository, "HEAD").files == 3
     write(repository, exp__model_dot_py="changed", lib_dot_py="changed")
-    with pytest.raises(UsageError, match=r"exp/model\.py and 1 more changed since that commit.*or say --code folder"):
+    with pytest.raises(
+        UsageError, match=r"exp/model\.py and 1 more changed since that commit.*or use --snapshot workdir"
+    ):
         commit_code(repository, "HEAD")
 
 
 @pytest.mark.parametrize("commit", ["v9", "", "HEAD:exp", "0" * 40, "folders"])
 def test_a_commit_that_nobody_knows_is_refused(repository: Path, commit: str) -> None:
-    with pytest.raises(UsageError, match="knows no such commit"):
+    with pytest.raises(UsageError, match="has no such commit"):
         commit_code(repository, commit)
 
 
 def test_a_word_that_git_would_take_for_an_option_is_no_commit(repository: Path) -> None:
-    with pytest.raises(UsageError, match="expected `folder`, or a commit"):
+    with pytest.raises(UsageError, match="expected `workdir`, or a revision"):
         commit_code(repository, "--all")
 
 

@@ -99,7 +99,7 @@ def test_what_the_end_of_an_attempt_means(
 def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> None:
     _, message = verdict(attempt({1: -9, 0: -9}), tmp_path, 0)
     assert message is not None
-    assert message.startswith("worker 1 was killed by SIGKILL (if nobody did that, the machine ran out of memory")
+    assert message.startswith("worker 1 was killed by SIGKILL (possibly out of memory")
 
 
 def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_an_attempt_that_falls_is_told_and_followed_by_another(
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert kinds(shown) == ["failure", "warning"]
     assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
-    assert "starting again from the last good checkpoint" in shown[1].text
+    assert "restarting from the last good checkpoint" in shown[1].text
 
 
 def test_attempts_that_save_nothing_new_are_given_up(
@@ -764,7 +764,7 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
     agent.attempt(0, 1, COMMAND, {})
     assert agent.stopping
     assert sent_signals(stage) == [signal.SIGTERM]
-    assert [event.text for event in shown] == ["stopping: saving a checkpoint first; once more stops at once"]
+    assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
 
 
 @pytest.mark.parametrize(
@@ -868,7 +868,7 @@ def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
 
 
 def test_a_node_whose_device_is_gone_trains_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.preflight = lambda: [Finding("devices/count", Verdict.BAD, "7 of 8 GPUs are left")]
+    agent.preflight = lambda: [Finding("gpus/count", Verdict.BAD, "7 of 8 GPUs are left")]
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
 

@@ -99,21 +99,21 @@ def test_without_variables_a_machine_is_alone() -> None:
 
 
 def test_a_node_knows_its_place_and_the_leader() -> None:
-    environment = {"PHALANX_NODES": "4", "PHALANX_NODE": "2", "PHALANX_LEADER": "node-1.cluster:4711"}
+    environment = {"PHALANX_NUM_NODES": "4", "PHALANX_NODE_RANK": "2", "PHALANX_LEADER_ADDR": "node-1.cluster:4711"}
     assert Membership.from_environment(environment) == Membership(2, 4, ("node-1.cluster", 4711))
-    environment["PHALANX_LEADER"] = "[fe80::1]:4711"
+    environment["PHALANX_LEADER_ADDR"] = "[fe80::1]:4711"
     assert Membership.from_environment(environment).leader == ("fe80::1", 4711)
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        {"PHALANX_NODES": "two"},
-        {"PHALANX_NODES": "2", "PHALANX_NODE": "2", "PHALANX_LEADER": "a:1"},
-        {"PHALANX_NODES": "2"},
-        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a"},
-        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a:port"},
-        {"PHALANX_NODES": "2", "PHALANX_LEADER": "a:70000"},
+        {"PHALANX_NUM_NODES": "two"},
+        {"PHALANX_NUM_NODES": "2", "PHALANX_NODE_RANK": "2", "PHALANX_LEADER_ADDR": "a:1"},
+        {"PHALANX_NUM_NODES": "2"},
+        {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": "a"},
+        {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": "a:port"},
+        {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": "a:70000"},
     ],
 )
 def test_a_place_that_cannot_be_is_refused(environment: dict[str, str]) -> None:

@@ -256,7 +256,7 @@ def test_a_signal_that_cannot_be_sent_is_an_error(engine: Kubernetes, server: Do
     server.kill_fails = True
     with pytest.raises(UsageError, match="could not be sent signal 15: no such process"):
         engine.signal(found, signal.SIGTERM)
-    with pytest.raises(UsageError, match="`phalanx jobs stop"):
+    with pytest.raises(UsageError, match="`phalanx jobs cancel"):
         engine.signal(found, signal.SIGKILL)
 
 

@@ -99,13 +99,15 @@ def test_a_wrong_pod_in_a_jobset_is_refused() -> None:
 
 
 def test_each_node_is_told_its_place() -> None:
-    objects = rendered(secrets=("HF_TOKEN",), environment={"A": "b", "PHALANX_NODE": "7"})
+    objects = rendered(secrets=("HF_TOKEN",), environment={"A": "b", "PHALANX_NODE_RANK": "7"})
     found = variables(pod(objects["jobset"])["containers"][0])
     assert found == {
         "A": "b",
-        "PHALANX_NODES": "4",
-        "PHALANX_LEADER": "gpt-workers-0-0.gpt:29417",
-        "PHALANX_NODE": {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}},
+        "PHALANX_NUM_NODES": "4",
+        "PHALANX_LEADER_ADDR": "gpt-workers-0-0.gpt:29417",
+        "PHALANX_NODE_RANK": {
+            "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+        },
         "PHALANX_TOKEN": {"secretKeyRef": {"name": "gpt", "key": "PHALANX_TOKEN"}},
         "HF_TOKEN": {"secretKeyRef": {"name": "gpt", "key": "HF_TOKEN"}},
     }
@@ -115,7 +117,7 @@ def test_a_trainjob_tells_the_same_under_its_own_names() -> None:
     trainer = rendered(options={"kind": "trainjob", "runtime": "ours"})["trainjob"]["spec"]["trainer"]
     assert trainer["command"] == ["env", "-C", "/work", "phalanx", "train", "recipe.yaml"]
     assert trainer["numNodes"] == 4
-    assert variables(trainer)["PHALANX_LEADER"] == "gpt-node-0-0.gpt:29417"
+    assert variables(trainer)["PHALANX_LEADER_ADDR"] == "gpt-node-0-0.gpt:29417"
 
 
 def test_one_job_has_a_pod_a_node() -> None:

@@ -127,7 +127,7 @@ def test_the_folder_travels_only_when_it_is_asked_to(tmp_path: Path) -> None:
     [
         (
             {"secrets": ("HF_TOKEN",), "code": Code(b"", Path("/a"), ".", 0, 0)},
-            "HF_TOKEN cannot be handed on",
+            "HF_TOKEN cannot be passed on",
         ),
         ({"priority": 3}, "no priorities"),
         ({"options": {"strategy": "NEAR"}}, "expected one of STRICT_SPREAD"),
@@ -320,7 +320,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     (line,), code = run_node(tmp_path / "none", sys.executable)
-    assert ("there is no folder" in line, code) == (True, 64)
+    assert ("there is no directory" in line, code) == (True, 64)
 
 
 def test_the_token_is_removed_with_the_node(tmp_path: Path) -> None:

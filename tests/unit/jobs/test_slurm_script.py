@@ -100,7 +100,7 @@ def test_every_word_reaches_the_program_as_it_was_given(tmp_path: Path) -> None:
     assert tuple(arguments) == ODD
     assert {name: environment[name] for name in (*values, *secret)} == values | secret
     assert cwd == str(start)
-    assert environment["PHALANX_NODE"] == "1"
+    assert environment["PHALANX_NODE_RANK"] == "1"
     assert (folder / "code.3.n2").read_text() == "0\n"
 
 
@@ -153,7 +153,8 @@ scontrol)
   *) echo "$*" >>"$CALLS" ;;
   esac ;;
 srun)
-  echo "$PHALANX_NODES $PHALANX_LEADER $(stat -c %a "$PHALANX_TOKEN_FILE") $(wc -c <"$PHALANX_TOKEN_FILE")" >>"$CALLS"
+  bytes=$(wc -c <"$PHALANX_TOKEN_FILE")
+  echo "$PHALANX_NUM_NODES $PHALANX_LEADER_ADDR $(stat -c %a "$PHALANX_TOKEN_FILE") $bytes" >>"$CALLS"
   shift "$(($# - 1))"
   folder=$(dirname "$PHALANX_TOKEN_FILE")
   number=1
@@ -306,7 +307,7 @@ def test_code_that_travels_is_where_the_job_starts(tmp_path: Path) -> None:
     job = Job("code", ("true",), Path("/not/here"), code=Code(b"", Path("/x"), "deep/er", 1, 1))
     texts = scripts(job, VERSION, tmp_path)
     assert f"#SBATCH --chdir={tmp_path}/code/deep/er" in texts["batch.sh"].splitlines()
-    assert f"export PHALANX_CODE={tmp_path}/code" in texts["node.sh"].splitlines()
+    assert f"export PHALANX_SNAPSHOT_DIR={tmp_path}/code" in texts["node.sh"].splitlines()
     assert "/not/here" not in str(texts)
 
 

@@ -290,4 +290,4 @@ def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
 
 
 def test_jobs_lie_in_the_users_state_folder() -> None:
-    assert Slurm(Recorded({}), environ={"PHALANX_STATE": "/s"}).folder == Path("/s/slurm")
+    assert Slurm(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).folder == Path("/s/slurm")

@@ -88,27 +88,27 @@ class Maker:
     def write_facts(self) -> None:
         rate = self.matmul[self.precision] * 1e12 * self.world
         plan = {
-            "parameters": 3_247_360,
+            "trainable_parameters": 3_247_360,
             "flops_per_sample": self.mfu * rate * self.seconds / (self.tokens / 256),
             "flops_rule": "6 x parameters in matmuls + attention 12 x layers x width x sequence, per token",
             "unit": "tokens",
             "units_per_sample": 256,
-            "saved_bytes_per_sample": 9_000_000,
-            "chosen": [
+            "activation_bytes_per_sample": 9_000_000,
+            "auto_choices": [
                 {"key": "precision", "value": "bf16", "why": "bf16 matmul is 3.4 x fp32 on this machine"},
                 {"key": "batch.micro_size", "value": 8, "why": "fastest of 4, 8 and 16 in a trial"},
             ],
-            "predicted_step_seconds": self.seconds * 0.96,
+            "predicted_step_s": self.seconds * 0.96,
         }
         cluster = {
             "host": "node-1",
             "device": "cpu",
-            "name": "AMD EPYC 9R14",
-            "count": self.world,
-            "cores": 2 * self.world,
+            "device_name": "AMD EPYC 9R14",
+            "device_count": self.world,
+            "physical_cores": 2 * self.world,
             "memory_bytes": 16_000_000_000,
-            "matmul_tflops": self.matmul,
-            "threads": 2,
+            "measured_matmul_tflops": self.matmul,
+            "threads_per_worker": 2,
             "data_sheet_tflops": {"fp32": 0.166, "bf16": 0.666},
             "data_sheet_source": "cores x clock x FLOPs a cycle",
         }
@@ -118,7 +118,7 @@ class Maker:
             "phalanx": "0.1.0",
             "platform": "Linux",
         }
-        environment["git"] = {"commit": "0123456789abcdef" * 2, "dirty": True, "untracked": 0}
+        environment["git"] = {"commit": "0123456789abcdef" * 2, "dirty": True, "untracked_files": 0}
         for name, value in {"plan": plan, "cluster": cluster, "environment": environment}.items():
             (self.path / f"{name}.json").write_text(json.dumps(value))
 
@@ -199,8 +199,8 @@ class Maker:
             "status": status,
             "steps": step,
             "final_loss": 1.41,
-            "tokens": step * self.tokens,
-            "seconds": self.t - T0,
+            "units": step * self.tokens,
+            "duration_s": self.t - T0,
             "restarts": self.attempt,
             "digest": digest,
         }

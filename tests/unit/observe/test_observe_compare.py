@@ -24,7 +24,7 @@ def test_only_the_recipe_keys_that_differ_are_shown(tmp_path: Path) -> None:
     text = compare_text(comparison)
     assert "optimizer.lr" in text
     assert "final loss" in text
-    assert "MFU, measured" in text
+    assert "MFU (measured peak)" in text
     assert "data wait" in text
 
 

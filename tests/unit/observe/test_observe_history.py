@@ -91,7 +91,7 @@ def test_no_events_make_an_empty_history(tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_end_is_unfinished_and_with_one_is_what_it_says() -> None:
-    assert history_of([start(0, 0), step(1)]).status == "unfinished"
+    assert history_of([start(0, 0), step(1)]).status == "incomplete"
     ended = made(RunEnded, time=1.0, status="interrupted", step=0)
     assert history_of([start(0, 0), ended]).status == "interrupted"
 

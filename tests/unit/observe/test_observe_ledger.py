@@ -137,7 +137,7 @@ def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
 def test_the_report_tells_goodput_and_each_loss(tmp_path: Path) -> None:
     found = ledger(killed(tmp_path / "run"))
     facts = ledger_facts(found)
-    assert [name for name, _ in facts] == ["goodput", "lost to"]
-    assert "discarded" in facts[0][1]
+    assert [name for name, _ in facts] == ["goodput", "failure cost"]
+    assert "wasted" in facts[0][1]
     assert cost(found.losses[0]) in facts[1][1]
-    assert "noticed after 500 ms" in facts[1][1]
+    assert "detected after 500 ms" in facts[1][1]

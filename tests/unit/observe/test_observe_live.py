@@ -82,14 +82,14 @@ def test_the_lines_of_a_log_come_as_values_with_the_events_own_time() -> None:
     said = [lines.take(event) for event in events]
     assert [len(each) for each in said] == [1, 1, 0, 0, 0, 0, 1, 0, 2]
     assert said[6][0].startswith("step   6/100  loss ")
-    assert said[8][1] == "failed at step 7 of 100"
+    assert said[8][1] == "failed: 7 of 100 steps"
 
 
 def test_a_step_line_has_loss_speed_share_and_eta() -> None:
     line = logged([start(), *(step(n, n * 0.5) for n in range(1, 30))], every=0.0)[-1]
     assert "loss 2.500" in line
     assert "5.12 k tokens/s" in line
-    assert "1.0% of matmul rate" in line  # 20 samples/s x 1 GFLOP over 2 workers' 2 TFLOP/s
+    assert "MFU 1.0% (measured peak)" in line  # 20 samples/s x 1 GFLOP over 2 workers' 2 TFLOP/s
     assert "ETA 36 s" in line
 
 
@@ -100,26 +100,26 @@ def test_a_hang_tells_who_where_and_in_which_line_of_the_users_own_code() -> Non
   File "/home/me/train.py", line 7 in main"""
     event = made(HangDetected, rank=1, host="n7", step=30, silence_s=6.2, stack=stack)
     assert hang_in_words(event) == (
-        "hang: worker 1 on n7 gives no sign of life for 6.2 s, in step 30, doing: forward; "
+        "hang: rank 1 on n7 has sent no heartbeat for 6.2 s, step 30, phase: forward; "
         'File "/home/me/model.py", line 42 in forward'
     )
     still = hang_in_words(replace(event, is_stopped=True, stack=None))
-    assert still == "hang: worker 1 on n7 is held still for 6.2 s, in step 30, doing: forward"
+    assert still == "hang: rank 1 on n7 has been stopped (SIGSTOP) for 6.2 s, step 30, phase: forward"
 
 
 def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
     text = "\n".join(logged(read_events(troubled(tmp_path / "run") / "events.jsonl")))
     for words in (
-        "2 workers on cpu, from the beginning",
-        "attempt 1: 2 workers on cpu, from step 50",
-        "evaluation at step 50: held-out loss 2.",
-        "checkpoint at step 50: 39.0 MB",
+        "2 workers on cpu, 300 steps",
+        "attempt 1: 2 workers on cpu, resuming at step 50 of 300",
+        "evaluation at step 50: validation loss 2.",
+        "saved checkpoint at step 50 (39.0 MB",
         "checkpoint rejected: checkpoints/step-000000100/rank-00001.safetensors",
-        "checkpoint failed at step 300: no space left",
-        "guard at step 212: non-finite loss, rollback (skipped steps so far: 3)",
-        "fault: worker 1 was killed by SIGKILL",
+        "checkpoint at step 300 failed: no space left",
+        "non-finite step 212: non-finite loss, rollback (3 skipped so far)",
+        "failure: worker 1 was killed by SIGKILL",
         "warning: the micro-batch",
-        "done at step 300 of 300",
+        "finished: 300 of 300 steps",
     ):
         assert words in text
 
@@ -133,15 +133,15 @@ def test_compiling_is_told(breaks: int, text: str) -> None:
 
 
 def test_a_choice_of_exchange_is_told_with_its_reason() -> None:
-    why = "with allreduce 41.0% of a step is exposed (efficiency: allreduce 0.59); bf16 is foretold 0.75"
+    why = "with allreduce 41.0% of a step is exposed (efficiency: allreduce 0.59); bf16 is predicted 0.75"
     event = made(GradSyncSelected, step=10, reason=why)
-    assert logged([start(), event])[-1].endswith(f"exchange at step 10: bf16: {why}")
+    assert logged([start(), event])[-1].endswith(f"gradient synchronization at step 10: bf16: {why}")
 
 
 def test_the_last_step_is_logged_before_an_early_end() -> None:
     lines = logged([start(), step(1, 0.5), step(2, 1.0), made(RunEnded, time=1.1, status="interrupted", step=2)])
     assert "step   2/100" in lines[-2]
-    assert "interrupted at step 2 of 100" in lines[-1]
+    assert "interrupted: 2 of 100 steps" in lines[-1]
 
 
 def test_speed_is_over_a_sliding_window() -> None:
@@ -220,9 +220,16 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
     display.close()
     shown = out.getvalue()
     assert heights == {4}
-    for words in ("step 300/300", "loss 1.3", "tokens/s", "of matmul rate", "held-out 1.47", "checkpoint at step 300"):
+    for words in (
+        "step 300/300",
+        "loss 1.3",
+        "tokens/s",
+        "(measured peak)",
+        "validation 1.47",
+        "checkpoint at step 300",
+    ):
         assert words in shown
-    assert "guards: 2 skipped, 1 rollback" in shown
+    assert "non-finite steps: 2 skipped, 1 rollback" in shown
 
 
 def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
@@ -285,7 +292,7 @@ def test_facts_come_from_the_run_directory(tmp_path: Path) -> None:
 def test_a_straggler_is_told_with_what_it_costs() -> None:
     event = made(StragglerDetected, rank=3, host="n7", slowdown=1.5, wait_s_per_step=0.12, wait_fraction=0.3)
     assert straggler_in_words(event) == (
-        "straggler: worker 3 on n7 takes 1.50 x as long as its peers: they wait 120 ms a step for it, 30% of the time"
+        "straggler: rank 3 on n7 takes 1.50x as long as its peers, which wait 120 ms/step for it (30% of the time)"
     )
 
 

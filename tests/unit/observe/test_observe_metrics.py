@@ -102,7 +102,7 @@ def test_the_course_of_the_split_has_few_points_and_keeps_the_mean() -> None:
 CLUSTER = {
     "device": "cpu",
     "count": 1,
-    "matmul_tflops": {"fp32": 0.1, "bf16": 0.4},
+    "measured_matmul_tflops": {"fp32": 0.1, "bf16": 0.4},
     "data_sheet_tflops": {"fp32": 0.2},
 }
 PLAN = {"flops_per_sample": 2e9, "units_per_sample": 256}

@@ -60,17 +60,17 @@ def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
     text, _ = pages(troubled(tmp_path / "run"))
     assert all(len(line) <= WIDTH for line in text.splitlines())
     assert "\x1b" not in text
-    for title in ("What ran", "Loss", "Speed", "Where a step's time went", "Duration", "Safety", "What to try next"):
+    for title in ("What ran", "Loss", "Speed", "Step time", "Duration", "Safety", "Recommendations"):
         assert f"\n{title}" in text
-    assert "99 steps done again" in text
+    assert "99 steps wasted" in text
     assert "recipe: checkpoint.every" in text
     assert "git 0123456789ab, changed" in " ".join(text.split())
 
 
 def test_a_healthy_run_is_told_that_nothing_stands_out(tmp_path: Path) -> None:
     text, html = pages(healthy(tmp_path / "run"))
-    assert "nothing stands out" in text
-    assert "Nothing stands out" in html
+    assert "No issues found." in text
+    assert "No issues found." in html
 
 
 def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:

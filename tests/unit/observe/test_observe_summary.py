@@ -60,7 +60,7 @@ def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     maker.steps(1, 10)
     maker.end()
     assert summary(tmp_path / "run").durations.compiling == 34.0
-    assert re.search(r"starting 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
+    assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
 
 
 def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: 
     assert found is not None
     assert (found.joules, found.devices) == (32_768.0, 2)
     assert found.per_unit == pytest.approx(32_768 / (10 * 4096))
-    assert "0.00910 kWh by 2 GPUs, 0.800 J a token" in pages(tmp_path / "run")[0]
+    assert "0.00910 kWh by 2 GPUs, 0.800 J per token" in pages(tmp_path / "run")[0]
 
 
 def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> 
     assert found.speed.mfu_measured is None
     assert found.speed.median is not None
     text, html = pages(path)
-    assert "MFU, measured  not measured" in text
+    assert "MFU (measured peak)   not measured" in text
     assert "not measured" in html
 
 
@@ -204,9 +204,9 @@ def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run")
     maker.start()
     text, html = pages(maker.path)
-    assert "no step was finished yet" in text
-    assert "No step was finished yet" in html
-    assert "unfinished" in text
+    assert "no step finished yet" in text
+    assert "No step finished yet" in html
+    assert "incomplete" in text
 
 
 def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, cont
     assert found.lost == (f"{events}: ends at step 0; result.json says done at step 5",)
     text, _ = pages(path)
     assert "done: 5 of 5 steps" in text
-    assert "not known: the events of its steps are lost" in text
+    assert "unknown: the events of its steps are lost" in text
 
 
 def test_where_the_end_of_the_events_is_lost_the_result_says_how_it_ended(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_where_events_and_result_are_lost_checkpoints_say_how_far_it_came(tmp_pa
     (path / "checkpoints" / "step-000000004").mkdir(parents=True)
     found = summary(path)
     assert (found.status, found.last_step) == ("not known", 4)
-    assert "how it ended is not known; 4 of 5 steps at least" in pages(path)[0]
+    assert "unknown: 4 of 5 steps at least" in pages(path)[0]
 
 
 def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
     (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
     maker.start(from_step=4)
     found = summary(maker.path)
-    assert (found.status, found.last_step, found.lost) == ("unfinished", 4, ())
+    assert (found.status, found.last_step, found.lost) == ("incomplete", 4, ())
 
 
 @pytest.mark.parametrize(
@@ -339,10 +339,10 @@ def noisy(path: Path, *estimates: float) -> Path:
     ("scale", "said"),
     [
         (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: room to grow to about 410 (26 x)"),
-        (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: about as large as pays off"),
+        (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: at the limit of efficient scaling"),
         (
             3.2,
-            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need hardly more steps",
+            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need few more steps",
         ),
     ],
 )

@@ -17,7 +17,7 @@ FACTS = Facts("tokens", 96, None, 16, None)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def followed(folder: Path, numbers: Numbers = "half") -> Profile:

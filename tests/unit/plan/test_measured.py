@@ -199,7 +199,7 @@ def test_an_exchange_goes_by_the_number_of_ranks() -> None:
 
 
 def test_an_exchange_among_ranks_that_were_not_measured_says_how_to() -> None:
-    with pytest.raises(NotMeasured, match=r"among 3 ranks.*phalanx probe --nproc 3"):
+    with pytest.raises(NotMeasured, match=r"among 3 ranks.*phalanx calibrate --nproc-per-node 3"):
         HERE.exchange(1e6, 3)
 
 

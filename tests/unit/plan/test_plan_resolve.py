@@ -253,13 +253,13 @@ def test_the_plan_predicts_a_step_by_its_micro_batches_and_update() -> None:
     resolved = resolve(recipe(batch={"global_size": 64}), CHOSEN, 2)
     profile = {"parameters": 5, "flops_per_sample": 7.0}
     plan = plan_of(profile, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
-    assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
+    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
     assert (plan["parameters"], plan["flops_per_sample"]) == (5, 7.0)
-    assert plan["chosen"][3] == {"key": "batch.micro_size", "value": 8, "why": "fits"}
+    assert plan["auto_choices"][3] == {"key": "batch.micro_size", "value": 8, "why": "fits"}
 
 
 def test_without_times_the_plan_predicts_none() -> None:
-    assert plan_of({}, CHOSEN, {}, resolve(recipe(), CHOSEN, 1))["predicted_step_seconds"] is None
+    assert plan_of({}, CHOSEN, {}, resolve(recipe(), CHOSEN, 1))["predicted_step_s"] is None
 
 
 def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen() -> None:
@@ -267,14 +267,14 @@ def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen() -> None:
     peaks = {"whole": {"none": 9, "selective": 7, "full": 5}, "chunked": {"none": 8, "selective": 6, "full": None}}
     plan = plan_of({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolved)
     assert plan["peak_bytes_per_sample"] == peaks["chunked"]
-    assert plan["saved_bytes_per_sample"] == 6
+    assert plan["activation_bytes_per_sample"] == 6
     assert "peaks" not in plan
 
 
 def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() -> None:
     peaks = {"whole": {"none": 9, "selective": 7, "full": 5}}
     plan = plan_of({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolve(recipe(), CHOSEN, 1))
-    assert (plan["peak_bytes_per_sample"], plan["saved_bytes_per_sample"]) == (peaks["whole"], 7)
+    assert (plan["peak_bytes_per_sample"], plan["activation_bytes_per_sample"]) == (peaks["whole"], 7)
 
 
 def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
@@ -324,7 +324,7 @@ def test_a_micro_batch_shrinks_for_the_groups_that_share_the_batch_not_for_all_w
 def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
     resolved = resolve(recipe(batch={"global_size": 64}, parallelism={"shard": 2, "tensor": 2}), CHOSEN, 4)
     plan = plan_of({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
-    assert plan["predicted_step_seconds"] == 4 * 1.0 + 0.5
+    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.replicate=4"],
             2,
-            r"parallelism: takes 4 workers \(replicate 4\), but the run has 2: use --nproc 4 or parallelism=auto",
+            r"parallelism: takes 4 workers \(replicate 4\), but the run has 2: use --nproc-per-node 4 or ",
         ),
         (
             ["parallelism.shard=2", "parallelism.async_tp=true"],
@@ -65,12 +65,12 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.expert=1"],
             2,
-            r"parallelism: takes 1 workers \(one of each\), but the run has 2: use --nproc 1",
+            r"parallelism: takes 1 workers \(one of each\), but the run has 2: use --nproc-per-node 1",
         ),
         (
             ["parallelism.shard=2", "parallelism.tensor=3", "data.seq_len=240"],
             4,
-            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc 6 or "
+            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc-per-node 6 or "
             r"parallelism=auto",
         ),
         (

@@ -23,26 +23,29 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_places_in_the_copy_and_in_the_original_belong_together(original: Path, copy: Path) -> None:
-    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(original)}
+    told = {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(original)}
     assert (home_of(copy / "deep", told), code_of(original / "deep", told)) == (original / "deep", copy / "deep")
     assert (home_of(copy, told), code_of(original, told)) == (original, copy)
 
 
 def test_other_folders_are_what_they_are(original: Path, copy: Path, tmp_path: Path) -> None:
-    told = {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(original)}
+    told = {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(original)}
     for folder in (tmp_path, tmp_path / "copy-2", tmp_path / "else"):
         assert (home_of(folder, told), code_of(folder, told)) == (folder, folder)
-    for environ in ({}, {"PHALANX_CODE": str(copy)}, {"PHALANX_CODE_OF": str(original)}):
+    for environ in ({}, {"PHALANX_SNAPSHOT_DIR": str(copy)}, {"PHALANX_SNAPSHOT_SOURCE": str(original)}):
         assert (home_of(copy, environ), code_of(original, environ)) == (copy, original)
 
 
 def test_where_the_original_cannot_be_seen_the_copy_is_the_home(copy: Path, tmp_path: Path) -> None:
-    assert home_of(copy, {"PHALANX_CODE": str(copy), "PHALANX_CODE_OF": str(tmp_path / "elsewhere")}) == copy
+    assert (
+        home_of(copy, {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(tmp_path / "elsewhere")})
+        == copy
+    )
 
 
 def test_a_link_to_the_copy_is_the_copy(original: Path, copy: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(copy)
-    told = {"PHALANX_CODE": str(tmp_path / "link"), "PHALANX_CODE_OF": str(original)}
+    told = {"PHALANX_SNAPSHOT_DIR": str(tmp_path / "link"), "PHALANX_SNAPSHOT_SOURCE": str(original)}
     assert home_of(copy.resolve(), told) == original
 
 
@@ -53,8 +56,8 @@ def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
         (folder / "travelled_module.py").write_text(f"def said(): return {said!r}")
     (copy / "recipe.yaml").write_text("data: {source: {text: '${recipe.dir}/x.txt'}}")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PHALANX_CODE", str(copy))
-    monkeypatch.setenv("PHALANX_CODE_OF", str(original))
+    monkeypatch.setenv("PHALANX_SNAPSHOT_DIR", str(copy))
+    monkeypatch.setenv("PHALANX_SNAPSHOT_SOURCE", str(original))
     loaded = load_recipe(copy / "recipe.yaml")
     assert loaded.folder == original
     assert loaded.given["data"]["source"]["text"] == str(original / "x.txt")

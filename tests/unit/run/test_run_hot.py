@@ -29,14 +29,14 @@ from phalanx.run.hot import (
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    return {"PHALANX_HOT": str(tmp_path / "memory")}
+    return {"PHALANX_IN_MEMORY_DIR": str(tmp_path / "memory")}
 
 
 def test_the_folder_is_for_its_user_alone_and_named_by_run_and_node(run: Run, variables: dict[str, str]) -> None:
     folder = open_folder(run, variables)
     assert folder.stat().st_mode & 0o777 == 0o700
     others = {
-        hot_folder(run, {**variables, "PHALANX_NODE": "1"}),
+        hot_folder(run, {**variables, "PHALANX_NODE_RANK": "1"}),
         hot_folder(Run(run.path.with_name("other")), variables),
     }
     assert folder not in others
@@ -97,7 +97,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one(
 def test_where_memory_is_no_folder_a_folder_must_be_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_module, "MEMORY", Path("/nowhere"))
     assert hot_folder(run, {}) is None
-    with pytest.raises(UsageError, match="name a folder by PHALANX_HOT"):
+    with pytest.raises(UsageError, match="name a folder by PHALANX_IN_MEMORY_DIR"):
         open_folder(run, {})
 
 
@@ -147,6 +147,6 @@ def test_without_room_to_say_which_copies_count_none_does(run: Run, monkeypatch:
 
 
 def test_a_run_whose_name_is_no_utf8_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    variables = {"PHALANX_HOT": str(tmp_path / "hot")}
+    variables = {"PHALANX_IN_MEMORY_DIR": str(tmp_path / "hot")}
     names = [os.fsdecode(tmp_path.as_posix().encode() + name) for name in (b"/\xe9", b"/\xe8", b"/e")]
     assert len({hot_folder(Run(Path(name)), variables) for name in names}) == 3

@@ -47,4 +47,4 @@ def test_a_queue_where_others_may_write_is_not_opened(tmp_path: Path) -> None:
 def test_a_cache_where_others_may_write_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(UsageError, match="other users may write to the cache"):
-        cache_root({"PHALANX_CACHE": str(tmp_path)})
+        cache_root({"PHALANX_CACHE_DIR": str(tmp_path)})

@@ -15,7 +15,7 @@ def recipe(build: str = "mine:build", task: str = "language-modeling", **args: o
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
 
 

@@ -137,7 +137,7 @@ def test_a_network_that_goes_up_and_down_is_tried_less_and_less_often() -> None:
 def test_it_says_what_was_foretold_and_what_came_of_it() -> None:
     choices = walked(LINKS["100mbit"][0])
     _, why = decided(choices[1], ALL, seen(1.0698))
-    assert f"bf16 0.35 ({choices[1].foretold:.2f} was foretold)" in why
+    assert f"bf16 0.35 ({choices[1].foretold:.2f} was predicted)" in why
     assert choices[2].foretold == pytest.approx(COMPUTING / 0.6189, abs=0.1)
 
 

@@ -184,7 +184,7 @@ def choosing(path: Path, monkeypatch: pytest.MonkeyPatch, faster: int) -> tuple[
 
     monkeypatch.setattr(fp8_choice, "measure", measure)
     monkeypatch.setattr(fp8_choice, "check_device", lambda device: None)
-    monkeypatch.setenv("PHALANX_CACHE", str(path / "cache"))
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(path / "cache"))
     path.mkdir(exist_ok=True)
     model = transformer(vocab_size=64, seq_len=8, layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64)
     chosen = chooser(Run(path), Place(), dict.fromkeys(dict(model.named_modules()), 16), compiled=False)(

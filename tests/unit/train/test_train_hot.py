@@ -34,8 +34,8 @@ META = {"fingerprint": "f"}
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of this machine's memory."""
-    monkeypatch.setenv("PHALANX_HOT", str(tmp_path / "memory"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_NODE", "GROUP_RANK"):
+    monkeypatch.setenv("PHALANX_IN_MEMORY_DIR", str(tmp_path / "memory"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_NODE_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "memory"
 

@@ -22,7 +22,7 @@ RATE = 1.0 / 3600.0
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path / "run")
     run.create()
-    run.cluster.write_text(json.dumps({"failures_per_device_second": RATE}))
+    run.cluster.write_text(json.dumps({"failures_per_device_s": RATE}))
     return run
 
 

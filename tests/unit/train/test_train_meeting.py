@@ -31,7 +31,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         found: int = probe.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(found))
-    for name in ("PHALANX_EVENTS", "PHALANX_STORE", "PHALANX_STORE_KEY", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
+    for name in ("PHALANX_EVENTS_FD", "PHALANX_STORE_PATH", "PHALANX_STORE_KEY", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     yield found
     place_module._connect.cache_clear()
@@ -127,7 +127,7 @@ def test_a_worker_that_never_comes_is_not_waited_for_without_end(monkeypatch: py
 
 
 def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_EVENTS", "5")
+    monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     come_together(Place(0, 2))
 
@@ -145,7 +145,7 @@ def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPa
 def test_without_an_agent_an_error_whose_cause_is_known_is_a_sentence_with_its_code(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: ExitCode, words: str
 ) -> None:
-    monkeypatch.delenv("PHALANX_EVENTS", raising=False)
+    monkeypatch.delenv("PHALANX_EVENTS_FD", raising=False)
     with pytest.raises(PhalanxError, match=words) as caught, naming_causes():
         raise error
     assert caught.value.code is code
@@ -154,7 +154,7 @@ def test_without_an_agent_an_error_whose_cause_is_known_is_a_sentence_with_its_c
 @pytest.mark.parametrize("agent", [False, True])
 def test_a_mistake_in_somebodys_code_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
     if agent:
-        monkeypatch.setenv("PHALANX_EVENTS", "5")
+        monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
     for error in (NameError("x"), FileNotFoundError("few.txt"), RuntimeError("CUDA error: an illegal memory access")):
         assert cause_of(error) is None
         with pytest.raises(type(error)), naming_causes():
@@ -162,7 +162,7 @@ def test_a_mistake_in_somebodys_code_keeps_its_traceback(monkeypatch: pytest.Mon
 
 
 def test_an_agent_knows_a_gpu_that_failed_by_the_workers_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_EVENTS", "5")
+    monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
     with pytest.raises(RuntimeError, match=r"^CUDA error"), naming_causes():
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
@@ -178,11 +178,11 @@ def test_a_leading_worker_that_is_lost_ends_the_others_with_75(
 
     monkeypatch.setattr("phalanx.train.meeting.store_of", lambda place: Gone())
     if agent:
-        monkeypatch.setenv("PHALANX_EVENTS", "5")
+        monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
         with pytest.raises(error):  # which the agent knows for the loss of a peer
             await_announcement(Place(rank=1, world=2), RUN)
         return
-    monkeypatch.delenv("PHALANX_EVENTS", raising=False)
+    monkeypatch.delenv("PHALANX_EVENTS_FD", raising=False)
     with pytest.raises(PhalanxError, match="was lost before it said what to train") as caught:
         await_announcement(Place(rank=1, world=2), RUN)
     assert caught.value.code is ExitCode.UNFINISHED

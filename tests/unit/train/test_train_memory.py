@@ -6,7 +6,7 @@ import torch
 from phalanx.errors import RecipeError
 from phalanx.train.memory import OutOfMemory, advise, explain_memory, fitting_micro, is_out_of_memory
 
-PLAN = {"parameters": 1_000_000, "saved_bytes_per_sample": 1_000_000}
+PLAN = {"trainable_parameters": 1_000_000, "activation_bytes_per_sample": 1_000_000}
 
 
 def test_what_fits_is_the_memory_beside_the_training_state_by_the_bytes_of_a_sample() -> None:
@@ -17,7 +17,7 @@ def test_nothing_fits_beside_a_model_that_is_too_large() -> None:
     assert fitting_micro(PLAN, 1000) == 0
 
 
-@pytest.mark.parametrize("plan", [None, {}, {"parameters": 1, "saved_bytes_per_sample": 0}])
+@pytest.mark.parametrize("plan", [None, {}, {"trainable_parameters": 1, "activation_bytes_per_sample": 0}])
 def test_a_plan_that_does_not_tell_gives_no_number(plan: dict[str, int] | None) -> None:
     assert fitting_micro(plan, 10**9) is None
 

@@ -76,7 +76,7 @@ def test_a_collective_waits_longer_than_the_agent_does(
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append(options))
     try:
         outwait(silence)
-        join(Place(0, 2), {"PHALANX_STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        join(Place(0, 2), {"PHALANX_STORE_PATH": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     finally:
         outwait(600.0)
     assert made[0]["timeout"] >= timedelta(seconds=least)
@@ -144,9 +144,9 @@ def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it(
     assert device_of(local_rank, variables, gpus=seeing(count)) == torch.device(expected)
 
 
-@pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS": "socket"}])
+@pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS_FD": "socket"}])
 def test_more_workers_than_gpus_are_refused(variables: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc 1"):
+    with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc-per-node 1"):
         device_of(1, variables, gpus=seeing(1))
 
 
@@ -167,7 +167,7 @@ def test_a_node_without_the_device_of_its_run_says_so(asked: str, kind: str, cou
 
 @pytest.mark.parametrize(("asked", "count"), [("auto", 1), ("cuda", 1), ("cuda", 0)])
 def test_one_of_several_nodes_that_has_fewer_gpus_than_the_leading_one_is_unfit(asked: str, count: int) -> None:
-    variables = {"PHALANX_EVENTS": "5", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    variables = {"PHALANX_EVENTS_FD": "5", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     with pytest.raises(UnfitNodeError, match=rf"^torch finds {count} GPUs? on .* for 2 workers, each of which takes"):
         device_of(1, variables, asked, seeing(count))
 
@@ -185,7 +185,7 @@ def test_workers_exchange_by_the_backend_of_their_device(
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     for module in (torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "set_device", lambda device: None)
-    join(Place(0, 2, device=torch.device(device)), {"PHALANX_STORE": str(tmp_path / "store")})
+    join(Place(0, 2, device=torch.device(device)), {"PHALANX_STORE_PATH": str(tmp_path / "store")})
     assert made == [(group, None if bound is None else torch.device(bound))]
 
 

@@ -139,7 +139,7 @@ def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
     assert isinstance(step, StepDone)
     assert isinstance(failure, WorkerFailure)
     assert (failure.message, failure.cause, failure.exit_code) == ("broken", "exit_code", 65)
-    assert json.loads(run.result.read_text()) == {"status": "done", "seconds": 0.0}
+    assert json.loads(run.result.read_text()) == {"status": "done", "duration_s": 0.0}
 
 
 def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
     run.create()
     run.resolved.write_text(dump_recipe(RECIPE))
-    write_json(run.plan, {"facts": asdict(FACTS)})
+    write_json(run.plan, {"data_info": asdict(FACTS)})
     write_json(run.environment, {"folder": str(tmp_path)})
     for step in (2, 4):
         save(run, step)
@@ -215,7 +215,7 @@ def test_scores_are_computed_where_the_recipe_says(run: Run, given: str | None, 
 
 
 def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
     save(run, 6, Recipe.model_validate({"model": command}))
     with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
@@ -239,7 +239,7 @@ def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path
     ],
 )
 def test_facts_that_no_data_have_are_refused(run: Run, facts: object) -> None:
-    write_json(run.plan, {"facts": facts})
+    write_json(run.plan, {"data_info": facts})
     with pytest.raises(DataError, match=r"plan.json: facts is not what data have"):
         load_trained(run, None, False, CPU)
 

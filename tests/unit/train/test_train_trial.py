@@ -50,7 +50,7 @@ def payload(folder: Path, **more: Any) -> dict[str, Any]:
 
 def test_a_profile_counts_parameters_and_flops_by_its_rule(folder: Path) -> None:
     found = profile(payload(folder))
-    assert found["parameters"] == 256 * WIDTH + WIDTH * (WIDTH + 1) + 256 * (WIDTH + 1)
+    assert found["trainable_parameters"] == 256 * WIDTH + WIDTH * (WIDTH + 1) + 256 * (WIDTH + 1)
     assert found["flops_per_sample"] == 3 * 2 * SEQUENCE * (WIDTH * WIDTH + WIDTH * 256)
     assert (found["unit"], found["units_per_sample"]) == ("tokens", SEQUENCE)
     assert "x 3 for forward and backward" in found["flops_rule"]
@@ -92,7 +92,7 @@ def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_
     asked = payload(folder)
     asked["recipe"]["model"] = {"build": "own_changing_model:Bounded", "args": {"how": how}}
     found = profile(asked)
-    assert found["changed_by_forward"] == expected
+    assert found["parameters_changed_by_forward"] == expected
     for layout in ({"replicate": 2}, {"replicate": 2, "shard": 2}, {"context": 2}):
         given = Recipe.model_validate({"parallelism": layout})
         if not expected or layout == {"replicate": 2}:
@@ -129,7 +129,7 @@ def test_what_a_model_registers_in_its_first_forward_is_refused_before_a_run(fol
     asked = payload(folder)
     asked["recipe"]["model"] = {"build": "own_growing_model:Growing", "args": {"how": how}}
     if how == "buffer that is not saved":
-        assert profile(asked)["parameters"] == 256 * 8
+        assert profile(asked)["trainable_parameters"] == 256 * 8
         return
     name = "seen" if how == "buffer" else "scale"
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_what_a_model_registers_in_its_first_forward_is_refused_before_a_run(fol
 
 
 def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:
-    facts = profile(payload(folder))["facts"]
+    facts = profile(payload(folder))["data_info"]
     assert (facts["kind"], facts["vocab"], facts["sequence"]) == ("tokens", 256, SEQUENCE)
 
 
@@ -169,7 +169,7 @@ def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, fo
     given = shipped(folder, build=f"hf:{tmp_path / 'llama'}", args={"vocab_size": 256})
     (tmp_path / "llama" / "model.safetensors").unlink()
     found = imagined(given)
-    assert found["parameters"] == sum(
+    assert found["trainable_parameters"] == sum(
         p.numel()
         for p in tiny.transformers.AutoModelForCausalLM.from_config(tiny.config("llama", vocab_size=256)).parameters()
     )
@@ -179,7 +179,7 @@ def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, fo
 def test_nothing_is_allocated_for_a_model_that_is_imagined(folder: Path) -> None:
     """Its 26 billion parameters would take 100 GB."""
     found = imagined(shipped(folder, args={"layers": 2, "hidden_size": 32768, "num_heads": 64}))
-    assert found["parameters"] > 25e9
+    assert found["trainable_parameters"] > 25e9
     assert found["flops_per_sample"] > 6 * SEQUENCE * 25e9
     assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
 
@@ -195,7 +195,7 @@ def test_a_model_that_asks_for_values_cannot_be_imagined(tmp_path: Path, folder:
     given = payload(folder)
     given["recipe"]["model"]["build"], given["folder"] = "own_trial_values:make", str(tmp_path)
     assert imagined(given) == {}
-    assert profile(given)["parameters"] == 256 * 256
+    assert profile(given)["trainable_parameters"] == 256 * 256
 
 
 def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:

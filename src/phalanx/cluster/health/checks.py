@@ -49,16 +49,16 @@ def devices(site: Site) -> list[Finding]:
 
 CHECKS = (
     Check("versions", "Python, torch, kernel, driver", versions.check),
-    Check("devices", "GPUs: how many, heat, clocks, memory errors, links", devices, seconds=20.0),
-    Check("kernel", "broken hardware in the kernel's messages: XIDs, disks, machine checks", kernel_log.check),
+    Check("gpus", "GPUs: how many, heat, clocks, memory errors, links", devices, seconds=20.0),
+    Check("kernel-log", "broken hardware in the kernel's messages: XIDs, disks, machine checks", kernel_log.check),
     Check("cpu", "cores that are on, allowed and free; limits of their clock", cpu.check),
     Check("memory", "free memory, swap, /dev/shm", memory.check),
-    Check("limits", "open files, locked memory", limits.check),
+    Check("ulimits", "open files, locked memory", limits.check),
     Check("network", "this machine's name and address, links", network.check),
     Check("clock", "whether its time is kept right", clock.check),
     Check("disk", "room, inodes, rights of the run's, cache's and temporary folder", disk.check),
-    Check("leftovers", "what dead runs left: workers, /dev/shm, stuck processes", leftovers.check),
-    Check("disk-rate", "a small file written, synced and read", disk_rate.check, seconds=30.0, measures=True),
+    Check("leaked-resources", "what dead runs left: workers, /dev/shm, stuck processes", leftovers.check),
+    Check("disk-throughput", "a small file written, synced and read", disk_rate.check, seconds=30.0, measures=True),
     Check("matmul", "a matrix product against its own past and its peers", product.check, seconds=120.0, measures=True),
 )
 

@@ -43,7 +43,7 @@ def evaluate(figures: dict[str, Figure]) -> list[Finding]:
     if quota is not None and allowed is not None and quota < allowed:
         wrong.append(f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed")
         verdicts.append(Verdict.WARN)
-    if limit is not None and (verdict := judge("clock while computing", limit)) is not Verdict.OK:
+    if limit is not None and (verdict := judge("clock under load", limit)) is not Verdict.OK:
         wrong.append(f"the clock is limited to {limit:.0%} of its highest (scaling_max_freq)")
         verdicts.append(verdict)
     if busy is not None and (verdict := judge("busy cores", busy)) is not Verdict.OK:

@@ -45,7 +45,7 @@ def evaluate(what: str, figures: dict[str, Figure]) -> Finding:
         return Finding(check, Verdict.BAD, f"{folder}: its file system is mounted read-only", figures)
     if not figures["writable"]:
         return Finding(check, Verdict.BAD, f"{folder}: this user may not write there", figures)
-    verdicts = [judge("disk free" if what == "run" else "work space free", free)]
+    verdicts = [judge("run disk free" if what == "run" else "cache disk free", free)]
     where = "" if figures["nearest"] == folder else f" (would be made in {figures['nearest']})"
     told = f"{folder}{where}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if isinstance(inodes, int) and (verdict := judge("inodes free", inodes)) is not Verdict.OK:

@@ -1,4 +1,4 @@
-"""Check `disk-rate`: a small file written, synced and read back where a run writes, beside what `phalanx probe`
+"""Check `disk-rate`: a small file written, synced and read back where a run writes, beside what `phalanx calibrate`
 remembers of the same disk.
 """
 
@@ -32,15 +32,15 @@ def evaluate(rates: storage.Rates, then: tuple[float | None, float | None]) -> l
         if rate is None:
             told.append(f"{what}: not measured, it came from memory")
             continue
-        verdicts.append(judge("disk rate", rate * 1e9))
+        verdicts.append(judge("disk throughput", rate * 1e9))
         text = f"{what} at {rate * 1e3:.3g} MB/s"
         if before is not None:
-            verdicts.append(judge("disk slower", 1 - rate / before))
+            verdicts.append(judge("disk slowdown", 1 - rate / before))
             text += f" ({rate / before:.0%} of the probe's)"
         told.append(text)
     verdict = worst(verdicts)
     advice = "" if verdict is Verdict.OK else "; who else uses this disk? checkpoints and data would be waited for"
-    return [Finding("disk-rate", verdict, ", ".join(told) + advice, figures)]
+    return [Finding("disk-throughput", verdict, ", ".join(told) + advice, figures)]
 
 
 def before(cluster: Cluster | None, point: str | None) -> tuple[float | None, float | None]:

@@ -90,10 +90,10 @@ def one(check: Check, site: Site, caller: Caller) -> list[Finding]:
     try:
         return [finding(each) for each in caller.call(f"{HERE}.checks:run", payload, check.seconds)]
     except Unfinished as error:
-        left = _cleaned(site, caller) if check.name == "disk-rate" else ""
+        left = _cleaned(site, caller) if check.name == "disk-throughput" else ""
         return [Finding(check.name, Verdict.UNFINISHED, f"{error}{left}", {"limit": check.seconds})]
     except KeyboardInterrupt:
-        if check.name == "disk-rate":
+        if check.name == "disk-throughput":
             _cleaned(site, caller)
         raise
 

@@ -11,11 +11,11 @@ Figure = float | int | str | bool | None
 class Verdict(StrEnum):
     """How fit a machine is by one check."""
 
-    OK = "OK"
+    OK = "PASS"
     UNKNOWN = "UNKNOWN"  # nothing here tells: said, and neither passed nor held against the machine
     WARN = "WARN"
-    UNFINISHED = "UNFINISHED"  # the check failed or hung: no pass
-    BAD = "BAD"
+    UNFINISHED = "ERROR"  # the check raised, hung or died: no pass
+    BAD = "FAIL"
 
     @property
     def unfit(self) -> bool:

@@ -59,14 +59,14 @@ def _pace(seconds: float, baseline: float, nodes: int) -> Finding:
     if nodes == 1:
         text = "no other node has this device: nothing to compare with"
         return Finding("fleet/matmul", Verdict.UNKNOWN, text, figures)
-    return Finding("fleet/matmul", judge("product slower", share), f"{beside(share)} {whom}", figures)
+    return Finding("fleet/matmul", judge("matmul slowdown", share), f"{beside(share)} {whom}", figures)
 
 
 def disks(reports: Sequence[Report]) -> dict[str, Finding]:
     """The rate at which a file was written."""
     rates = {}
     for report in reports:
-        for each in figures_of(report, "disk-rate"):
+        for each in figures_of(report, "disk-throughput"):
             if isinstance(rate := each.get("written"), float):
                 rates[report.node] = rate
     if len(rates) < 2:
@@ -75,7 +75,7 @@ def disks(reports: Sequence[Report]) -> dict[str, Finding]:
     return {
         node: Finding(
             "fleet/disk",
-            judge("disk slower", 1 - rate / baseline),
+            judge("disk slowdown", 1 - rate / baseline),
             f"writes {rate / 1e6:.3g} MB/s, {rate / baseline:.0%} of {_whom(len(rates))}",
             {"written": rate, "baseline": baseline},
         )
@@ -121,7 +121,7 @@ def clocks(reports: Sequence[Report]) -> dict[str, Finding]:
         if served:
             text = f"{abs(skew):.2f} s {way} the others, by the file server's clock"
             found[node] = Finding("fleet/clock", judge("clock skew", abs(skew)), text, figures)
-        elif judge("clock skew by reports", abs(skew)) is Verdict.OK:
+        elif judge("clock skew (report times)", abs(skew)) is Verdict.OK:
             text = f"less than {abs(skew) + 1:.0f} s {way} the others, by the times of the reports"
             found[node] = Finding("fleet/clock", Verdict.OK, text, figures)
         else:

@@ -132,8 +132,12 @@ def judged(gpu: Gpu) -> list[tuple[Verdict, str]]:
     measured: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("corrected ECC errors", gpu.corrected, lambda value: f"{value:.3g} corrected memory errors"),
         ("retired pages", gpu.retired, lambda value: f"{value:.0f} pages of memory are retired"),
-        ("GPU temperature", gpu.headroom, lambda value: f"{value:.0f} degrees below where it slows down: see cooling"),
-        ("GPU memory held", gpu.memory_share, lambda value: f"{value:.0%} of its memory is held{_by(gpu.pids)}"),
+        (
+            "GPU temperature margin",
+            gpu.headroom,
+            lambda value: f"{value:.0f} degrees below where it slows down: see cooling",
+        ),
+        ("GPU memory in use", gpu.memory_share, lambda value: f"{value:.0%} of its memory is held{_by(gpu.pids)}"),
     ]
     for name, value, words in measured:
         if value is not None and (verdict := judge(name, value)) is not Verdict.OK:
@@ -156,10 +160,10 @@ def evaluate(gpus: list[Gpu]) -> list[Finding]:
                 "headroom": gpu.headroom,
                 "memory_share": gpu.memory_share,
             }
-            found.append(Finding(f"devices/gpu{gpu.index}", worst(verdict for verdict, _ in wrong), text, figures))
+            found.append(Finding(f"gpus/gpu{gpu.index}", worst(verdict for verdict, _ in wrong), text, figures))
     hottest = min((gpu.headroom for gpu in gpus if gpu.headroom is not None), default=None)
     told = "" if hottest is None else f", at least {hottest:.0f} degrees below slowing down"
-    return found or [Finding("devices/state", Verdict.OK, f"all answer, nothing slows them down{told}")]
+    return found or [Finding("gpus/state", Verdict.OK, f"all answer, nothing slows them down{told}")]
 
 
 def number(here: int, expected: int | None, why: str) -> Finding:
@@ -167,11 +171,11 @@ def number(here: int, expected: int | None, why: str) -> Finding:
     figures: dict[str, Figure] = {"count": here, "expected": expected}
     if expected is not None and here < expected:
         text = f"{here} GPUs where {expected} are expected ({why}): see dmesg for XID 79, and the seat of the cards"
-        return Finding("devices/count", Verdict.BAD, text, figures)
+        return Finding("gpus/count", Verdict.BAD, text, figures)
     if expected is not None and here > expected:
-        return Finding("devices/count", Verdict.WARN, f"{here} GPUs where {expected} are expected ({why})", figures)
+        return Finding("gpus/count", Verdict.WARN, f"{here} GPUs where {expected} are expected ({why})", figures)
     told = f"{here} GPUs" if here else "no GPU: a CPU trains"
-    return Finding("devices/count", Verdict.OK, told + ("" if expected is None else f", as expected ({why})"), figures)
+    return Finding("gpus/count", Verdict.OK, told + ("" if expected is None else f", as expected ({why})"), figures)
 
 
 def links(found: tuple[GpuLinks, ...]) -> list[Finding]:
@@ -180,11 +184,11 @@ def links(found: tuple[GpuLinks, ...]) -> list[Finding]:
     most = max((each.nvlinks for each in found), default=0)
     wrong += [f"GPU {each.bus}: {each.nvlinks} of {most} NVLinks are up" for each in found if each.nvlinks < most]
     if wrong:
-        return [Finding("devices/links", Verdict.WARN, "; ".join(wrong))]
+        return [Finding("gpus/links", Verdict.WARN, "; ".join(wrong))]
     if not found:
         return []
     told = f"{most} NVLinks each" if most else "no NVLinks"
-    return [Finding("devices/links", Verdict.OK, f"PCIe links have all their lanes; {told}", {"nvlinks": most})]
+    return [Finding("gpus/links", Verdict.OK, f"PCIe links have all their lanes; {told}", {"nvlinks": most})]
 
 
 def check(site: Site, expected: int | None, why: str, nvml: Any) -> list[Finding]:
@@ -202,7 +206,7 @@ def check(site: Site, expected: int | None, why: str, nvml: Any) -> list[Finding
         if getattr(error, "value", None) == NO_LIBRARY:
             return _unasked(site, expected, why, "told by libnvidia-ml, which is not in this container")
         text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
-        return [Finding("devices/count", Verdict.BAD, text)]
+        return [Finding("gpus/count", Verdict.BAD, text)]
     try:
         gpus = ask(nvml)
         found = [number(sum(gpu.lost is None for gpu in gpus), expected, why), *evaluate(gpus)]
@@ -217,11 +221,9 @@ def _unasked(site: Site, expected: int | None, why: str, words: str) -> list[Fin
     """What is known without the library."""
     text = f"not known: temperature, memory errors and clocks are {words}"
     here = counted(site.root)
-    unseen = Finding(
-        "devices/count", Verdict.UNKNOWN, "not known: a GPU driver is loaded, but nothing tells of its GPUs"
-    )
+    unseen = Finding("gpus/count", Verdict.UNKNOWN, "not known: a GPU driver is loaded, but nothing tells of its GPUs")
     return [
         unseen if here == 0 and not (expected and countable(site.root)) else number(here, expected, why),
-        Finding("devices/state", Verdict.UNKNOWN, text),
+        Finding("gpus/state", Verdict.UNKNOWN, text),
         *links(gpu_links(site.root)),
     ]

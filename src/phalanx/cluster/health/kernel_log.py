@@ -90,10 +90,10 @@ def evaluate(found: list[Line]) -> list[Finding]:
         for words, verdict in _meaning(line):
             said[words] = (verdict, line.age)  # the last time counts
     if not said:
-        return [Finding("kernel", Verdict.OK, "the kernel tells of no broken hardware")]
+        return [Finding("kernel-log", Verdict.OK, "the kernel tells of no broken hardware")]
     verdict = worst(each for each, _ in said.values())
     told = "; ".join(f"{words} ({_ago(age)} ago)" for words, (_, age) in said.items())
-    return [Finding("kernel", verdict, told, {"messages": len(said), "age": min(age for _, age in said.values())})]
+    return [Finding("kernel-log", verdict, told, {"messages": len(said), "age": min(age for _, age in said.values())})]
 
 
 def _meaning(line: Line) -> Iterator[tuple[str, Verdict]]:
@@ -118,4 +118,4 @@ def check(site: Site) -> list[Finding]:
         return evaluate(lines(site))
     except OSError as error:
         text = f"not known: the kernel's messages may not be read here ({error.strerror}); root may, as in a prolog"
-        return [Finding("kernel", Verdict.UNKNOWN, text)]
+        return [Finding("kernel-log", Verdict.UNKNOWN, text)]

@@ -130,20 +130,20 @@ def check(site: Site, sleep: Callable[[float], None] = time.sleep) -> list[Findi
 def _processes(left: list[Process]) -> Finding:
     figures: dict[str, Figure] = {"pids": " ".join(str(each.pid) for each in left)}
     if not left:
-        return Finding("leftovers/processes", Verdict.OK, "no worker without its agent", figures)
+        return Finding("leaked-resources/workers", Verdict.OK, "no worker without its agent", figures)
     numbers = ", ".join(str(each.pid) for each in left[:SHOWN]) + (" ..." if len(left) > SHOWN else "")
     text = f"{len(left)} workers of a run whose agent is gone still hold memory or devices: end them (kill {numbers})"
-    return Finding("leftovers/processes", Verdict.BAD, text, figures)
+    return Finding("leaked-resources/workers", Verdict.BAD, text, figures)
 
 
 def _files(files: dict[str, int]) -> Finding:
     size = sum(files.values())
     figures: dict[str, Figure] = {"files": len(files), "bytes": size}
     if not files:
-        return Finding("leftovers/shm", Verdict.OK, "no file in /dev/shm that nobody has open", figures)
+        return Finding("leaked-resources/shm", Verdict.OK, "no file in /dev/shm that nobody has open", figures)
     names = ", ".join(sorted(files)[:SHOWN]) + (" ..." if len(files) > SHOWN else "")
     text = f"{len(files)} files in /dev/shm ({size / MIB:.1f} MiB) that no process has open: {names}"
-    return Finding("leftovers/shm", Verdict.WARN, text, figures)
+    return Finding("leaked-resources/shm", Verdict.WARN, text, figures)
 
 
 def _stuck(site: Site, found: list[Process], sleep: Callable[[float], None]) -> Finding:
@@ -155,12 +155,14 @@ def _stuck(site: Site, found: list[Process], sleep: Callable[[float], None]) -> 
     zombies = [each for each in found if each.state == "Z"]
     names = {each.pid: each.name for each in found}
     figures: dict[str, Figure] = {"stuck": len(stuck), "zombies": len(zombies)}
-    if (verdict := judge("stuck processes", len(stuck))) is not Verdict.OK:
+    if (verdict := judge("uninterruptible processes", len(stuck))) is not Verdict.OK:
         told = ", ".join(f"{names[pid]} ({pid})" for pid in sorted(stuck)[:SHOWN])
         text = f"{len(stuck)} processes wait within the kernel, as for a dead disk or GPU: {told}"
-        return Finding("leftovers/stuck", verdict, text, figures)
+        return Finding("leaked-resources/uninterruptible", verdict, text, figures)
     verdict = judge("zombies", len(zombies))
-    return Finding("leftovers/stuck", verdict, f"none waits within the kernel; {len(zombies)} zombies", figures)
+    return Finding(
+        "leaked-resources/uninterruptible", verdict, f"none waits within the kernel; {len(zombies)} zombies", figures
+    )
 
 
 def _waiting(found: list[Process]) -> set[int]:

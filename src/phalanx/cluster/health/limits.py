@@ -36,7 +36,7 @@ def evaluate(figures: dict[str, Figure]) -> list[Finding]:
     if figures["rdma_ports"] and isinstance(locked, int) and locked <= LOCKED:
         verdicts.append(Verdict.WARN)
         told += f"; only {locked / MIB:.0f} MiB may be locked, and RDMA needs more: ulimit -l unlimited"
-    return [Finding("limits", worst(verdicts), told, figures)]
+    return [Finding("ulimits", worst(verdicts), told, figures)]
 
 
 def check(site: Site) -> list[Finding]:

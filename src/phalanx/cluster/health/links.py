@@ -128,20 +128,24 @@ def evaluate(where: str, link: Link) -> Finding:
         f"{where}: round trip {link.round_trip * 1e6:.0f} us, {link.out / 1e6:.0f} MB/s there, "
         f"{link.back / 1e6:.0f} MB/s back, one TCP connection"
     )
-    verdicts = [judge("round trip", link.round_trip), judge("link rate", least), judge("one-sided link", most / least)]
+    verdicts = [
+        judge("round trip", link.round_trip),
+        judge("link throughput", least),
+        judge("link asymmetry", most / least),
+    ]
     if verdicts[2] is not Verdict.OK:
         told += "; one way is much slower than the other: see cable, duplex and who else sends"
     elif worst(verdicts) is not Verdict.OK:
         told += "; slow for a training network: see which interface the name leads to"
-    return Finding("link", worst(verdicts), told, figures)
+    return Finding("link-bandwidth", worst(verdicts), told, figures)
 
 
 def examined(where: str, token: bytes) -> Finding:
     """The link to HOST:PORT. UsageError for an address that is none."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{where}: expected HOST:PORT, as of a node on which `phalanx doctor --listen PORT` runs")
+        raise UsageError(f"{where}: expected HOST:PORT, as of a node on which `phalanx doctor --serve PORT` runs")
     try:
         return evaluate(where, measure((host.strip("[]"), int(port)), token))
     except (OSError, Refused) as error:
-        return Finding("link", Verdict.UNFINISHED, f"{where}: {error}", {})
+        return Finding("link-bandwidth", Verdict.UNFINISHED, f"{where}: {error}", {})

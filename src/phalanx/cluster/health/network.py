@@ -59,7 +59,7 @@ def resolved(name: str, resolve: Resolve, clock: Callable[[], float]) -> Finding
             "vain; mend /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
         return Finding("network/name", Verdict.WARN, text, figures)
-    verdict = judge("resolving", seconds)
+    verdict = judge("name resolution", seconds)
     slow = f", found in {seconds:.1f} s: names should be answered in milliseconds" if verdict is not Verdict.OK else ""
     return Finding("network/name", verdict, f"{name} is {', '.join(found)}{slow}", figures)
 

@@ -1,8 +1,8 @@
 """All nodes of a job measure the links between them, pair by pair, and the slow node or cable is named.
 
-Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NODES, PHALANX_NODE,
-PHALANX_LEADER, a token). Node 0 leads: in each round every node has one partner, so no node measures two links at once;
-what all links of a round share, such as switches, they share as in training.
+Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NUM_NODES,
+PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads: in each round every node has one partner, so no node
+measures two links at once; what all links of a round share, such as switches, they share as in training.
 """
 
 import contextlib
@@ -61,11 +61,11 @@ def place_of(environ: Mapping[str, str]) -> Place:
     try:
         found = Membership.from_environment(environ)
     except UsageError as error:
-        raise UsageError(f"--pairs: {error}") from None
+        raise UsageError(f"--network: {error}") from None
     if found.leader is None:
         raise UsageError(
-            "--pairs is for jobs on several nodes: their engine sets PHALANX_NODES, to two or more, PHALANX_NODE and "
-            "PHALANX_LEADER"
+            "--network is for jobs on several nodes: their backend sets PHALANX_NUM_NODES, to two or more, "
+            "PHALANX_NODE_RANK and PHALANX_LEADER_ADDR"
         )
     return Place(found.node, found.nodes, found.leader, token_from(environ))
 
@@ -191,7 +191,7 @@ def _follow(place: Place, own: "Own", settled: Callable[[], None]) -> list[Findi
             return [finding(each) for each in said["findings"]]
     except (OSError, Refused) as error:
         where = f"{place.leader[0]}:{place.leader[1]}"
-        return [Finding("links", Verdict.UNFINISHED, f"the first node, {where}, does not lead: {error}")]
+        return [Finding("link-bandwidth", Verdict.UNFINISHED, f"the first node, {where}, does not lead: {error}")]
 
 
 def _leader(place: Place) -> socket.socket:
@@ -260,19 +260,19 @@ def evaluate(
         told.append("no link to " + ", ".join(f"{names[other]} ({why})" for other, why in sorted(failed.items())))
     if not mine:
         verdicts.append(Verdict.UNFINISHED)
-        return [Finding("links", worst(verdicts), "; ".join(told) or "no link was measured", figures)]
+        return [Finding("link-bandwidth", worst(verdicts), "; ".join(told) or "no link was measured", figures)]
     usual = statistics.median(mine.values())
-    verdicts.append(judge("link rate", usual))
+    verdicts.append(judge("link throughput", usual))
     told.append(f"{usual / 1e6:.0f} MB/s to {len(mine)} other nodes")
     bad = [other for other in mine if len(names) >= PEERS and _slow(other, rates)]
     rest = {pair: rate for pair, rate in rates.items() if not set(pair) & set(bad)}
     median = _elsewhere(node, rest)
     if len(names) >= PEERS and median is not None:
-        verdicts.append(judge("link slower", 1 - usual / median))
+        verdicts.append(judge("link slowdown", 1 - usual / median))
         count = sum(node not in pair for pair in rest)
         told[-1] += f", {beside(1 - usual / median)} the {f'median of the {count} links' if count > 1 else 'link'}"
         told[-1] += " between others"
-        slow = [other for other, rate in mine.items() if judge("link slower", 1 - rate / median) is not Verdict.OK]
+        slow = [other for other, rate in mine.items() if judge("link slowdown", 1 - rate / median) is not Verdict.OK]
         slow = [other for other in slow if other not in bad]
         if slow and verdicts[-1] is Verdict.OK:
             verdicts.append(Verdict.WARN)
@@ -281,7 +281,7 @@ def evaluate(
         told.append(
             "slow by their own fault: " + ", ".join(f"{names[each]} ({mine[each] / 1e6:.0f} MB/s)" for each in bad)
         )
-    return [Finding("links", worst(verdicts), "; ".join(told), figures)]
+    return [Finding("link-bandwidth", worst(verdicts), "; ".join(told), figures)]
 
 
 def _of(node: int, rates: Mapping[Pair, float]) -> dict[int, float]:
@@ -300,7 +300,7 @@ def _slow(node: int, rates: Mapping[Pair, float]) -> bool:
     mine, median = _of(node, rates), _elsewhere(node, rates)
     if not mine or median is None:
         return False
-    return judge("link slower", 1 - statistics.median(mine.values()) / median) is Verdict.BAD
+    return judge("link slowdown", 1 - statistics.median(mine.values()) / median) is Verdict.BAD
 
 
 def _other(pair: Pair, node: int) -> int:

@@ -1,4 +1,4 @@
-"""Check `matmul`: the reference product now, on each device, beside what `phalanx probe` remembers of this machine and
+"""Check `matmul`: the reference product now, on each device, against what `phalanx calibrate` measured here and
 beside the other devices here. Measures with torch: for a process of its own.
 """
 
@@ -61,7 +61,7 @@ def measure(
         clocks = [each.clock for each in (best, now) if each is not None and each.clock is not None]
         best = now if best is None or now.seconds < best.seconds else best
         best = replace(best, clock=max(clocks, default=None))
-        if baseline is None or judge("product slower", lost(best.seconds, baseline)) is Verdict.OK:
+        if baseline is None or judge("matmul slowdown", lost(best.seconds, baseline)) is Verdict.OK:
             break
     assert best is not None
     return best
@@ -117,15 +117,15 @@ def evaluate(name: str, paces: Sequence[Pace], baseline: float | None, when: str
             "others": pace.others,
         }
         if baseline is None and len(paces) < PEERS:
-            told += "; nothing to compare with: `phalanx probe` remembers this machine's rate"
+            told += "; nothing to compare with: `phalanx calibrate` remembers this machine's rate"
         else:
             share = lost(pace.seconds, against or median)
-            verdict = judge("product slower", share)
+            verdict = judge("matmul slowdown", share)
             told += f", {beside(share)} {whom}"
             if verdict is not Verdict.OK:
                 told += _cause(pace.others)
         if pace.clock is not None and verdict is Verdict.OK:
-            verdict = judge("clock while computing", pace.clock)
+            verdict = judge("clock under load", pace.clock)
             told += f"; clock at {pace.clock:.0%} of its highest" if verdict is not Verdict.OK else ""
         found.append(Finding(check, verdict, told, figures))
     return found

@@ -38,7 +38,7 @@ def present(site: Site, expected: int | None) -> list[Finding]:
     here = gpus.counted(site.root)
     if here == 0 and expected and not gpus.countable(site.root):
         why = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
-        return [Finding("devices/count", Verdict.UNKNOWN, why)]
+        return [Finding("gpus/count", Verdict.UNKNOWN, why)]
     return [gpus.number(here, expected, "as planned"), *(_silent(bus) for bus in silent(site.root))]
 
 
@@ -59,4 +59,4 @@ def _vendor(path: Path) -> bytes | None:
 
 def _silent(bus: str) -> Finding:
     text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
-    return Finding("devices/count", Verdict.BAD, text, {"bus": bus})
+    return Finding("gpus/count", Verdict.BAD, text, {"bus": bus})

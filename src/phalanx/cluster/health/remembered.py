@@ -1,4 +1,4 @@
-"""What `phalanx probe` once measured on this machine, as far as it still holds: what the checks compare with.
+"""What `phalanx calibrate` once measured on this machine, as far as it still holds: what the checks compare with.
 
 A probe's file is found by a digest of the whole machine, which changes when a GPU is lost; here files are looked
 through, and each check says what must be alike.
@@ -34,7 +34,7 @@ def remembered(site: Site, key: dict[str, str], ignoring: Collection[str] = ()) 
     for path in files[:MOST]:
         try:
             cluster = load_cluster(str(path))
-        except RecipeError:  # torn, or of another version: `phalanx probe` makes it again
+        except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again
             continue
         if cluster.measured is not None and wanted.items() <= cluster.measured.key.items():
             return cluster

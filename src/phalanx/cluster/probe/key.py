@@ -41,7 +41,7 @@ def key_of(
 
 
 def default_cluster_file(machine: Machine | None = None, folder: Path | None = None) -> Path:
-    """Where `phalanx probe` writes what it found on this machine, and where others look for it: in the cache folder
+    """Where `phalanx calibrate` writes what it found on this machine, and where others look for it: in the cache folder
     (`run.cache.cache_root`), named by the machine and a digest of its key."""
     machine = machine or this_machine()
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key_of(machine), sort_keys=True).encode())

@@ -141,7 +141,7 @@ def _storage(storage: Storage | None) -> list[str]:
         return []
     rates = {"writes": storage.node_write_gbps, "reads": storage.node_read_gbps}
     return [
-        f"the disk {what} {1e3 * rate:.3g} MB/s: checkpoints and data will be waited for; choose another --folder"
+        f"the disk {what} {1e3 * rate:.3g} MB/s: training will wait for checkpoints and data; choose another --dir"
         for what, rate in rates.items()
         if rate is not None and rate < SLOW_DISK
     ]

@@ -42,7 +42,7 @@ def check_room(folder: Path, quick: bool) -> None:
     if free < needed:
         raise UsageError(
             f"{folder}: no room to measure the disk: it takes {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free; "
-            "choose another --folder"
+            "choose another --dir"
         )
 
 

@@ -31,7 +31,7 @@ LOOK = 0.1
 """Seconds between two looks at a queue."""
 LEAVING = 10.0
 """Seconds in which the nodes of a run that is over must leave."""
-NODES = ("PHALANX_NODE", "PHALANX_NODES", "PHALANX_LEADER", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE")
+NODES = ("PHALANX_NODE_RANK", "PHALANX_NUM_NODES", "PHALANX_LEADER_ADDR", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -91,7 +91,7 @@ class Commands:
                 leader = f"127.0.0.1:{free.getsockname()[1]}"
             token = os.urandom(32).hex()
             for node, each in enumerate(self._environments):
-                each |= {"PHALANX_NODES": str(nodes), "PHALANX_NODE": str(node), "PHALANX_LEADER": leader}
+                each |= {"PHALANX_NUM_NODES": str(nodes), "PHALANX_NODE_RANK": str(node), "PHALANX_LEADER_ADDR": leader}
                 each["PHALANX_TOKEN"] = token
 
     def start(self) -> None:
@@ -166,7 +166,7 @@ class Queued:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path):
         self.words, self.folder, self.output = tuple(words), folder, output
-        self._environment = {**environment, "PHALANX_STATE": str(folder)}
+        self._environment = {**environment, "PHALANX_STATE_DIR": str(folder)}
         self.engine = Local(folder / "queue", ensure=lambda *_: None)  # by `tend`, so that supervisors bear the mark
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.job = ""

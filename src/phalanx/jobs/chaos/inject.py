@@ -21,7 +21,7 @@ from phalanx.jobs.chaos.plan import KINDS, Fault, Moment, Phase
 from phalanx.jobs.chaos.story import Story, Usual
 from phalanx.run.steady import unix_now
 
-MARK = "PHALANX_CHAOS"
+MARK = "PHALANX_CHAOS_TAG"
 """Variable that marks every process of a run under faults."""
 LOOK, CLOSELY = 0.005, 0.0005
 """Seconds between two looks, and when it is a save that is waited for: small ones are over in milliseconds."""
@@ -155,21 +155,21 @@ def strike(fault: Fault, scene: Scene) -> Waiting:
         victim, number = scene.worker(rank), SIGNALS[kind]
         victim.send_signal(number)
         tell(fault, scene, f"{number.name} to worker {rank}")
-    elif kind == "nursery":
+    elif kind == "fork-server":
         scene.nursery(rank).kill()
-        tell(fault, scene, f"SIGKILL to what forked worker {rank}")
+        tell(fault, scene, f"SIGKILL to the fork server of worker {rank}")
     elif kind == "agent":
         scene.agent(0).kill()
-        tell(fault, scene, "SIGKILL to the leading agent")
-    elif kind == "runner":
+        tell(fault, scene, "SIGKILL to the leader agent")
+    elif kind == "job-runner":
         scene.runner().kill()
         tell(fault, scene, "SIGKILL to the process above the job")
     elif kind == "preempt":
         scene.agent(0).terminate()
-        tell(fault, scene, "SIGTERM to the leading agent")
+        tell(fault, scene, "SIGTERM to the leader agent")
     elif kind == "interrupt":
         scene.agent(0).send_signal(signal.SIGINT)
-        tell(fault, scene, "SIGINT to the leading agent")
+        tell(fault, scene, "SIGINT to the leader agent")
     else:
         yield from LONGER[kind](fault, scene)
 
@@ -190,7 +190,7 @@ def limit(fault: Fault, scene: Scene) -> Waiting:
     """What an engine does when a job's time is up, with little patience."""
     agent, grace = scene.agent(0), LONGEST_GRACE * fault.luck
     agent.terminate()
-    tell(fault, scene, f"SIGTERM to the leading agent, SIGKILL {grace:.2f} s later")
+    tell(fault, scene, f"SIGTERM to the leader agent, SIGKILL {grace:.2f} s later")
     yield from scene.rest(grace)
     with contextlib.suppress(psutil.NoSuchProcess):  # it was in time
         agent.kill()
@@ -339,16 +339,16 @@ def supervisor(fault: Fault, scene: Scene) -> Waiting:
     yield LOOK
 
 
-SIGNALS = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "abort": signal.SIGABRT, "stall": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "abort": signal.SIGABRT, "hang": signal.SIGSTOP}
 LONGER: dict[str, Callable[[Fault, Scene], Waiting]] = {
-    "limit": limit,
-    "pause": pause,
-    "full": full,
-    "storage": storage,
-    "damage": damage,
-    "node": node,
-    "split": split,
-    "supervisor": supervisor,
+    "time-limit": limit,
+    "freeze": pause,
+    "disk-full": full,
+    "storage-outage": storage,
+    "corrupt-checkpoint": damage,
+    "node-loss": node,
+    "partition": split,
+    "queue-daemon": supervisor,
 }
 
 

@@ -34,20 +34,20 @@ KINDS = {
     "kill": Kind("a worker is killed (SIGKILL)", weight=4),
     "crash": Kind("a worker crashes (SIGSEGV)"),
     "abort": Kind("a worker aborts (SIGABRT)"),
-    "nursery": Kind("the process that forks the workers of a node is killed"),
-    "agent": Kind("the leading agent is killed, and everything with it"),
+    "fork-server": Kind("the fork server of a node is killed"),
+    "agent": Kind("the leader agent is killed, with all processes below it"),
     "preempt": Kind("the run is asked to stop (SIGTERM), and started again"),
     "interrupt": Kind("Ctrl-C in the run (SIGINT), and it is started again", asked=True),
-    "limit": Kind("a time limit: SIGTERM, and SIGKILL up to a second later"),
-    "damage": Kind("a bit of the newest checkpoint flips, and a worker is killed"),
-    "full": Kind("a worker can write no file until a save has failed of it", ends=False),
-    "storage": Kind("checkpoints cannot be reached until a save or an attempt has failed of it", ends=False),
-    "pause": Kind("a worker is held still for up to two seconds (SIGSTOP, SIGCONT)", ends=False),
-    "stall": Kind("a worker is held still for good (SIGSTOP)", shared=True),
-    "node": Kind("a node that does not lead dies with all its processes", nodes=True),
-    "split": Kind("a node is cut off until it is given up, and comes back", nodes=True, asked=True),
-    "runner": Kind("the process above the job is killed, and everything with it", queue=True),
-    "supervisor": Kind("the queue's supervisor is killed", ends=False, queue=True),
+    "time-limit": Kind("a time limit: SIGTERM, and SIGKILL up to a second later"),
+    "corrupt-checkpoint": Kind("a bit of the newest checkpoint flips, and a worker is killed"),
+    "disk-full": Kind("a worker can write no file until a save has failed of it", ends=False),
+    "storage-outage": Kind("checkpoints cannot be reached until a save or an attempt has failed of it", ends=False),
+    "freeze": Kind("a worker is stopped for up to 2 s (SIGSTOP, SIGCONT)", ends=False),
+    "hang": Kind("a worker is stopped for good (SIGSTOP)", shared=True),
+    "node-loss": Kind("a node that does not lead dies with all its processes", nodes=True),
+    "partition": Kind("a node is cut off until it is given up, and comes back", nodes=True, asked=True),
+    "job-runner": Kind("the process above the job is killed, and everything with it", queue=True),
+    "queue-daemon": Kind("the queue's daemon is killed", ends=False, queue=True),
 }
 
 
@@ -139,14 +139,14 @@ def _obstacle(name: str, course: Course) -> str | None:
     """Why a kind cannot strike this run."""
     kind = KINDS[name]
     if kind.shared and course.world < 2:
-        return "needs another worker, to tell that it is not the machine that stands still: --nproc 2"
+        return "needs another worker, to distinguish a hang from a slow machine: --nproc-per-node 2"
     if kind.nodes and course.nodes < 2:
         return "needs several nodes: --nodes 2"
     if kind.queue and not course.queue:
         return "needs a run in the queue: --queue"
-    if name == "damage" and course.keep < 2:
-        return "needs an older checkpoint to go back to: checkpoint.keep=2"
-    if name == "damage" and course.saves < 2:
+    if name == "corrupt-checkpoint" and course.keep < 2:
+        return "needs an older checkpoint: checkpoint.keep=2"
+    if name == "corrupt-checkpoint" and course.saves < 2:
         return f"needs two checkpoints, and in {course.steps} steps the run saves {course.saves} times on its way"
     return None
 
@@ -165,7 +165,7 @@ def draw(seed: int, count: int, kinds: Sequence[str], course: Course) -> tuple[F
             round_ = firsts[index]
             # some time is left at the end for the last to strike, and the first half of a round's share for it to come
             step = max(1, int(0.8 * course.steps * (round_ + rng.random() / 2) / len(sizes)))
-        fresh = index in firsts and (round_ > 0 or name == "damage" or course.attempts == 1)
+        fresh = index in firsts and (round_ > 0 or name == "corrupt-checkpoint" or course.attempts == 1)
         moment = Moment(phase, round(rng.random(), 2), None if phase is Phase.RESTART else step, fresh)
         rank = rng.randrange(course.each if KINDS[name].nodes else 0, course.world)
         faults.append(Fault(index + 1, name, rank, moment, rng.random()))
@@ -174,7 +174,7 @@ def draw(seed: int, count: int, kinds: Sequence[str], course: Course) -> tuple[F
 
 def _rounds(rng: random.Random, count: int, kinds: set[str], course: Course) -> list[int]:
     """How many faults strike between two new checkpoints, round by round."""
-    most = 1 if kinds == {"damage"} else course.attempts
+    most = 1 if kinds == {"corrupt-checkpoint"} else course.attempts
     first = max(1, most - 1)  # nothing has been saved by then that would count as progress
     full = [first] + [most] * -(-max(0, count - first) // most)
     if len(full) > max(1, course.saves) or (course.attempts == 1 and not course.saves):
@@ -202,14 +202,14 @@ def _names(rng: random.Random, count: int, kinds: Sequence[str], firsts: set[int
     names += rng.choices(list(kinds), [KINDS[name].weight for name in kinds], k=count - len(names))
     rng.shuffle(names)
     for index, name in enumerate(names):
-        if name != "damage" or index in firsts:
+        if name != "corrupt-checkpoint" or index in firsts:
             continue
-        free = sorted(first for first in firsts if names[first] != "damage")
+        free = sorted(first for first in firsts if names[first] != "corrupt-checkpoint")
         if free:
             other = rng.choice(free)
             names[index], names[other] = names[other], name
         else:
-            names[index] = rng.choice([each for each in kinds if each != "damage"])
+            names[index] = rng.choice([each for each in kinds if each != "corrupt-checkpoint"])
     return names
 
 

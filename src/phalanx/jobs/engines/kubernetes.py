@@ -66,7 +66,7 @@ class Kubernetes:
         if job.code is not None:
             raise UsageError(
                 f"job {job.name}: on Kubernetes code comes with the image (-o image=...) or lies on a volume "
-                "(-o pvc=CLAIM:/PATH); --code is for local, slurm and ray"
+                "(-o pvc=CLAIM:/PATH); --snapshot is for local, slurm and ray"
             )
         if job.at_most is not None:
             raise UsageError(
@@ -98,7 +98,7 @@ class Kubernetes:
             with explained(f"{what}: making its Secret"):
                 client.core.create_namespaced_secret(namespace, secret, **strict)
         except BaseException:
-            with explained(f"{what}: it could not be made whole, nor removed; `phalanx jobs stop` ends it"):
+            with explained(f"{what}: it could not be made whole, nor removed; `phalanx jobs cancel` ends it"):
                 custom.delete_namespaced_custom_object(**at, name=name, _request_timeout=PATIENCE)
             raise
         return f"{namespace}/{kind}/{name}"
@@ -154,7 +154,7 @@ class Kubernetes:
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise UsageError(
                 f"{job}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
-                f"`phalanx jobs stop {job} --on kubernetes` ends the job"
+                f"`phalanx jobs cancel {job} --on kubernetes` ends the job"
             )
         namespace, _, name = _parts(job)
         self._workload(job)

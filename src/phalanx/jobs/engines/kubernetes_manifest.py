@@ -109,7 +109,7 @@ def failure_policy(max_restarts: int) -> Manifest:
             {"name": "disrupted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
             | restart
             | {"onJobFailureMessagePatterns": ["has condition DisruptionTarget "]},
-            {"name": "unfinished", "action": "RestartJobSet"}
+            {"name": "not-finished", "action": "RestartJobSet"}
             | restart
             | {"onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "]},
             {"name": "final", "action": "FailJobSet"},
@@ -170,13 +170,13 @@ def trainjob(job: Job, options: Options) -> Manifest:
 def environment(job: Job, options: Options) -> list[Manifest]:
     """The variables of the node contract, the job's own, and its secrets by reference."""
     name = object_name(job, options)
-    plain = {**job.environment, "PHALANX_NODES": str(job.nodes)}
-    plain["PHALANX_LEADER"] = f"{name}-{options.workers}-0-0.{name}:{PORT}"
-    plain.pop("PHALANX_NODE", None)
+    plain = {**job.environment, "PHALANX_NUM_NODES": str(job.nodes)}
+    plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.workers}-0-0.{name}:{PORT}"
+    plain.pop("PHALANX_NODE_RANK", None)
     secrets = (TOKEN, *job.secrets)
     return [
         *({"name": key, "value": literal(value)} for key, value in plain.items() if key not in secrets),
-        {"name": "PHALANX_NODE", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
+        {"name": "PHALANX_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
         *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets),
     ]
 

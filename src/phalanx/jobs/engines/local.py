@@ -139,7 +139,7 @@ class Local:
         when it is not over."""
         row = self._row(job)
         if not self.store.forget(row.id):
-            raise UsageError(f"job {job} ({row.name}) is {row.state}: only jobs that are over can be forgotten")
+            raise UsageError(f"job {job} ({row.name}) is {row.state}: only ended jobs can be pruned")
 
     def over_for(self, seconds: float) -> list[str]:
         """Jobs that have been over for longer than this."""
@@ -195,7 +195,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
         wanted = name in INHERITED or name.startswith(INHERITED_GROUPS)
         if wanted and not hidden(name):
             found[name] = value
-    for name in ("PHALANX_NODE", "PHALANX_NODES", "PHALANX_LEADER", CODE, CODE_OF, DIGEST):
+    for name in ("PHALANX_NODE_RANK", "PHALANX_NUM_NODES", "PHALANX_LEADER_ADDR", CODE, CODE_OF, DIGEST):
         found.pop(name, None)
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found

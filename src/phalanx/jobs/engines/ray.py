@@ -246,7 +246,7 @@ def _check(job: Job) -> None:
     if job.secrets and job.code is not None:
         raise UsageError(
             f"{where}: what travels with a job can be read by everybody on the cluster, so that {job.secrets[0]} "
-            "cannot be handed on; leave --code away, or set it where Ray is started on the machines"
+            "cannot be passed on; omit --snapshot, or set it where Ray is started on the machines"
         )
     if job.priority:
         raise UsageError(f"{where}: Ray knows no priorities; leave it away")

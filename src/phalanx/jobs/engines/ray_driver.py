@@ -164,11 +164,11 @@ class Driver:
         machines = [where[node] for node in range(task.nodes)]
         say(f"attempt {number} on {', '.join(table[machine] for machine in machines)}")
         token = secrets.token_hex(32)
-        common = {**task.environment, **self._hidden, "PHALANX_NODES": str(task.nodes)}
-        common["PHALANX_LEADER"] = f"{table[machines[0]]}:{port}"
+        common = {**task.environment, **self._hidden, "PHALANX_NUM_NODES": str(task.nodes)}
+        common["PHALANX_LEADER_ADDR"] = f"{table[machines[0]]}:{port}"
         self._get(
             [
-                actor.start.remote(task.command, task.folder, {**common, "PHALANX_NODE": str(node)}, token)
+                actor.start.remote(task.command, task.folder, {**common, "PHALANX_NODE_RANK": str(node)}, token)
                 for node, actor in enumerate(actors)
             ]
         )

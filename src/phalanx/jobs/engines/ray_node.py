@@ -51,7 +51,9 @@ class Node:
             unpack(Path(CODE_FILE).read_bytes(), copy)
             folder, copied = str(copy / folder), {CODE: str(copy)}
         if not Path(folder).is_dir():
-            self._lines.put(f"there is no folder {folder} on this machine; with --code folder it travels along")
+            self._lines.put(
+                f"there is no directory {folder} on this machine; submit with --snapshot workdir, which copies it there"
+            )
             self._lines.put(None)
             return
         self._process = subprocess.Popen(

@@ -20,7 +20,7 @@ NO_NODE = 3
 """Exit code of who was to send a signal and found no node that runs; any other says that it could not look."""
 CODE_FILE = "code.tar"
 """Where a job's code lies in the folder that Ray carries to each machine."""
-JOB = "PHALANX_RAY_JOB"
+JOB = "PHALANX_RAY_JOB_ID"
 """The variable in which a driver finds its job's id."""
 SPEAKS = "phalanx driver: "
 """Before each line that the driver itself writes."""

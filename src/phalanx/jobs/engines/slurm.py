@@ -1,6 +1,6 @@
 """Jobs on Slurm: sbatch sends a script, whose srun starts the command once on each node. It needs no accounting
-database, but a file system that all nodes share: of $PHALANX_STATE, and of the folder that a job starts in unless its
-code travels, which is then put below $PHALANX_STATE.
+database, but a file system that all nodes share: of $PHALANX_STATE_DIR, and of the folder that a job starts in unless
+its code travels, which is then put below $PHALANX_STATE_DIR.
 
 Each job has a folder there with its scripts, its log and what they leave (slurm_script). The scripts queue a job again
 that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.

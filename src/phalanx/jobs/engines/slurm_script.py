@@ -141,7 +141,7 @@ rm -f "$folder"/token.* "$folder"/code.*
 token=$folder/token.$attempt
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
 
-export PHALANX_NODES=${{#nodes[@]}} PHALANX_LEADER=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
+export PHALANX_NUM_NODES=${{#nodes[@]}} PHALANX_LEADER_ADDR=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
 {cores}
 srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   --nodes="${{#nodes[@]}}" --ntasks="${{#nodes[@]}}" --ntasks-per-node=1 "${{options[@]}}" \
@@ -226,7 +226,7 @@ trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command 
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder={folder} start={start}
-export PHALANX_NODE=$SLURM_PROCID
+export PHALANX_NODE_RANK=$SLURM_PROCID
 
 finish() {{
   # by this shell alone: a signal to the step may come just now, and would end any program that it starts

@@ -25,7 +25,7 @@ from phalanx.jobs.spec import Job, State, Status, placed
 from phalanx.run.private import check_own
 from phalanx.run.steady import Steady
 
-FORMAT = 3
+FORMAT = 4
 """Of the file."""
 CODE = "code"
 """Where a job's folder holds the code that came with it."""
@@ -193,7 +193,7 @@ class Store:
             if named is not None:
                 raise UsageError(
                     f"job {named['id']} is called {job.name} and {named['state']}: give this one another --name, or "
-                    f"end that one (`phalanx jobs stop {named['id']}`)"
+                    f"end that one (`phalanx jobs cancel {named['id']}`)"
                 )
             cursor = self._db.execute(
                 "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted, came) "

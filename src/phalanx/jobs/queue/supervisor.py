@@ -44,7 +44,7 @@ SOONEST = 1.0
 such attempt in a row."""
 LATEST = 60.0
 """Seconds that it waits at most."""
-MARK = "PHALANX_JOB"
+MARK = "PHALANX_JOB_TAG"
 """Variable that marks every process of a job."""
 CHOOSING = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
@@ -116,7 +116,7 @@ class Supervisor:
         if not self.store.change(row.id, State.QUEUED, state=State.RUNNING, reason=None, code=None, **values):
             return
         home = self.store.home(row.id)
-        environment = {**row.job.environment, MARK: mark_of(home), "PHALANX_NODES": "1"}
+        environment = {**row.job.environment, MARK: mark_of(home), "PHALANX_NUM_NODES": "1"}
         if row.size.devices:
             environment |= dict.fromkeys(CHOOSING, ",".join(map(str, given)))
         spec = AttemptSpec(
@@ -257,7 +257,9 @@ def ensure(folder: Path, idle: bool = True) -> bool:
             _launch(folder)
         return idle
     except NoLocksError as error:
-        raise UsageError(f"{error}, which the queue needs; name a folder on a local disk by PHALANX_STATE") from None
+        raise UsageError(
+            f"{error}, which the queue needs; name a folder on a local disk by PHALANX_STATE_DIR"
+        ) from None
     finally:
         os.close(lock)  # the supervisor that got it holds the lock on
 

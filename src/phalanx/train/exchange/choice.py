@@ -99,7 +99,7 @@ def _tried(choice: Choice, candidates: Sequence[str]) -> tuple[Choice, str]:
         if seconds <= (1 - GAIN) * fastest:
             promise = computing(seen) / seconds
             why = f"with {current} {seen[current].share:.1%} of a step is exposed{_results(choice)}"
-            why += f"; {following} is foretold {promise:.2f}"
+            why += f"; {following} is predicted {promise:.2f}"
             return replace(choice, strategy=following, foretold=promise), why
         besides = f"; {following} promises no faster step"
     chosen = best(candidates, seen)
@@ -113,7 +113,7 @@ def _results(choice: Choice) -> str:
     """What was measured, for people."""
     listed = [f"{name} {value:.2f}" for name, value in efficiencies(choice.seen).items()]
     if choice.foretold is not None:
-        listed[-1] += f" ({choice.foretold:.2f} was foretold)"
+        listed[-1] += f" ({choice.foretold:.2f} was predicted)"
     return f" (efficiency: {', '.join(listed)})"
 
 

@@ -38,7 +38,7 @@ rm -f "$folder"/token.* "$folder"/code.*
 token=$folder/token.$attempt
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
 
-export PHALANX_NODES=${#nodes[@]} PHALANX_LEADER=${nodes[0]}:$port PHALANX_TOKEN_FILE=$token
+export PHALANX_NUM_NODES=${#nodes[@]} PHALANX_LEADER_ADDR=${nodes[0]}:$port PHALANX_TOKEN_FILE=$token
 export SRUN_CPUS_PER_TASK=96
 
 srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \

@@ -4,7 +4,7 @@ trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command 
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder=/home/me/state/slurm/gpt-python-0123abcd start='/shared/my work'
-export PHALANX_NODE=$SLURM_PROCID
+export PHALANX_NODE_RANK=$SLURM_PROCID
 
 finish() {
   # by this shell alone: a signal to the step may come just now, and would end any program that it starts
