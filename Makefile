@@ -14,7 +14,7 @@ help: ## List the targets.
 venv: $(INSTALLED) ## Make the virtual environment with all that development needs.
 
 # What is locked first, each file by its hash; then torch, whose builds differ from index to index, and what it needs of a
-# GPU, by version; docs/dependencies.md says more.
+# GPU, by version; docs/reference/dependencies.md says more.
 $(INSTALLED): pyproject.toml constraints.txt requirements.lock hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
@@ -103,12 +103,12 @@ format: venv ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff check --fix
 
 docs: venv ## Make the reference pages that come from the code.
-	$(BIN)/phalanx recipe schema --markdown > docs/recipe.md
+	$(BIN)/phalanx recipe schema --markdown > docs/reference/recipe.md
 
-bench: venv ## Run the benchmarks against their peers; tables go to docs/results.
+bench: venv ## Run the benchmarks against their peers; tables go to docs/benchmarks.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	for script in engine_overhead data checkpoint exact; do \
-		$(BIN)/python benchmarks/$$script.py --out docs/results/$$script.md || exit 1; \
+		$(BIN)/python benchmarks/$$script.py --out docs/benchmarks/$$script.md || exit 1; \
 	done
 
 gpu-session-kit: ## Download what benchmarks/gpu_session.py needs on a machine with torch for CUDA but without a package index.

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py                         # 0.25 and 1 GB, a few minutes
     python benchmarks/checkpoint.py --quick                 # 0.25 GB, under a minute
-    python benchmarks/checkpoint.py --out docs/results/checkpoint.md
+    python benchmarks/checkpoint.py --out docs/benchmarks/checkpoint.md
 
 Peers: `torch.save` with fsync, torch's distributed checkpoint (DCP), and DCP's `async_save`, in a gloo world of one
 process. All methods save the same parameters and AdamW state, take turns within each repeat, and medians are shown. A

@@ -1,6 +1,6 @@
 """How fast a CPU trains, rung by rung, and against the best that peers can do on it.
 
-    python benchmarks/cpu.py [--out docs/results/cpu.md] [--sizes M L] [--rounds 12] [--bout 1.0]
+    python benchmarks/cpu.py [--out docs/benchmarks/cpu.md] [--sizes M L] [--rounds 12] [--bout 1.0]
     python benchmarks/cpu.py --quick
 
 The ladder: fp32 eager -> bf16 -> compiled blocks -> fused AdamW -> processes instead of threads. Every rung is

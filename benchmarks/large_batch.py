@@ -1,6 +1,6 @@
 """Accuracy against batch: Network-in-Network on Fashion-MNIST, with and without scaling of the learning rate.
 
-    python benchmarks/large_batch.py [--out docs/results] [--samples 163840] [--width 24] [--batches 64 256 1024 4096]
+    python benchmarks/large_batch.py [--out docs/benchmarks] [--samples 163840] [--width 24] [--batches 64 256 1024 4096]
         [--seeds 0 1 2]
 
 Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with its seed's weights,
@@ -62,7 +62,7 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--runs", type=Path, help="where to keep the runs")
     parser.add_argument("--samples", type=int, default=163_840, help="training samples of each run")
     parser.add_argument("--width", type=int, default=24, help="maps of the first convolution; the paper's are 96")

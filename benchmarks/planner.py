@@ -1,9 +1,9 @@
-"""How right predictions are: published and measured runs replayed, tables and pictures written to docs/results.
+"""How right predictions are: published and measured runs replayed, tables and pictures written to docs/benchmarks.
 
-    python benchmarks/planner.py [--validation ../shared/validation] [--out docs/results]
+    python benchmarks/planner.py [--validation ../shared/validation] [--out docs/benchmarks]
 
 Zero-shot: with the constants of plan/data/stacks.yaml, which were set on these very sources (no row has one of its own;
-docs/planner.md tells how); calibrated: two random rows of each source and accelerator fit the stack's constants, all
+docs/explanation/planner.md tells how); calibrated: two random rows of each source and accelerator fit the stack's constants, all
 others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes about
 five minutes on two cores and needs no GPU.
 """
@@ -43,7 +43,7 @@ KINDS = ("dense", "experts", "fp4")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--validation", type=Path, default=Path("../shared/validation"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     given = parser.parse_args()
     if not (given.validation / "published_runs.csv").is_file():
         raise UsageError(f"--validation {given.validation}: there is no published_runs.csv")

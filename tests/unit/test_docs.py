@@ -18,7 +18,7 @@ from phalanx.train.guards import Action
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
-RUNS = ROOT / "docs" / "runs.md"
+RUNS = ROOT / "docs" / "reference" / "run-directory.md"
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")

@@ -370,7 +370,7 @@ LocalSgdMethod = Literal["average", "diloco"]
 
 
 class GradSyncConfig(Part):
-    """How gradients are added over replicas: docs/exchange.md."""
+    """How gradients are added over replicas: docs/explanation/gradient-synchronization.md."""
 
     model_config = ConfigDict(title="Gradient synchronization")
 
@@ -474,7 +474,7 @@ class Recipe(Part):
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
-    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel; docs/devices.md says what each can do.
+    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel; docs/reference/devices.md says what each can do.
     `auto`: GPUs where torch finds some, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
     """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with
