@@ -50,7 +50,7 @@ def cli_page() -> str:
     """Return cli.md: each command with its usage, arguments and options."""
     root: Any = _frame()
     context = root.make_context("phalanx", [], resilient_parsing=True)
-    parts = [f"# Command line\n\n{MADE_BY} `phalanx COMMAND --help` prints the same.\n"]
+    parts = [f"# Command line\n\n{MADE_BY} `--help` of each command prints the same.\n"]
     parts += _commands(root, context, "phalanx")
     rows = [f"| {int(code)} | `{code.name}` |" for code in ExitCode]
     parts.append("\n".join(["## Exit codes\n", "| code | name |", "|---:|---|", *rows]) + "\n")

@@ -39,7 +39,10 @@ def load_cluster(text: str, folder: Path | None = None) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
-    write_whole(path, "# A cluster for Phalanx, in full; docs/reference/cluster-file.md tells its keys.\n" + to_yaml(_plain(cluster)))
+    write_whole(
+        path,
+        "# A cluster for Phalanx, in full; docs/reference/cluster-file.md tells its keys.\n" + to_yaml(_plain(cluster)),
+    )
 
 
 def _from_file(path: Path) -> Cluster:
