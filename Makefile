@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs structure \
+.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -102,8 +102,12 @@ format: venv ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: venv ## Make the reference pages that come from the code.
-	$(BIN)/phalanx recipe schema --markdown > docs/reference/recipe.md
+docs: venv ## Write the reference pages that come from the code, and build the site into build/site.
+	$(BIN)/python tools/reference.py
+	$(MAKE) VENV=$(VENV) site
+
+site: venv ## Build the site into build/site; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: venv ## Run the benchmarks against their peers; tables go to docs/benchmarks.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'

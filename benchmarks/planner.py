@@ -1,11 +1,11 @@
-"""How right predictions are: published and measured runs replayed, tables and pictures written to docs/benchmarks.
+"""Accuracy of the planner: published and measured runs replayed, tables and pictures written to docs/benchmarks.
 
     python benchmarks/planner.py [--validation ../shared/validation] [--out docs/benchmarks]
 
 Zero-shot: with the constants of plan/data/stacks.yaml, which were set on these very sources (no row has one of its own;
-docs/explanation/planner.md tells how); calibrated: two random rows of each source and accelerator fit the stack's constants, all
-others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes about
-five minutes on two cores and needs no GPU.
+docs/explanation/planner.md says how); calibrated: two random rows of each source and accelerator fit the stack's
+constants, all others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes
+about five minutes on two cores and needs no GPU.
 """
 
 import argparse
@@ -283,7 +283,7 @@ BEGIN, END = "<!-- made by benchmarks/planner.py -->", "<!-- end -->"
 def spliced(page_before: str, text: str) -> str:
     """The page with what this script makes exchanged, and what people wrote around it kept."""
     if BEGIN not in page_before:
-        return f"# How right predictions are\n\n{BEGIN}\n{text}{END}\n"
+        return f"# Accuracy of the planner\n\n{BEGIN}\n{text}{END}\n"
     head, _, rest = page_before.partition(BEGIN)
     return f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}"
 

@@ -1,4 +1,4 @@
-"""Every dependency has its line of reason in docs/reference/dependencies.md, is locked, and stands in the wheel's bill."""
+"""Every dependency has its reason in docs/reference/dependencies.md, is locked, and stands in the wheel's bill."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
-"""The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, the tables
-of actions and exit codes are whole, and the first screen of the README fits. Nothing is executed."""
+"""The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, the
+tables of actions and exit codes are whole, and the first screen of the README fits. Nothing is executed."""
 
 import re
 import shlex

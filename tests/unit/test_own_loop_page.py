@@ -1,4 +1,4 @@
-"""docs/how-to/own-loop.md shows the examples as they are. `python tests/unit/test_own_loop_page.py` writes them there anew."""
+"""docs/how-to/own-loop.md shows the examples as they are. `python tests/unit/test_own_loop_page.py` writes them."""
 
 import difflib
 import re
