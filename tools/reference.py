@@ -83,7 +83,11 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{' '.join(text.split())}`".replace("|", r"\|")
+    """Mark a cell of a table as code; a bar would end it, and not every reader knows how to escape one there."""
+    text = " ".join(text.split())
+    if "|" not in text:
+        return f"`{text}`"
+    return f"<code>{text.replace('&', '&amp;').replace('<', '&lt;').replace('|', '&#124;')}</code>"
 
 
 def python_page() -> str:
@@ -184,7 +188,7 @@ def _fields(thing: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
     for each in dataclasses.fields(thing):
         if each.name in without:
             continue
-        kind = _annotation(each.type).replace("|", r"\|")
+        kind = _annotation(each.type).replace(" | ", " or ")
         default = "required" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
         if each.default is dataclasses.MISSING and each.default_factory is not dataclasses.MISSING:
             default = "made at the time"
