@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs structure \
+.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -14,7 +14,7 @@ help: ## List the targets.
 venv: $(INSTALLED) ## Make the virtual environment with all that development needs.
 
 # What is locked first, each file by its hash; then torch, whose builds differ from index to index, and what it needs of a
-# GPU, by version; docs/dependencies.md says more.
+# GPU, by version; docs/reference/dependencies.md says more.
 $(INSTALLED): pyproject.toml constraints.txt requirements.lock hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
@@ -102,13 +102,17 @@ format: venv ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: venv ## Make the reference pages that come from the code.
-	$(BIN)/phalanx recipe schema --markdown > docs/recipe.md
+docs: venv ## Write the reference pages that come from the code, and build the site into build/site.
+	$(BIN)/python tools/reference.py
+	$(MAKE) VENV=$(VENV) site
 
-bench: venv ## Run the benchmarks against their peers; tables go to docs/results.
+site: venv ## Build the site into build/site; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+bench: venv ## Run the benchmarks against their peers; tables go to docs/benchmarks.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	for script in engine_overhead data checkpoint exact; do \
-		$(BIN)/python benchmarks/$$script.py --out docs/results/$$script.md || exit 1; \
+		$(BIN)/python benchmarks/$$script.py --out docs/benchmarks/$$script.md || exit 1; \
 	done
 
 gpu-session-kit: ## Download what benchmarks/gpu_session.py needs on a machine with torch for CUDA but without a package index.

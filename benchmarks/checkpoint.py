@@ -1,8 +1,8 @@
-"""How long training stands still for a checkpoint, what a save costs it meanwhile, and how fast a checkpoint is read.
+"""The stall of a save, what a save costs training meanwhile, and how fast a checkpoint is read.
 
     python benchmarks/checkpoint.py                         # 0.25 and 1 GB, a few minutes
     python benchmarks/checkpoint.py --quick                 # 0.25 GB, under a minute
-    python benchmarks/checkpoint.py --out docs/results/checkpoint.md
+    python benchmarks/checkpoint.py --out docs/benchmarks/checkpoint.md
 
 Peers: `torch.save` with fsync, torch's distributed checkpoint (DCP), and DCP's `async_save`, in a gloo world of one
 process. All methods save the same parameters and AdamW state, take turns within each repeat, and medians are shown. A
@@ -287,7 +287,7 @@ def measure(gigabytes: float, root: Path, repeats: int, threads: int) -> list[st
     lines = [f"## {nbytes / 1e9:.2f} GB of parameters and AdamW state ({len(state)} tensors)", ""]
     lines += ["| save, nothing else running | seconds | GB/s |", "|---|---|---|"]
     lines += [f"| {name} | {s:.3f} | {nbytes / 1e9 / s:.2f} |" for name, s in blocking.items()]
-    lines += ["", "| save beside training | stands still, s | of our own blocking save | on disk after, s "]
+    lines += ["", "| save during training | stall, s | of our blocking save | on disk after, s "]
     lines[-1] += "| step meanwhile / alone | training lost, s |"
     lines += ["|---|---|---|---|---|---|"]
     for name, (stall, total, slower, lost) in saves_beside_training(training, root, repeats).items():
@@ -323,13 +323,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     lines = [
-        "# Checkpoints: how long training stands still, and how fast they are read",
+        "# Checkpoints: stall of a save, and speed of loading",
         "",
         f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
         "",
-        f"{time.strftime('%Y-%m-%d')}; {machine()}. Medians of {repeats} interleaved repeats. *Stands still*: time in "
-        "which the training thread waits for the save. *Training lost*: time of all steps until the checkpoint stood, "
-        "less that of as many undisturbed steps. *Page cache*: read just before; *from disk*: after "
+        f"{time.strftime('%Y-%m-%d')}; {machine()}. Medians of {repeats} interleaved repeats. *Stall*: time for "
+        "which the training thread waits for the save. *Training lost*: time of all steps until the checkpoint was "
+        "complete, less that of as many undisturbed steps. *Page cache*: read just before; *from disk*: after "
         "POSIX_FADV_DONTNEED (a virtual machine's host may still hold the bytes). Plain read is the faster of the two.",
         "",
     ]

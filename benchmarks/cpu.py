@@ -1,6 +1,6 @@
 """How fast a CPU trains, rung by rung, and against the best that peers can do on it.
 
-    python benchmarks/cpu.py [--out docs/results/cpu.md] [--sizes M L] [--rounds 12] [--bout 1.0]
+    python benchmarks/cpu.py [--out docs/benchmarks/cpu.md] [--sizes M L] [--rounds 12] [--bout 1.0]
     python benchmarks/cpu.py --quick
 
 The ladder: fp32 eager -> bf16 -> compiled blocks -> fused AdamW -> processes instead of threads. Every rung is
@@ -226,7 +226,7 @@ def pages(size: str, rounds: dict[Contender, list[list[float]]], failed: dict[Co
     lines = [
         f"## {size}: {fields}",
         "",
-        "| rung | step, ms | x the rung before | x the first |",
+        "| configuration | step, ms | x the row before | x the first |",
         "|---|---:|---:|---:|",
     ]
     for before, rung in zip([None, *rungs], rungs, strict=False):
@@ -262,14 +262,14 @@ def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     cores = len(os.sched_getaffinity(0))
     lines = [
-        "# How fast a CPU trains: each rung's gain, and the best of each",
+        "# CPU: gain of each optimization, and the best configuration of each framework",
         "",
         f"`{shlex.join(['python', 'benchmarks/cpu.py', *sys.argv[1:]])}`",
         "",
         surroundings(),
-        f"{options.rounds} rounds of interleaved bouts of {options.bout} s or 3 steps. *x* is a ratio of median step "
-        "times (quartiles of the rounds); above 1 is faster. Every contender has processes of its own, held still "
-        "while it is not its turn.",
+        f"{options.rounds} rounds of interleaved turns of {options.bout} s or 3 steps. *x* is a ratio of median step "
+        "times (quartiles of the rounds); above 1 is faster. Every contender has its own processes, stopped "
+        "between its turns.",
         "",
     ]
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):

@@ -1,6 +1,6 @@
 """How fast is the reader alone? Tokens/s of Phalanx on one core beside a plain loop, torch's DataLoader and litdata.
 
-    python benchmarks/data.py [--out docs/results/data.md] [--megabytes 256] [--rounds 7]
+    python benchmarks/data.py [--out docs/benchmarks/data.md] [--megabytes 256] [--rounds 7]
 
 Everyone reads random windows of the same bytes-as-tokens file and gives int64 torch tensors `tokens` and `targets`
 of the same shape. All run on one core, in turns within each round, so that a disturbance meets them alike; the table

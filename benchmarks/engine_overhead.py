@@ -1,6 +1,6 @@
 """What a training loop costs beside its own model: Phalanx and its peers against a loop written by hand.
 
-    python benchmarks/engine_overhead.py [--out docs/results/engine_overhead.md] [--rounds 24] [--bout 0.4]
+    python benchmarks/engine_overhead.py [--out docs/benchmarks/engine_overhead.md] [--rounds 24] [--bout 0.4]
     python benchmarks/engine_overhead.py --quick
 
 Everyone trains a copy of the same transformer on the same prepared bytes with the same fused AdamW, clipping and
@@ -557,14 +557,14 @@ def head(options: argparse.Namespace) -> list[str]:
     fields = {name: ", ".join(f"{key} {value}" for key, value in asdict(SIZES[name]).items()) for name in options.sizes}
     sizes = "; ".join(f"{name}: {field}" for name, field in fields.items())
     return [
-        "# What the engine costs: step time against a plain PyTorch loop",
+        "# Trainer overhead: step time against a plain PyTorch loop",
         "",
         f"`{command}`",
         "",
         surroundings(),
-        f"{options.rounds} rounds of interleaved bouts of up to {options.steps} steps or {options.bout} s. *Median "
-        "step* compares the medians over all steps; *mean step, by round* is the mean step of a bout over the plain "
-        "loop's in the same round (median and quartiles over the rounds), in which rare costs count, too. `fp32` and "
+        f"{options.rounds} rounds of interleaved turns of up to {options.steps} steps or {options.bout} s. *Median "
+        "step* compares the medians over all steps; *mean step, by round* is the mean step of a turn over the plain "
+        "loop's in the same round (median and quartiles over the rounds), which includes rare costs. `fp32` and "
         f"`bf16` (autocast). Models: {sizes}.",
         "",
     ]

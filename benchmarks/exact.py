@@ -4,7 +4,7 @@ Runs of the same recipe alternate (world, replicas, world, ...), each a real `ph
 figure is the median of its `step` events after the first ten, and the table gives the median over rounds with the
 ratio taken round by round.
 
-    python benchmarks/exact.py [--rounds 5] [--steps 60] [--out docs/results/exact.md]
+    python benchmarks/exact.py [--rounds 5] [--steps 60] [--out docs/benchmarks/exact.md]
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Accuracy against batch: Network-in-Network on Fashion-MNIST, with and without scaling of the learning rate.
 
-    python benchmarks/large_batch.py [--out docs/results] [--samples 163840] [--width 24] [--batches 64 256 1024 4096]
-        [--seeds 0 1 2]
+    python benchmarks/large_batch.py [--out docs/benchmarks] [--samples 163840] [--width 24]
+        [--batches 64 256 1024 4096] [--seeds 0 1 2]
 
 Every run sees the same number of samples (the larger the batch, the fewer the steps), begins with its seed's weights,
 and decays its rate in a straight line to 0. Without scaling all have the learning rate of the smallest batch; with it
@@ -62,7 +62,7 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--runs", type=Path, help="where to keep the runs")
     parser.add_argument("--samples", type=int, default=163_840, help="training samples of each run")
     parser.add_argument("--width", type=int, default=24, help="maps of the first convolution; the paper's are 96")
@@ -168,7 +168,7 @@ def picture(results: Sequence[Sequence[Result]]) -> str:
         points = [(batch, 100 * accuracy) for batch, accuracy in scored if accuracy is not None]
         curves.append(Curve("no scaling" if way == "none" else f"{way} scaling", points, dots=True))
     title = "NiN on Fashion-MNIST: accuracy after the same number of samples"
-    return chart(curves, title, "batch, samples a step", "held-out accuracy, %")
+    return chart(curves, title, "batch, samples a step", "accuracy, %")
 
 
 def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
@@ -179,13 +179,13 @@ def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
     command = f"python benchmarks/large_batch.py --samples {given.samples} --width {given.width} --lr {given.lr:g}"
     setting = (
         f"{date.today()}; {machine.name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
-        "minutes of training; other work ran beside it, so do not read speeds from it."
+        "minutes of training; on a busy machine, so do not read speeds from it."
     )
     size = (
         f"Small: Network-in-Network with {given.width} maps in its first convolution (the paper's has 96) on "
         f"Fashion-MNIST, images enlarged from 28 to {SIZE} pixels a side; {given.samples:,} samples a run, which is "
         f"{given.samples / 60_000:.2g} epochs. SGD with momentum 0.9 and weight decay 0.0005; the rate "
-        f"of batch {smallest} is {given.lr:g}, falling in a straight line to 0; scaled rates rise over the first "
+        f"of batch {smallest} is {given.lr:g}, falling linearly to 0; scaled rates rise over the first "
         "quarter of the run. Scored on all 10,000 test images; guessing has 10%. Accuracies and losses are means over "
         "the seeds."
     )
@@ -203,7 +203,7 @@ def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
             *(f"{fill(text, 120)}\n" for text in (setting, size)),
             "![accuracy against batch](../images/large-batch.svg)",
             "",
-            "| batch | steps | scaling | highest rate | accuracy | by seed | held-out loss | noise scale | s |",
+            "| batch | steps | scaling | highest rate | accuracy | by seed | validation loss | noise scale | s |",
             "|---:|---:|---|---:|---:|---:|---:|---:|---:|",
             *(line(result) for result in results),
             "",

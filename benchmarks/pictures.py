@@ -1,4 +1,4 @@
-"""A picture of curves as an SVG file that stands alone: for pages of docs/results. Values in, text out."""
+"""A picture of curves as an SVG file that stands alone: for pages of docs/benchmarks. Values in, text out."""
 
 import math
 from collections.abc import Sequence

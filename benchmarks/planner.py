@@ -1,11 +1,11 @@
-"""How right predictions are: published and measured runs replayed, tables and pictures written to docs/results.
+"""Accuracy of the planner: published and measured runs replayed, tables and pictures written to docs/benchmarks.
 
-    python benchmarks/planner.py [--validation ../shared/validation] [--out docs/results]
+    python benchmarks/planner.py [--validation ../shared/validation] [--out docs/benchmarks]
 
 Zero-shot: with the constants of plan/data/stacks.yaml, which were set on these very sources (no row has one of its own;
-docs/planner.md tells how); calibrated: two random rows of each source and accelerator fit the stack's constants, all
-others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes about
-five minutes on two cores and needs no GPU.
+docs/explanation/planner.md says how); calibrated: two random rows of each source and accelerator fit the stack's
+constants, all others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes
+about five minutes on two cores and needs no GPU.
 """
 
 import argparse
@@ -43,7 +43,7 @@ KINDS = ("dense", "experts", "fp4")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--validation", type=Path, default=Path("../shared/validation"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     given = parser.parse_args()
     if not (given.validation / "published_runs.csv").is_file():
         raise UsageError(f"--validation {given.validation}: there is no published_runs.csv")
@@ -283,7 +283,7 @@ BEGIN, END = "<!-- made by benchmarks/planner.py -->", "<!-- end -->"
 def spliced(page_before: str, text: str) -> str:
     """The page with what this script makes exchanged, and what people wrote around it kept."""
     if BEGIN not in page_before:
-        return f"# How right predictions are\n\n{BEGIN}\n{text}{END}\n"
+        return f"# Accuracy of the planner\n\n{BEGIN}\n{text}{END}\n"
     head, _, rest = page_before.partition(BEGIN)
     return f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}"
 

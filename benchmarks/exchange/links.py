@@ -75,7 +75,7 @@ def obstacle() -> str | None:
 
 def congestion_control() -> str:
     """How TCP finds out what a link carries, on this machine and, as they take it over, on all nodes: `cubic` is
-    Linux's default. It matters where links are slow (docs/results/exchange.md)."""
+    Linux's default. It matters where links are slow (docs/benchmarks/grad-sync.md)."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 

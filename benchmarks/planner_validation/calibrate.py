@@ -22,8 +22,8 @@ SPREADS = {
     "step_seconds": 0.90,
 }
 """The constants that are fitted for each (hardware, software stack), with how much their logarithm differs from one
-source to the next, as a standard deviation: half as much again as over the sources of docs/results/planner.md, on which
-what is usual was set. From that, sources that were left out differ more."""
+source to the next, as a standard deviation: half as much again as over the sources of docs/benchmarks/planner.md, on
+which what is usual was set. From that, sources that were left out differ more."""
 NOISE = 0.12
 """Standard deviation of log(measured / predicted) that no constant of a stack explains."""
 ROUNDS = 8

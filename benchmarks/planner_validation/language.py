@@ -25,7 +25,7 @@ NINETY = 1.645
 SURE, MIXED, CALIBRATED, DISTANCE = 0.13, 0.20, 0.10, 0.02
 """Standard deviations of log(measured / predicted): of dense models, of mixtures of experts and fp4, as a factor of
 either once calibrated (0.10 / 0.13), and what each doubling of the devices beyond those of calibration adds. Set from
-the errors in docs/results/planner.md."""
+the errors in docs/benchmarks/planner.md."""
 COLUMNS = (
     "predicted_step_time_s",
     "predicted_speedup",

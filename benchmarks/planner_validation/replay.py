@@ -3,7 +3,7 @@
     python benchmarks/planner_validation/replay.py CSV --out CSV [--json]
 
 Rows with 1 in a column `calibrate` are used to fit the few constants of their source and accelerator; all others are
-predicted without a look at what was measured. docs/replay.md explains the columns.
+predicted without a look at what was measured. docs/how-to/validate-predictions.md explains the columns.
 """
 
 import argparse
@@ -25,7 +25,12 @@ from planner_validation import table as tables
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the table that the command line names and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, metavar="CSV", help="published runs; docs/replay.md explains the columns")
+    parser.add_argument(
+        "table",
+        type=Path,
+        metavar="CSV",
+        help="published runs; docs/how-to/validate-predictions.md explains the columns",
+    )
     parser.add_argument("--out", type=Path, metavar="CSV", required=True, help="the table with the predictions")
     parser.add_argument("--json", action="store_true", help="print the errors by source as JSON")
     given = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from phalanx.jobs.spec import Job, State
 WHY = obstacle()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {WHY}")
 
-PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "health-checks.md"
 
 
 @pytest.fixture

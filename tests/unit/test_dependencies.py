@@ -1,4 +1,4 @@
-"""Every dependency has its line of reason in docs/dependencies.md, is locked, and stands in the wheel's bill."""
+"""Every dependency has its reason in docs/reference/dependencies.md, is locked, and stands in the wheel's bill."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def test_every_dependency_has_its_reason() -> None:
     extras = [one for extra in project["project"]["optional-dependencies"].values() for one in extra]
     needed = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"]]
     names = {re.split(r"[\[<>=!~; ]", one)[0] for one in needed} - {"phalanx"}
-    page = (ROOT / "docs" / "dependencies.md").read_text()
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text()
     rows = [
         line.split("|")[1] for line in page.splitlines() if line.startswith("| ") and not line.startswith("| package |")
     ]

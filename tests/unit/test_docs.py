@@ -1,10 +1,9 @@
-"""The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, and the
-tables of events, guard actions and exit codes are whole. Nothing is executed."""
+"""The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, the
+tables of actions and exit codes are whole, and the first screen of the README fits. Nothing is executed."""
 
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,12 +12,16 @@ import pytest
 from phalanx.cli import _frame, _ParserError
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
-from phalanx.run.events import EVENT_TYPES
+from phalanx.run.event_types import FailureCause
 from phalanx.train.guards import Action
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
-RUNS = ROOT / "docs" / "runs.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SKILL.md", "docs/llms.txt")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+FAULT_TOLERANCE = ROOT / "docs" / "explanation" / "fault-tolerance.md"
+EXIT_CODES = ROOT / "docs" / "reference" / "exit-codes.md"
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
@@ -111,7 +114,7 @@ def test_commands_are_what_the_command_line_takes(block: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_named_in_a_text_have_verbs_and_options_that_exist(page: Path) -> None:
     for text in CODE.findall(prose(page)):
-        words = text.split()
+        words = text.partition(" -- ")[0].split()
         if words[:1] != ["phalanx"]:
             continue
         command: Any = _frame()
@@ -137,22 +140,30 @@ def test_python_compiles(block: str) -> None:
     compile(block, "snippet", "exec")
 
 
-def test_every_kind_of_event_has_its_row_with_its_fields() -> None:
-    rows = {named(row[0]): CODE.findall(row[1]) for row in table(RUNS, "kind | fields | meaning")}
-    assert rows == {
-        kind: [each.name for each in fields(event_type) if each.name != "time"]
-        for kind, event_type in EVENT_TYPES.items()
-    }
-
-
 def test_every_action_of_the_guard_has_its_row() -> None:
-    rows = [named(row[0]) for row in table(RUNS, "action | when | what follows")]
+    rows = [named(row[0]) for row in table(FAULT_TOLERANCE, "action | when | what follows")]
     assert sorted(rows) == sorted(get_args(Action))
 
 
 def test_every_exit_code_has_its_row() -> None:
-    rows = [int(row[0]) for row in table(RUNS, "code | meaning | what to do")]
+    rows = [int(row[0]) for row in table(EXIT_CODES, "code | meaning | what to do")]
     assert rows == [int(code) for code in ExitCode]
+
+
+def test_every_cause_of_a_failure_has_its_row() -> None:
+    rows = [named(row[0]) for row in table(FAULT_TOLERANCE, "cause | what happened")]
+    assert sorted(rows) == sorted(get_args(FailureCause))
+
+
+def test_the_first_screen_of_the_readme_fits_in_40_lines() -> None:
+    screen = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert screen.count("\n") <= 40
+
+
+def test_every_page_of_the_site_stands_in_the_index_for_language_models() -> None:
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "docs" / "llms.txt").read_text()))
+    folders = ("tutorials", "how-to", "reference", "explanation")
+    assert listed >= {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent.name in folders}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/own-loop.md shows the examples as they are. `python tests/unit/test_own_loop_page.py` writes them there anew."""
+"""docs/how-to/own-loop.md shows the examples as they are. `python tests/unit/test_own_loop_page.py` writes them."""
 
 import difflib
 import re
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "own-loop"
-PAGE = ROOT / "docs" / "own-loop.md"
+PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
 NAMES = ("language", "vision")
 
 

@@ -1,5 +1,5 @@
 """Which layouts are tested with which features, as data: `test_parity.py` runs every cell, and the table of
-docs/layouts.md is made of nothing else.
+docs/how-to/parallelism.md is made of nothing else.
 
     python tests/world/layouts.py          # the table, in Markdown
 """

@@ -106,7 +106,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
 
 
 def test_the_table_in_the_docs_is_what_is_tested() -> None:
-    page = Path(__file__).parents[2] / "docs" / "layouts.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "parallelism.md"
     assert layouts.table() in page.read_text(encoding="utf-8")
 
 

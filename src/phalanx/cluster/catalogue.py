@@ -1,6 +1,7 @@
 """The catalogue as values: accelerators, nodes, links, topologies and storage by name, and where figures come from.
 
-`entries.py` finds names, `shorthand.py` fills in what an entry leaves to others; docs/clusters.md lists what there is.
+`entries.py` finds names, `shorthand.py` fills in what an entry leaves to others; docs/reference/cluster-file.md lists
+what there is.
 """
 
 from collections.abc import Mapping

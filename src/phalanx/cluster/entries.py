@@ -81,7 +81,9 @@ def near(name: str, *kinds: Kind) -> str:
     spelt = {" ".join(_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
     close = get_close_matches(" ".join(_words(name)), list(spelt), 9, 0.5)
     nearest = list(dict.fromkeys(spelt[one] for one in close))[:3]
-    return f"; the nearest are {', '.join(nearest)}" if nearest else "; docs/clusters.md lists what there is"
+    return (
+        f"; the nearest are {', '.join(nearest)}" if nearest else "; docs/reference/cluster-file.md lists what there is"
+    )
 
 
 def words(name: str) -> frozenset[str]:

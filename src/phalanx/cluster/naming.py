@@ -3,7 +3,7 @@
 - `NODE` or `NODE:N` is N nodes of the catalogue.
 - `ACCELERATOR` or `ACCELERATOR:N` is N devices, in nodes that are usual for them; a card that has no usual node stands
   with up to seven others in a workstation. Fewer devices than a node has are a part of one node.
-- Anything that ends in .yaml or .yml, or has a slash in it, is a file, as docs/clusters.md describes it.
+- Anything that ends in .yaml or .yml, or has a slash in it, is a file, as docs/reference/cluster-file.md describes it.
 """
 
 from pathlib import Path
@@ -39,7 +39,10 @@ def load_cluster(text: str, folder: Path | None = None) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
-    write_whole(path, "# A cluster for Phalanx, in full; docs/clusters.md tells its keys.\n" + to_yaml(_plain(cluster)))
+    write_whole(
+        path,
+        "# A cluster for Phalanx, in full; docs/reference/cluster-file.md tells its keys.\n" + to_yaml(_plain(cluster)),
+    )
 
 
 def _from_file(path: Path) -> Cluster:
@@ -73,7 +76,7 @@ def _devices(text: str, device: Entry, number: int) -> dict[str, Any]:
         if number > WORKSTATION:
             raise RecipeError(
                 f"{text}: no node with the {device.name} is known, and a workstation takes {WORKSTATION}; describe the "
-                "node and its network in a file (docs/clusters.md)"
+                "node and its network in a file (docs/reference/cluster-file.md)"
             )
         return {"nodes": 1, "node": _workstation(device, number)}
     count = int(node.values["count"])

@@ -16,7 +16,7 @@ from phalanx.plan.profile import Attention
 Layer = Literal["sheet", "fitted", "measured"]
 SPREAD: dict[Layer, float] = {"sheet": 0.13, "fitted": 0.10, "measured": 0.07}
 """Standard deviation of log(measured / predicted) that a prediction from each layer has had; see
-docs/results/planner.md."""
+docs/benchmarks/planner.md."""
 TYPICAL = MatmulCurve(efficiency=0.74, bandwidth=0.85, overhead_us=5.0, sharpness=1.4)
 """Where nobody has measured the accelerator: what A100, H100 and A40 have in common (fitted to 80,364 products that
 Vidur's authors published, microsoft/vidur)."""

@@ -1,5 +1,6 @@
 """Software stacks and generations of hardware: the constants that are fitted, read from data/stacks.yaml. They belong
-to (hardware, software stack), never to a model or a run; docs/planner.md lists them all, and a test counts them.
+to (hardware, software stack), never to a model or a run; docs/explanation/planner.md lists them all, and a test counts
+them.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from phalanx.plan.step import Parts
 
 ASYNCHRONOUS = 0.01
 """Share of a blocking save by which one that is written in the background holds training up: 0.2 to 0.5 % in
-docs/results/checkpoint.md."""
+docs/benchmarks/checkpoint.md."""
 SHORTEST = 0.01
 """Seconds that even the smallest save takes: agreeing on it and copying the state."""
 SAVED_BYTES = 12.0

@@ -1,7 +1,7 @@
 """What each kind of device can do that torch trains on: one table, which the rest of Phalanx asks instead of comparing
 names of devices. Nothing here imports torch.
 
-Training ran on CPUs and NVIDIA's GPUs; the other rows are what torch's documentation says (docs/devices.md).
+Training ran on CPUs and NVIDIA's GPUs; the other rows are what torch's documentation says (docs/reference/devices.md).
 """
 
 from dataclasses import dataclass

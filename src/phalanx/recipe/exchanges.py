@@ -31,8 +31,8 @@ FIRST = 100
 """Steps at the beginning of a run in which at least gradients travel whole."""
 THIRD = 3
 """Of a run's steps workers take such a part together before local SGD: a GPT of 600 steps ends 1.3% above
-synchronous fp32 if they part after 100, 0.3% if after 200 (docs/results/exchange.md). DiLoCo's authors begin with the
-weights of 24,000 steps and go on for 64,000 (Douillard et al. 2023)."""
+synchronous fp32 if they part after 100, 0.3% if after 200 (docs/benchmarks/grad-sync.md). DiLoCo's authors begin with
+the weights of 24,000 steps and go on for 64,000 (Douillard et al. 2023)."""
 
 
 def not_kept(state: str) -> str:

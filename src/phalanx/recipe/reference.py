@@ -1,4 +1,4 @@
-"""The reference page of the recipe, docs/recipe.md, made from the schema so that the two cannot disagree."""
+"""The reference page of the recipe, docs/reference/recipe.md, made from the schema so that the two cannot disagree."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ steps=50 optimizer.lr=3e-4`.
   packages, `${recipe.dir}` that of the recipe, and `${env.NAME}` an environment variable.
 - `auto` is resolved before training; the run keeps what was chosen.
 
-This page is made from the schema: `phalanx recipe schema --markdown > docs/recipe.md`.
+This page is made from the schema by `make docs`; `phalanx recipe schema --markdown` prints it.
 """
 
 _PARTS = {part.model_config.get("title", part.__name__): part for part in Part.__subclasses__()}

@@ -101,7 +101,7 @@ Percent = Annotated[str, StringConstraints(pattern=PERCENT_PATTERN), AfterValida
 
 class ModelConfig(Part):
     """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`; or `hf:PATH`, a Hugging
-    Face directory, whose architecture and weights are taken."""
+    Face directory; its architecture and weights are taken."""
 
     model_config = ConfigDict(title="Model")
 
@@ -370,7 +370,7 @@ LocalSgdMethod = Literal["average", "diloco"]
 
 
 class GradSyncConfig(Part):
-    """How gradients are added over replicas: docs/exchange.md."""
+    """How gradients are added over replicas: docs/explanation/gradient-synchronization.md."""
 
     model_config = ConfigDict(title="Gradient synchronization")
 
@@ -430,17 +430,17 @@ class LocalSgdConfig(Part):
 
 
 class CheckpointConfig(Part):
-    """Save every so many steps; keep the newest `keep`, and the best by validation loss as well."""
+    """Save every N steps; keep the newest `keep`, and the best by validation loss as well."""
 
     model_config = ConfigDict(title="Checkpoint")
 
     every: Steps | Literal["auto"] | None = 50
-    """Save every so many steps; null saves at the end only. `auto` measures, while training, what a save costs, and
+    """Save every N steps; null saves at the end only. `auto` measures, while training, what a save costs, and
     saves as often as is best at the rate of failures (Young 1974, Daly 2006)."""
     keep: Count = 3
     """Newest checkpoints that stay; the best by validation loss stays as well."""
     in_memory_every: Steps | Percent | None = "1%"
-    """Copy the state into the memory of the nodes every so many steps, or as often as takes such a share of the time
+    """Copy the state into the memory of the nodes every N steps, or as often as takes such a share of the time
     (`1%`); null: never. A worker or node that is lost then costs the steps since the last copy."""
 
 
@@ -474,7 +474,7 @@ class Recipe(Part):
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
-    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel; docs/devices.md says what each can do.
+    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md).
     `auto`: GPUs where torch finds some, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
     """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with

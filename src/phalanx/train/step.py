@@ -2,7 +2,8 @@
 
 Everything that workers must agree on in a step is summed over them: the losses and terms of all micro-batches, each in
 a slot of its own so that the sum is exact, and flags such as the wish to stop. It travels with the gradients where they
-have room for it, because an operation of its own is dear (9% of a step of 12 ms on two cores, docs/results/notes.md).
+have room for it, because an operation of its own costs 9% of a step of 12 ms on two cores
+(docs/benchmarks/notes/measurements.md).
 """
 
 import math

@@ -87,7 +87,7 @@ def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr().out.partition("Kinds:")[2].partition("Options:")[0]
     told = re.sub(r"-\n +", "-", told)  # where a line was broken at a hyphen
     assert set(KINDS) <= set(re.findall(r"[\w-]+", told))
-    page = (Path(__file__).parents[3] / "docs" / "chaos.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "fault-injection.md").read_text()
     first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert [name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)] == list(KINDS)
 

@@ -15,7 +15,7 @@ from phalanx.cluster.plausible import ABOVE_PEAK, MOST, problems
 from phalanx.cluster.shorthand import whole_node
 from phalanx.errors import RecipeError
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
 ALL = [(kind, entry) for kind in KINDS for entry in entries(kind)]
 NOT_FIGURES = {"vendor", "generation", "usual"}
 
@@ -251,7 +251,7 @@ def row(kind: Kind, name: str) -> str:
 def test_the_page_lists_what_there_is(kind: Kind) -> None:
     page = PAGE.read_text()
     missing = [row(kind, name) for name in catalogue.names(kind) if row(kind, name) not in page]
-    assert not missing, "docs/clusters.md lacks:\n" + "\n".join(missing)
+    assert not missing, "docs/reference/cluster-file.md lacks:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("kind", ["topologies", "storage"])

@@ -1,11 +1,11 @@
-"""docs/doctor.md tells of every check and of every threshold, with its figures."""
+"""docs/how-to/health-checks.md tells of every check and of every threshold, with its figures."""
 
 from pathlib import Path
 
 from phalanx.cluster.health.checks import CHECKS
 from phalanx.cluster.health.thresholds import GIB, MIB, TABLE, Threshold
 
-PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/how-to/health-checks.md").read_text()
 
 
 def rows(header: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from phalanx.cluster.description import Collective, Measured, Product
 from phalanx.cluster.entries import entries
 from phalanx.errors import ExitCode, RecipeError
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
 
 
 def load(folder: Path, text: str) -> Cluster:
@@ -350,7 +350,11 @@ def test_a_measured_cluster_is_read_back_to_the_same(tmp_path: Path) -> None:
 
 def test_a_saved_file_says_where_its_keys_are_told(tmp_path: Path) -> None:
     save_cluster(load_cluster("laptop"), tmp_path / "saved.yaml")
-    assert (tmp_path / "saved.yaml").read_text().startswith("# A cluster for Phalanx, in full; docs/clusters.md")
+    assert (
+        (tmp_path / "saved.yaml")
+        .read_text()
+        .startswith("# A cluster for Phalanx, in full; docs/reference/cluster-file.md")
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["saved.yaml"]
 
 

@@ -9,7 +9,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, check_device
 from phalanx.recipe.devices import KINDS, DeviceKind, kind_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "devices.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "devices.md"
 
 
 @pytest.mark.parametrize(

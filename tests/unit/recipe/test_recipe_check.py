@@ -488,7 +488,7 @@ def test_the_examples_of_the_schema_are_recipes() -> None:
 
 
 def test_the_reference_page_is_up_to_date() -> None:
-    page = Path(__file__).parents[3] / "docs" / "recipe.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "recipe.md"
     assert page.read_text() == markdown(), "run `make docs`"
 
 

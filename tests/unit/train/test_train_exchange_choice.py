@@ -27,7 +27,7 @@ LINKS = {
     "100mbit": ({"all-reduce": 1.8469, "bf16": 1.0698, "int8": 0.6189}, "int8"),
     "1gbit": ({"all-reduce": 0.3990, "bf16": 0.4003, "int8": 0.4267}, "all-reduce"),
 }
-"""Seconds of a step (docs/results/exchange.md), and the fastest."""
+"""Seconds of a step (docs/benchmarks/grad-sync.md), and the fastest."""
 
 
 def seen(seconds: float, computing: float = COMPUTING) -> Seen:

@@ -1,4 +1,5 @@
-"""From which figure on a machine is remarked (WARN) or unfit (BAD), and why there. One table; docs/doctor.md shows it.
+"""From which figure on a machine is remarked (WARN) or unfit (BAD), and why there. One table, which
+docs/how-to/health-checks.md shows.
 
 A threshold looks at one side only: `high` ones at figures that are too large, the others at those that are too small.
 """

@@ -5,7 +5,7 @@
 Tensor and expert parallel change what parameters are, and with it which products are large enough for fp8;
 recomputation must wrap what they made, or it would not repeat their communication; a compiled block must contain all
 of them; FSDP shards what is left; and an optimizer that was built before would update tensors that no longer belong to
-the model, silently. (docs/layouts.md tells the reasons at length.)
+the model, silently. (docs/how-to/parallelism.md tells the reasons at length.)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
