@@ -50,7 +50,7 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
         (["--images", "x"], "--image-size 224 224"),
         (["*.txt", "--jsonl", "--parquet"], "give one of them"),
         (["*.txt", "--tokenizer", "bpe:many"], "a BPE has 257 to 10,000,000 tokens"),
-        (["*.txt", "--out", "."], "is there already"),
+        (["*.txt", "--out", "."], "already exists"),
     ],
 )
 def test_wrong_usage_is_64(texts, capsys, words, told):
@@ -83,7 +83,7 @@ def test_ctrl_c_is_75_and_says_how_to_go_on(texts, capsys, monkeypatch):
     with pytest.raises(SystemExit) as left:
         data("prepare", "*.txt", "--out", texts / "out")
     assert left.value.code == 75
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(texts / "texts")
     monkeypatch.setattr(pieces, "SMALLEST", 30_000)
